@@ -47,7 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 def measured(
     benchmarks: dict[str, Benchmark], device: str, minutes: float = float("inf")
 ) -> Iterator[dict[str, Any]]:
-    """Every benchmark's ratios and seconds, or why there are none, as soon as it has ended."""
+    """Run benchmarks, and yield each one's ratios and seconds, or why there are none."""
     began = time.monotonic()
     for name, benchmark in benchmarks.items():
         result: dict[str, Any] = {"name": name, "ratios": [], "error": ""}
@@ -69,7 +69,7 @@ def measured(
 
 
 def about(device: str) -> dict[str, Any]:
-    """The device, the day, and what it was measured with."""
+    """Describe the device, the day, and the versions."""
     packages = ("torch", "triton", "transformers", "theodolite")
     return {
         "device": torch.cuda.get_device_name(device),

@@ -147,7 +147,7 @@ def write_sparse(path: Path, tensors: dict[str, list[int]], generator: torch.Gen
 
 
 def measured(command: list[str]) -> tuple[int, float, float, str]:
-    """Largest resident set in bytes, seconds of processor and of wall time, and what a command printed."""
+    """Run a command: its largest resident set in bytes, processor and wall seconds, and what it printed."""
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(command, stdout=out)

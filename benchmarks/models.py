@@ -1,4 +1,4 @@
-"""A random GPT-2 whose steps, passes and weights are measured."""
+"""Make the random GPT-2 that benchmarks measure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH, HEADS = 768, 12
 
 
 def gpt2(layers: int, vocabulary: int = 50257) -> GPT2LMHeadModel:
-    """Of GPT-2's width, without special tokens where the vocabulary is a small one."""
+    """Make a random model of GPT-2's width, without special tokens where the vocabulary is a small one."""
     torch.manual_seed(0)
     more = {} if vocabulary == 50257 else {"bos_token_id": None, "eos_token_id": None}
     return GPT2LMHeadModel(

@@ -56,7 +56,7 @@ def moments(inputs: int) -> Tensor:
 
 
 def full_svds(weight: Tensor, second_moment: Tensor, iterations: int) -> float:
-    """The error that full SVDs end in."""
+    """Compute the error of the same alternation by full SVDs."""
     outputs, inputs = weight.shape
     rank = int(RANK_RATIO * (1 - SPARSITY) * outputs * inputs / (outputs + inputs))
     entries = inputs - int(inputs * (1 - (1 - RANK_RATIO) * (1 - SPARSITY)))

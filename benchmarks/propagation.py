@@ -46,7 +46,7 @@ def measure(device: str) -> Iterator[Ratio]:
 
 
 def spectra(device: str) -> dict[str, Tensor]:
-    """Kinds that take the two contours and few or many nodes along the context."""
+    """List kinds of spectra that take either contour, and few or many nodes along the context."""
     noise = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
     kinds = {
@@ -61,7 +61,7 @@ def spectra(device: str) -> dict[str, Tensor]:
 
 
 def every_term(values: Tensor, positions: Tensor) -> Tensor:
-    """ρ_i at these positions from all 2d weights."""
+    """Compute ρ_i at these positions from all 2d weights."""
     cross, own = walk_moments(positions, LENGTH)
     halves = torch.stack([cross + own.sqrt(), cross - own.sqrt()], dim=-1) / 2
     weights = (halves[..., None] * values).flatten(1)

@@ -1,4 +1,4 @@
-"""What QK-Clip does where attention collapses, against LocAteR, normalised queries and keys, and nothing.
+"""Compare QK-Clip where attention collapses with LocAteR, with normalised queries and keys, and with nothing.
 
 `python -m benchmarks.qk_clip --out docs/results/qk-clip.json` trains a small model with each remedy at three
 learning rates, and prints a table. Strengths are few and named before: none is chosen
@@ -96,7 +96,7 @@ class NormedQueriesKeys(nn.Module):
 def trained(
     task: Characters, remedy: Remedy, rate: Callable[[int], float], seed: int, steps: int
 ) -> dict[str, Any]:
-    """One training run, without weight decay or clipping: the mean loss of the last steps, and the last look.
+    """Train once, without weight decay or clipping: the mean loss of the last steps, and the last measurement.
 
     QK-Clip has a look after every step, and clips by it; the last one is before the last clip.
     """
@@ -139,7 +139,7 @@ def trained(
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Means over seeds with their lowest and highest, and how far the loss is from that of nothing, paired by seed."""
+    """Tabulate means over seeds with their range, and the loss less that of nothing, paired by seed."""
     lines = [
         f"| learning rate | against collapse | {' | '.join(MEASURES.values())} | loss less that of nothing |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -164,7 +164,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _interval(values: Sequence[float]) -> str:
-    """The mean and its 95 % interval (Student's t)."""
+    """Format the mean and its 95 % interval (Student's t)."""
     half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{np.mean(values):.2f} ± {half:.2f}".replace("-", "−")
 

@@ -1,4 +1,4 @@
-"""What a survey holds in memory, from formulas in the shape of the model and of the text: those of docs/scaling.md.
+"""Compute what a survey holds in memory from the shapes of model and text, by the formulas of docs/scaling.md.
 
 `python -m benchmarks.scaling` prints them for 400 billion parameters; `tests/test_benchmarks.py` holds the formulas
 against what the accumulators of the embedded model really hold.
@@ -43,7 +43,7 @@ LARGE = Shape(126, 128, 16384, 8192, 10**12 // 8192)
 
 
 def state_bytes(s: Shape) -> dict[str, int]:
-    """Bytes of each part of a state, but for the rows of sink tokens, 48 bytes each."""
+    """Count the bytes of each part of a state, but for the rows of sink tokens, 48 bytes each."""
     residual, g, d, t = s.layers + 1, GROUPS, s.width, s.length
     r, examples = min(SKETCH, d), min(EXAMPLES, s.contexts)
     numbers = {

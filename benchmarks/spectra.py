@@ -38,7 +38,7 @@ def measure(device: str) -> Iterator[Ratio]:
 
 
 def dense_eigenvalues(w_q: Tensor, w_k: Tensor) -> Tensor:
-    """All d eigenvalues of one head, from the d×d matrix."""
+    """Compute all d eigenvalues of one head from the d×d matrix."""
     return torch.linalg.eigvals(w_q.double() @ w_k.double().mT)
 
 

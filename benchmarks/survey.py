@@ -44,7 +44,7 @@ def measure(device: str) -> Iterator[Ratio]:
 
 
 def opened(layers: int, device: str) -> OpenModel:
-    """A random GPT-2, opened from disk like any other."""
+    """Open a random GPT-2 from disk like any other model."""
     with tempfile.TemporaryDirectory() as folder:
         gpt2(layers).save_pretrained(folder)
         return open_model(folder, device=device)
@@ -80,7 +80,7 @@ def time_ratios(how: str, device: str) -> list[Ratio]:
 
 
 def memory(contexts: int, device: str) -> int:
-    """The peak memory of a survey, in a process of its own."""
+    """Survey, and give the peak memory of this process."""
     keep_pages()
     survey(opened(4, device), Corpus.random_tokens(VOCABULARY, LENGTH, contexts), batch=2)
     return peak_memory(device)

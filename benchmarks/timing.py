@@ -30,7 +30,7 @@ class Ratio:
 
     @classmethod
     def of(cls, what: str, values: Sequence[float], budget: float | None = None) -> Ratio:
-        """Of one value a round."""
+        """Summarise one value a round."""
         return cls(what, statistics.median(values), min(values), max(values), budget)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Seconds(NamedTuple):
 
 
 def seconds(work: Work, device: str = "cpu") -> Seconds:
-    """Of one call; on a GPU, from an idle device until all is done."""
+    """Time one call; on a GPU, from an idle device until all is done."""
     _finish(device)
     wall, processor = time.perf_counter(), time.process_time()
     work()
@@ -55,7 +55,7 @@ def seconds(work: Work, device: str = "cpu") -> Seconds:
 
 
 def in_turns(works: Mapping[str, Work], rounds: int, device: str = "cpu") -> dict[str, list[Seconds]]:
-    """The times of each work, one round after the other; the first one, which loads and compiles, is not counted."""
+    """Time each work once a round; the first round, which loads and compiles, is not counted."""
     times: dict[str, list[Seconds]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
@@ -66,18 +66,18 @@ def in_turns(works: Mapping[str, Work], rounds: int, device: str = "cpu") -> dic
 
 
 def over(these: Sequence[Seconds], those: Sequence[Seconds], clock: int = 0) -> list[float]:
-    """The ratio of each round, by the wall's clock (0) or the processor's (1)."""
+    """Divide the times of each round, by the wall's clock (0) or the processor's (1)."""
     return [a[clock] / b[clock] for a, b in zip(these, those, strict=True)]
 
 
 def in_process(module: str, *arguments: object) -> Any:
-    """What `python -m benchmarks.MODULE ARGUMENTS` prints as JSON, in a process whose memory is its own."""
+    """Run `python -m benchmarks.MODULE ARGUMENTS` in a process of its own, and read what it prints as JSON."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def peak_memory(device: str = "cpu") -> int:
-    """The most bytes that this process has held, or a GPU for it.
+    """Give the most bytes that this process has held, or a GPU for it.
 
     Linux says it of the program itself; `getrusage` also counts what its parent held as it was started.
     """
@@ -95,6 +95,6 @@ def _finish(device: str) -> None:
 
 
 def where(device: str) -> str:
-    """The device in words, for a heading."""
+    """Name the device, for a heading."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     return f"{name}, {torch.get_num_threads()} threads"

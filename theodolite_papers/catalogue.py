@@ -124,7 +124,7 @@ EXPERIMENTS: Mapping[str, Experiment] = _Catalogue()
 
 
 def find(name: str) -> list[Experiment]:
-    """The experiments that are meant by a name (`names_of`)."""
+    """Return the experiments that a name means (`names_of`)."""
     return [_named(each) for each in names_of(name)]
 
 
@@ -137,7 +137,7 @@ def _named(name: str) -> Experiment:
 
 
 def names_of(name: str) -> list[str]:
-    """The names that are meant by one (`fig5` is `figure5`), by several with commas, or by a group."""
+    """Resolve a name (`fig5` is `figure5`), several with commas, or a group to full names."""
     meant: list[str] = []
     for pattern in filter(None, (part.strip().rstrip("/") for part in name.split(","))):
         pattern = re.sub(r"(^|/)fig(\d+)$", r"\1figure\2", pattern)
@@ -166,12 +166,12 @@ def _nearest(pattern: str) -> str:
 
 
 def all_need(experiments: Sequence[Experiment], need: str) -> bool:
-    """Whether each of them reads nothing but that: `nothing`, or a `prompt`."""
+    """Return whether every experiment needs `nothing`, or a `prompt` alone."""
     return all(need in experiment.needs for experiment in experiments)
 
 
 def made_by(experiments: Sequence[Experiment]) -> str | None:
-    """The command whose folder all of these are read from; None where they need a model or nothing."""
+    """Return the command whose folder all of these read; None where they need a model or nothing."""
     commands = [{need for need in each.needs if need.startswith("theodolite ")} for each in experiments]
     found = set().union(*commands)
     return found.pop() if len(found) == 1 and all(commands) else None

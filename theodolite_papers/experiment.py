@@ -156,13 +156,13 @@ class Study:
         return self.provenance | ({"asked": read} if read else {})
 
     def cached(self, name: str, make: Callable[[], Result]) -> Result:
-        """What several experiments share under a name, made when first asked for."""
+        """Return what several experiments share under this name; make it the first time."""
         if name not in self._shared:
             self._shared[name] = make()
         return self._shared[name]
 
     def require_model(self, name: str = "this experiment") -> OpenModel:
-        """The model."""
+        """Return the model, or refuse."""
         if self.model is None:
             raise UsageError(f"{name} needs the model as well as the run: pass it too")
         return self.model
@@ -170,7 +170,7 @@ class Study:
     def require_corpus(
         self, why: str = "this experiment reads the text of the run again: pass it as well"
     ) -> Corpus:
-        """The text of the run."""
+        """Return the text of the run, or refuse."""
         if self.corpus is None:
             raise UsageError(why)
         return self.corpus
@@ -229,24 +229,18 @@ class Study:
 
 
 def random_tokens_like(model: OpenModel, run: Run) -> Corpus:
-    """As many contexts of random tokens as a run has, as long, by its seed."""
+    """Draw as many contexts of random tokens as a run has, as long, by its seed."""
     described = run.provenance["corpus"]
     size = described["length"], described["contexts"], run.provenance["seed"]
     return Corpus.random_tokens(model.required_vocabulary(), *size, below=model.vocabulary)
 
 
-def corpus_subset(corpus: Corpus, chosen: Any) -> Corpus:
-    """The contexts `chosen` (a slice or indices) of a corpus."""
-    part, labels = corpus.contexts[chosen], corpus.labels[chosen]
-    return Corpus(corpus.name, part, labels, corpus.label_names, corpus.seed)
-
-
 def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """Two halves of a corpus: one on which heads, layers or settings are chosen, one on which they are judged."""
+    """Split a corpus in two: on one half heads, layers or settings are chosen, on the other they are judged."""
     if len(corpus.contexts) < 2:
         raise UsageError("heads are chosen on half of the contexts and judged on the other: give 2 or more")
     first, second = halves(len(corpus.contexts))
-    return corpus_subset(corpus, first), corpus_subset(corpus, second)
+    return corpus.subset(first), corpus.subset(second)
 
 
 def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:

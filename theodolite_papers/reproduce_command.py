@@ -131,7 +131,7 @@ class _Request:
 
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
-    """What the experiments read, and the folder for their pages."""
+    """Prepare what the experiments read, and choose the folder for their pages."""
     from theodolite_papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
     from theodolite_papers.experiment import Study, of_model, of_nothing
     from theodolite_papers.localization.locater import grid_provenance

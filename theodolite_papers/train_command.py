@@ -225,7 +225,7 @@ def locater_command(
 
 
 def _quiet_screen() -> Console:
-    """Where trainers report, without the progress bars of `transformers`."""
+    """Hide the progress bars of `transformers`, and return the console that trainers report on."""
     from theodolite.models.stored.loading import hide_progress_bars
 
     hide_progress_bars()

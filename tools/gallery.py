@@ -1,4 +1,4 @@
-"""The gallery: every claim of the papers with its verdict. `python -m tools.gallery FOLDER …` takes in new results.
+"""Make the gallery of every claim of the papers; `python -m tools.gallery FOLDER …` takes in new results.
 
 What folders of `theodolite reproduce` have goes into docs/results/gallery (each `result.json` without its tables) and
 docs/images/gallery; where several have an experiment, the last one. The pages are made of these when the site is built.
@@ -44,12 +44,12 @@ TRAININGS = {
 
 
 def names() -> list[str]:
-    """Every experiment that has a place in the gallery: pages of claims repeat those of the others."""
+    """List the experiments of the gallery: pages of claims repeat those of the others."""
     return [name for name in EXPERIMENTS if not name.endswith("/claims")]
 
 
 def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
-    """Name → (result, folder) of every experiment below the folders, at any depth of two."""
+    """Find name → (result, folder) of every experiment in the folders or their `reproduce/`."""
     found: dict[str, tuple[dict[str, Any], Path]] = {}
     for folder in folders:
         for path in sorted([*folder.glob(f"*/{RESULT}"), *folder.glob(f"reproduce/*/{RESULT}")]):
@@ -60,7 +60,7 @@ def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
 
 
 def kept(result: dict[str, Any]) -> dict[str, Any]:
-    """What of a result is taken in: of tables what verdicts rest on, of what it was made of what pages say."""
+    """Take from a result what the pages show: judged tables, verdicts, readings, and a short provenance."""
     provenance = {"seed": result["provenance"]["seed"], "versions": result["provenance"]["versions"]}
     for of, told in {"model": ("id", "sha256"), "corpus": ("name", "length", "contexts", "sha256")}.items():
         if of in result["provenance"]:
@@ -71,13 +71,13 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """Name → what was taken in."""
+    """Load name → result of what was taken in."""
     loaded = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
     return {result["name"]: result for result in loaded}
 
 
 def pages() -> dict[str, str]:
-    """Name → text of the index and of the page of every paper."""
+    """Write name → text of the index and of the page of every paper."""
     found = results()
     rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
     made = {}
@@ -131,7 +131,7 @@ def _missing(name: str) -> list[str]:
 
 
 def _commands(name: str, provenance: dict[str, Any] | None) -> list[str]:
-    """The commands that make an experiment, with the text of the committed one."""
+    """List the commands that make an experiment, with the text of the committed one."""
     training = TRAININGS.get(name)
     folder = " " + training.split("--out ")[1].split("/")[0].split()[0] if training else ""
     experiment = EXPERIMENTS[ALIASES[name].of if name in ALIASES else name]
@@ -154,7 +154,7 @@ def _file(name: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A sentence as Markdown shows it: no tags, no emphasis, no machine's paths, no full stop at the end."""
+    """Escape a sentence for Markdown: no tags, no emphasis, no machine's paths, no full stop at the end."""
     text = re.sub(r"(?<![\w.])/(?:[\w.-]+/)+", "", text)
     return re.sub(r"([\\`*_{}\[\]|$])", r"\\\1", html.escape(text, quote=False)).removesuffix(".")
 

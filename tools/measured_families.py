@@ -1,4 +1,4 @@
-"""Every text family of `transformers`, surveyed small, and its columns against plain eager attention: `make families`.
+"""Survey every text family of `transformers` small, and compare with plain eager attention: `make families`.
 
 `python -m tools.measured_families` measures all and writes docs/results/families.json; with names of families behind
 it, these are measured and printed.
@@ -55,7 +55,7 @@ OUTCOMES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one family: one of `OUTCOMES`, why, how many of its blocks attend, and how much was compared."""
+    """The result of one family: one of `OUTCOMES`, why, how many of its blocks attend, and how much was compared."""
 
     name: str
     model_class: str
@@ -93,7 +93,7 @@ def measure(case: Case, folder: Path) -> Measured:
 def _surveyed_somehow(
     folder: Path, ids: Any, streams: list[np.ndarray], attention: list[np.ndarray]
 ) -> dict[str, Any]:
-    """`surveyed`; of an encoder-decoder whose decoder has no attention of its own, its encoder's tables alone."""
+    """Survey; of an encoder-decoder whose decoder has no attention of its own, the encoder alone."""
     from theodolite.errors import UsageError
 
     try:
@@ -112,7 +112,7 @@ def _line(error: Exception, folder: Path, case: Case) -> str:
 
 
 def random_ids(folder: Path) -> Any:
-    """Token ids of the vocabulary of the model in `folder`, (contexts, positions)."""
+    """Draw token ids of the vocabulary of the model in `folder`, (contexts, positions)."""
     import torch
     from transformers import AutoConfig
 
@@ -159,7 +159,7 @@ def surveyed(
 
 
 def _missing(run: Any) -> str:
-    """Which tables of the survey say nothing of some layers."""
+    """Say which tables of the survey lack some layers."""
     of = run.heads.groupby("layer")["spectrum_of"].first()
     without = int((of == "none").sum())
     missing = [f"no query-key spectra in {without} of {len(of)} layers"] if without else []
@@ -168,7 +168,7 @@ def _missing(run: Any) -> str:
 
 
 def eager(folder: Path, ids: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Hidden states (C, T, d) and attention (C, H, T, T) of the family's own model, those that it returns."""
+    """Compute hidden states (C, T, d) and attention (C, H, T, T) by the family's own model, those that it returns."""
     import torch
     import transformers
 
@@ -193,7 +193,7 @@ def eager(folder: Path, ids: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def _in_one(hidden: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Several streams one behind the other, (C, T, streams · d), whether the model has them before or after these."""
+    """Join several residual streams to (C, T, streams · d), wherever the model has their dimension."""
     if hidden.ndim == 4 and hidden.shape[1:3] == shape:
         hidden = np.moveaxis(hidden, 0, 2)
     return hidden.reshape(*hidden.shape[:2], -1)
@@ -291,7 +291,7 @@ def write(measured: Sequence[Measured]) -> None:
 
 
 def read() -> tuple[dict[str, Any], list[Measured]]:
-    """What `write` wrote: the facts, and the families."""
+    """Read what `write` wrote: the facts, and the families."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     return results, [Measured(**row) for row in results.pop("families")]
 

@@ -28,7 +28,7 @@ VOLATILE = {"wall_seconds", "versions", "fingerprint", "schema_version", "create
 
 
 def commands(out: Path) -> list[list[str]]:
-    """What both checkouts run; folders under `out`."""
+    """List the commands that both checkouts run; folders under `out`."""
     runs = [
         [command, *options, "--dtype", dtype, "--out", str(out / f"{command}-{dtype}")]
         for dtype in ("float64", "float32")
@@ -41,7 +41,7 @@ def commands(out: Path) -> list[list[str]]:
 
 
 def produce(checkout: Path, out: Path) -> None:
-    """Every table of a checkout."""
+    """Make every table of a checkout."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     for arguments in commands(out):
         print(f"{checkout.name}: theodolite {' '.join(arguments[:2])} …", file=sys.stderr)
@@ -52,7 +52,7 @@ def produce(checkout: Path, out: Path) -> None:
 
 
 def differences(old: Path, new: Path) -> Iterator[str]:
-    """One line for each table, column, array or entry that is not the same."""
+    """Yield one line for each table, column, array or entry that is not the same."""
     names = [{str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (old, new)]
     for name in sorted(names[0] ^ names[1]):
         if name.endswith((".parquet", ".safetensors")):
@@ -78,7 +78,7 @@ def _entries(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def unlike(old: np.ndarray, new: np.ndarray) -> str:
-    """How two columns differ; nothing where they do not."""
+    """Say how two columns differ; nothing where they do not."""
     if old.shape != new.shape:
         return f"has shape {new.shape}, had {old.shape}"
     if not all(values.dtype.kind in "fiub" for values in (old, new)):

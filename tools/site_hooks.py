@@ -28,14 +28,14 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """The search of pages opened from disk has a script of ours."""
+    """Point the search of pages opened from disk to our own script."""
     return output.replace(
         _SHIM, f'<script src="{"../" * page.url.count("/")}theme/frame-worker.js"></script>'
     )
 
 
 def on_post_template(output_content: str, *, template_name: str, config: Any) -> str:
-    """The page for what is not found may be shown at any depth: it goes without."""
+    """Take the search's script out of the 404 page, which may be shown at any depth."""
     return output_content.replace(_SHIM, "")
 
 

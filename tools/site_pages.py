@@ -1,4 +1,4 @@
-"""What of the site is made of other files, each time it is built: mkdocs-gen-files runs this script.
+"""Generate the site's pages that are made from other files: mkdocs-gen-files runs this script.
 
 Pages from files outside docs/, from the command line and from committed results; and, where a page of docs/ has a
 comment such as `<!-- families -->`, what belongs there.
@@ -44,7 +44,7 @@ _PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all generated pages."""
     from tools import gallery
 
     write("commands.md", commands())
@@ -71,7 +71,7 @@ def write(page: str, text: str) -> None:
 
 
 def _from_root(link: re.Match[str]) -> str:
-    """A link of a file in the repository's root, or in a folder that links upwards, as seen from docs/."""
+    """Rewrite a link of a file in the repository's root, or in a folder that links upwards, as seen from docs/."""
     if "://" in link[1]:
         return link[0]
     target = re.sub(r"^(\.\./)+", "", link[1])
@@ -84,7 +84,7 @@ def _into_site(link: re.Match[str]) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments, options and defaults, as its help has them."""
+    """List every command with its arguments, options and defaults, as its help has them."""
     import typer
     from typer.cli import get_docs_for_click
 
@@ -100,7 +100,7 @@ def commands() -> str:
 
 
 def with_figures(notebook: str) -> str:
-    """A notebook whose figures are drawn by the Plotly that lies beside it: kept outputs have their data alone."""
+    """Let a notebook's figures be drawn by the Plotly beside it: kept outputs have their data alone."""
     loaded = json.loads(notebook)
     outputs = [output for cell in loaded["cells"] for output in cell.get("outputs", [])]
     for number, output in enumerate(outputs):
@@ -171,7 +171,7 @@ def arrays(_: str | None) -> str:
 
 
 def families(_: str | None) -> str:
-    """Every text family of `transformers`, by what came of it."""
+    """List every text family of `transformers` by outcome."""
     from tools.measured_families import OUTCOMES, read
 
     facts, measured = read()
@@ -196,7 +196,7 @@ def families(_: str | None) -> str:
 
 
 def chaos(_: str | None) -> str:
-    """How often disturbed commands were right, refused, or else, in the last whole `make chaos`."""
+    """Tabulate how often disturbed commands were right, refused, or else, in the last whole `make chaos`."""
     result = json.loads((RESULTS / "chaos.json").read_text("utf-8"))
     answers = list(next(iter(result["counts"].values())))
     lines = [f"On {result['date']} (commit {result['commit']}, seed {result['seed']}):", ""]
@@ -209,13 +209,13 @@ def chaos(_: str | None) -> str:
 
 
 def errors(_: str | None) -> str:
-    """What `theodolite explain` reads, one level of heading lower."""
+    """Include what `theodolite explain` reads, one level of heading lower."""
     text = (ROOT / "theodolite" / "assets" / "errors.md").read_text("utf-8").partition("\n")[2]
     return re.sub(r"^##", "###", text, flags=re.MULTILINE).strip()
 
 
 def gpu(_: str | None, folder: Path = ROOT / "benchmarks" / "results") -> str:
-    """A table for each device that `make bench-gpu` has measured."""
+    """Tabulate each device that `make bench-gpu` has measured."""
     results = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
     if not results:
         return "No GPU has been measured yet: what these pages say of time and memory is of CPUs."
@@ -237,7 +237,7 @@ def _of_device(result: dict[str, Any]) -> str:
 
 
 def experiments(_: str | None) -> str:
-    """Every name that `theodolite reproduce` takes, with what it shows, needs and has smaller than published."""
+    """List every name that `theodolite reproduce` takes, with what it shows, needs and has smaller than published."""
     from theodolite_papers import EXPERIMENTS
 
     lines = ["| name | shows | needs | smaller than published |", "| --- | --- | --- | --- |"]

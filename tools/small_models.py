@@ -1,4 +1,4 @@
-"""Small random models of every text family that `transformers` has: nothing of theodolite is used here.
+"""Build small random models of every text family of `transformers`, without using theodolite.
 
 A family's own default config is made small by the names of its fields. What that does not serve has a line in
 `OVERRIDES`.
@@ -103,7 +103,7 @@ WITHOUT_ATTENTION = {"falcon_mamba", "fnet", "mamba", "mamba2", "rwkv", "xlstm"}
 
 
 def cases() -> list[Case]:
-    """Every text family: the class that fills in words or goes on with a text, of an encoder-decoder both."""
+    """List every text family: the class that fills in words or continues a text, of an encoder-decoder both."""
     causal, masked, both = (
         dict(getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES"))
         for kind in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
@@ -124,7 +124,7 @@ def _name(classes: Any) -> str:
 
 
 def build(case: Case, seed: int = 0) -> PreTrainedModel:
-    """A small random model, float32, evaluation mode; weights are random but not small, so that attention differs."""
+    """Build a small random model, float32, evaluation mode; weights are not small, so that attention differs."""
     torch.manual_seed(seed)
     model_class = getattr(transformers, case.model_class)
     config = small_config(case)
@@ -151,7 +151,7 @@ def _randomise(last: str, name: str, parameter: torch.nn.Parameter, generator: t
 
 
 def small_config(case: Case) -> PreTrainedConfig:
-    """The family's default config, made small."""
+    """Make the family's default config small."""
     config_class = CONFIG_MAPPING[case.family]
     given = OVERRIDES.get(case.family, {})
     try:
@@ -162,7 +162,7 @@ def small_config(case: Case) -> PreTrainedConfig:
 
 
 def small_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The arguments that make a small config of the same class: of its fields, and of those of the configs in it."""
+    """Find the arguments that make a small config of the same class, also of the configs in it."""
     config.allow_global_per_layer_attribute_access = True
     fields = {
         name: getattr(config, name) for name in type(config).__dataclass_fields__ if hasattr(config, name)
@@ -208,17 +208,13 @@ def _layer_count(config: PreTrainedConfig) -> int:
 
 
 def _chosen_layers(of_layers: dict[str, Any]) -> list[int]:
-    """So many layers that each kind is among them, the first of each, and then the first of all."""
+    """Choose layers so that each kind is among them: the first of each, and then the first of all."""
     if not of_layers:
         return list(range(LAYERS))
-    kinds = list(zip(*of_layers.values(), strict=True))
-    first = [kinds.index(kind) for kind in dict.fromkeys(map(repr, kinds)) for kind in [_of(kinds, kind)]]
+    kinds = list(map(repr, zip(*of_layers.values(), strict=True)))
+    first = list(map(kinds.index, dict.fromkeys(kinds)))
     rest = [layer for layer in range(len(kinds)) if layer not in first]
     return sorted((first[:LAYERS] + rest)[:LAYERS])
-
-
-def _of(kinds: list[Any], shown: str) -> Any:
-    return next(kind for kind in kinds if repr(kind) == shown)
 
 
 def _small_size(name: str, value: int, fields: dict[str, Any]) -> int:

@@ -29,7 +29,10 @@ from typer.testing import CliRunner
 from tests import checkpoints
 from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
+from theodolite.corpus.corpus import Corpus
 from theodolite.jobs.unfinished import Unfinished
+from theodolite.models import open_model
+from theodolite.passes.shards import merge
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.localization import locater_training as grid
@@ -92,6 +95,15 @@ def _train_grid(root: Path) -> None:
     grid.train_grid(grid.Job(root / "out", recipe, 9, "cpu"), settings, files, Console(quiet=True))
 
 
+def _in_shards(root: Path) -> None:
+    """A survey in two shards, and what merges them."""
+    model = open_model(root / "model")
+    corpus = Corpus.from_path(root / "text.txt", model.tokenizer, 32, contexts=4)
+    for number in (1, 2):
+        survey(model, corpus, root / "out", batch=1, shard=(number, 2))
+    merge(root / "out", model)
+
+
 ONE = ("--batch", "1", "--contexts", "4")
 READ = ("--corpus", "@/text.txt", "--length", "32", *ONE)
 NUMBERS = ("out/*.parquet", "out/*.safetensors")
@@ -115,6 +127,7 @@ COMMANDS: dict[str, Command] = {
     "survey of a table": _survey(text="@/rows.parquet"),
     "survey, resumed": replace(_survey(out="@/half"), numbers=("half/*.parquet", "half/*.safetensors")),
     "survey, run": _survey(out="@/run"),
+    "survey in shards": Command(_in_shards, NUMBERS, kills=16),
     "trace": Command(("trace", "@/model", *READ, "--out", "@/out"), kills=16),
     "trace, kept": Command(("trace", "@/model", *READ, "--out", "@/trace")),
     "spectra": Command(("spectra", "@/model", "--out", "@/out"), NUMBERS, kills=16),

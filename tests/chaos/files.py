@@ -42,7 +42,6 @@ SIZES = ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size")
 RUN_ENTRIES = ("counts.tokens", "model.layers", "seed", "fingerprint", "schema_version", "checksums")
 SEALED = GONE | CHANGED
 SEALED_JSON = SEALED | OTHER_JSON | EXTRA
-IDENTITY = GONE | OTHER_JSON | EXTRA | entries("config")
 # A folder without the file is not one of those that are listed.
 LISTED_JSON = {name: change for name, change in SEALED_JSON.items() if name != "a dangling link"}
 NO_TEXT = {name: GONE[name] for name in ("emptied", "rubbish", "a folder", "a dangling link")}
@@ -86,7 +85,7 @@ SUBJECTS: list[tuple[str, str, dict[str, Tampering]]] = [
     ("factored/pruning.json", "prune to factors, again", SEALED_JSON),
     ("factored/block-002.safetensors", "prune to factors, again", SEALED | TENSORS),
     ("answers.json", "answers", SEALED_JSON | entries("measured", "schema_version")),
-    ("trained/identity.json", "train, trained", IDENTITY),
+    ("trained/job.json", "train, trained", SEALED_JSON),
     ("trained/config.json", "train, trained", GONE | OTHER_JSON),
     ("trained/model.safetensors", "train, trained", GONE | TENSORS | WEIGHTS),
     ("begun.partial/job.json", "train, begun", SEALED_JSON),

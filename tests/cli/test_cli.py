@@ -366,7 +366,7 @@ def test_what_saves_no_progress_does_not_promise_to_resume(checkpoint, tmp_path,
 
 @pytest.mark.parametrize(
     ("after_the_passes", "presses"),
-    [("theodolite.passes.survey.tabulate", 1), ("theodolite.report.page.write_report", 2)],
+    [("theodolite.passes.survey_stages.tabulate", 1), ("theodolite.report.page.write_report", 2)],
 )
 def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     after_the_passes, presses, checkpoint, text, tmp_path, monkeypatch

@@ -123,7 +123,7 @@ def test_what_is_left():
     assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"
     undecided = part(["undecided", "new"])
     undecided = replace(undecided, table=undecided.table.assign(layer=0, head=0))
-    assert summarise((undecided,), "b").startswith("Whether anything survives is not decided. ")
+    assert summarise((undecided,)).startswith("Not decided: sinks (0 of 1). ")
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def check_projections(family: str, model: OpenModel) -> None:
 def check_replacement(family: str, model: OpenModel) -> None:
     """Oracle: `read_head_weights`, also where queries and keys are normalised after their projection (qwen3)."""
     with torch.no_grad():
-        (found,) = find_projections(model.hf, model.structure, model.calls, [1], purpose="replacement")
+        (found,) = find_projections(model.hf, model.structure, model.calls, [1], replacing=True)
     before, last = _read(model), found.query.heads - 1
     with replaced([(found.query, [last], found.query.matrix([last]) / 2)]):
         inside = _read(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,16 +19,21 @@ def corpus_of(contexts: int = 5, length: int = 24) -> Corpus:
     return Corpus.random_tokens(300, length, contexts)
 
 
-def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
-    """What enters a block in the model's own pass over the whole corpus."""
+def recorded(model, layer: int, run: Callable[[], object]) -> list[torch.Tensor]:
+    """What enters a block while something runs, a tensor a call."""
     seen: list[torch.Tensor] = []
     hook = model.structure.blocks[layer].register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(first_tensor(args, kwargs)), with_kwargs=True
     )
     with torch.inference_mode(), one_expert_at_a_time(model.hf):
-        model.hf.base_model(input_ids=corpus.contexts, use_cache=False)
+        run()
     hook.remove()
-    return seen[0]
+    return seen
+
+
+def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
+    """What enters a block in the model's own pass over the whole corpus."""
+    return recorded(model, layer, lambda: model.hf.base_model(input_ids=corpus.contexts, use_cache=False))[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,14 +42,8 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, tmp_path):
     model, corpus = opened_anew(family, tmp_path), corpus_of()
     with one_expert_at_a_time(model.hf):
         stream = BlockByBlock(model, corpus, 2, lambda: None)
-        for layer in range(model.layers):
-            seen = []
-            block = model.structure.blocks[layer]
-            hook = block.register_forward_pre_hook(
-                lambda _, args, kwargs, seen=seen: seen.append(first_tensor(args, kwargs)), with_kwargs=True
-            )
-            stream.read(layer)
-            hook.remove()
+        for layer, block in enumerate(model.structure.blocks):
+            seen = recorded(model, layer, lambda layer=layer: stream.read(layer))
             assert [len(hidden) for hidden in seen] == [2, 2, 1]
             expected = entering(model, corpus, layer)
             torch.testing.assert_close(torch.cat(seen), expected, rtol=1e-5, atol=1e-5)
@@ -137,12 +138,7 @@ def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(f
     with one_expert_at_a_time(model.hf):
         stream = BlockByBlock(model, corpus, 2, lambda: None)
         for layer in range(model.layers):
-            seen: list[torch.Tensor] = []
-            hook = model.structure.blocks[layer].register_forward_pre_hook(
-                lambda _, args, kwargs, seen=seen: seen.append(first_tensor(args, kwargs)), with_kwargs=True
-            )
-            stream.read(layer)
-            hook.remove()
+            seen = recorded(model, layer, lambda layer=layer: stream.read(layer))
             ours = [own for hidden in seen for own in hidden]
             for place, own in enumerate(ours):
                 alone = corpus.subset(torch.tensor([place]))

@@ -46,6 +46,13 @@ def tensors_in(folder):
     return found
 
 
+def assert_same_tensors(one, other) -> None:
+    """Two folders have the same tensors, bit by bit."""
+    expected, found = tensors_in(one), tensors_in(other)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
 def in_memory(model) -> list[int]:
     """The layers whose weights are there."""
     blocks = enumerate(model.structure.blocks)
@@ -81,9 +88,7 @@ def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp
     whole = prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", **options)
     model = open_streamed(folder)
     streamed = prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "streamed", **options)
-    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "streamed")
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert_same_tensors(tmp_path / "whole", tmp_path / "streamed")
     assert whole.table.equals(streamed.table)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("whole", "streamed")]
     assert configs[0] == configs[1]
@@ -136,8 +141,7 @@ def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
     assert (tmp_path / "parts.partial" / "block-000.safetensors").is_file()
     # What was begun in memory may go on from the files, and the other way round.
     prune_model(open_model(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
-    expected, found = tensors_in(whole), tensors_in(parts)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_tensors(whole, parts)
     again = prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
     assert again.folder == parts
 
@@ -150,9 +154,7 @@ def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
     model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     before = model.logits(corpus_of().contexts)
     prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "out", iterations=3)
-    expected, found = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "out")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_tensors(tmp_path / "whole", tmp_path / "out")
     assert torch.equal(model.logits(corpus_of().contexts), before)
     assert model.interventions == ()
 

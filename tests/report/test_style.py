@@ -5,6 +5,7 @@ The matrices are those of Machado, Oliveira & Fernandes 2009 for full severity, 
 
 from __future__ import annotations
 
+import re
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -96,3 +97,17 @@ def test_kinds_are_seen_on_the_page(paper: str, swap) -> None:
 def test_a_colour_has_one_dark_counterpart_that_is_no_light_one() -> None:
     assert len(set(SWAPS.values())) == len(SWAPS)
     assert not set(SWAPS) & set(SWAPS.values())
+
+
+def test_the_page_s_own_colours_are_those_of_its_figures_light_and_dark() -> None:
+    """Oracle: the variables, read back as CSS, against the scales and their dark counterparts."""
+    light, dark_css = (
+        dict(re.findall(r"--(\w+): (.*?);", part)) for part in style.css().split("@media screen")
+    )
+    ramps = {"ramp": style.MAGNITUDE, "signs": style.SIGNED, "order": style.ORDER}
+    for name, scale in ramps.items():
+        colours = [colour for _, colour in scale]
+        assert re.findall(r"#\w{6}", light[name]) == colours
+        assert re.findall(r"#\w{6}", dark_css[name]) == [dark(colour) for colour in colours]
+    assert (light["position"], dark_css["position"]) == (style.POSITION, dark(style.POSITION))
+    assert light.keys() == dark_css.keys()

@@ -7,8 +7,8 @@ import math
 import pytest
 from safetensors import SafetensorError
 
-from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import disk_errors, folder_purpose, folder_written_atomically, json_text
+from theodolite.errors import WorkError
+from theodolite.system.files import disk_errors, folder_written_atomically, json_text
 
 
 def _write(folder, text, *, replace=False, fail=False):
@@ -65,27 +65,6 @@ def test_a_full_disk_is_said_with_what_to_do(error, tmp_path):
         disk_errors(tmp_path),
     ):
         raise error
-
-
-def test_a_folder_remembers_its_purpose(tmp_path):
-    path = tmp_path / "grid" / "grid.json"
-    assert folder_purpose(path, {"seed": 0}) == {"seed": 0}
-    assert folder_purpose(path, {"seed": 1}) == {"seed": 0}
-    path.write_text("{")
-    assert folder_purpose(path, {"seed": 1}) is None
-
-
-def test_a_folder_with_something_else_is_refused(tmp_path):
-    path = tmp_path / "grid.json"
-    (tmp_path / "grid.json.writing").touch()  # of a process that was killed as it wrote the purpose
-    assert folder_purpose(path, {}, "it holds something else") == {}
-    path.unlink()
-    (tmp_path / "photo").touch()
-    with pytest.raises(UsageError, match="it holds something else"):
-        folder_purpose(path, {}, "it holds something else")
-    with pytest.raises(UsageError, match="it holds something else"):
-        folder_purpose(tmp_path / "photo" / "grid.json", {}, "it holds something else")
-    assert folder_purpose(path, {}) == {}
 
 
 def test_json_has_no_numbers_that_are_none():

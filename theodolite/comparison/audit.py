@@ -17,14 +17,13 @@ import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
 import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, Change, Survival, share_error
+from theodolite.comparison.survival import LOST, SURVIVED, Change, Survival, share_error
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.judging import (
     FAILS,
     HOLDS,
     IN_PART,
-    OPEN,
     UNDECIDED,
     UNTESTABLE,
     Answer,
@@ -37,13 +36,16 @@ from theodolite.judging import (
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
 from theodolite.system.run_folders import OUTPUTS, TRACE
-from theodolite.system.wording import counted, head_name, listed, percent
+from theodolite.system.wording import head_name, listed, percent
 
+NO_SURVEY = {
+    TRACE: "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
+    OUTPUTS: "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
+}
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 LEAST_PARTS = 2  # of which a head must lose something to count as hit hard, unless it loses its output
 OF_HEADS = ("sinks", "tags", parts_of.OUTPUTS, "entropies", "head types", "spectra")
 
-VERBS: dict[Answer, str] = {HOLDS: "keeps", IN_PART: "partly keeps", FAILS: "loses", UNDECIDED: "may keep"}
 VERDICTS: dict[Answer, str] = {
     HOLDS: "kept",
     IN_PART: "partly kept",
@@ -186,7 +188,7 @@ def compare(
     runs = {names[0]: reference.provenance, names[1]: other.provenance}
     if not alike(reference.provenance, other.provenance):
         parts: tuple[Survival, ...] = (matched.matched_heads(reference, other),)
-        return Audit(*names, parts, summarise(parts, names[1]), runs)
+        return Audit(*names, parts, summarise(parts), runs)
     parts = (
         parts_of.sinks(reference, other, outputs_of),
         *([parts_of.tags(*traces)] if traces else []),
@@ -201,7 +203,7 @@ def compare(
     if _model_and_edits(reference) == _model_and_edits(other):
         parts = tuple(part.of_one_model() for part in parts)
     loss = outputs.loss(*written) if written else None
-    summary = summarise(parts, names[1], loss)
+    summary = summarise(parts, loss)
     return Audit(*names, parts, summary, runs, loss, _means(reference, other))
 
 
@@ -240,22 +242,16 @@ def name_of(run: Run) -> str:
 def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
     """Refuse what cannot be compared."""
     for name, run in zip(names, surveys, strict=True):
-        if run.kind == TRACE:
-            raise UsageError(
-                f"{name}: this is a trace of sinks; give the survey, with the trace as FOLDER-sinks"
-            )
-        if run.kind == OUTPUTS:
-            raise UsageError(
-                f"{name}: these are outputs of heads; give the survey, with the outputs as FOLDER-outputs"
-            )
+        if run.kind in NO_SURVEY:
+            raise UsageError(f"{name}: {NO_SURVEY[run.kind]}")
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    for name, run in zip(names, traces, strict=False):
-        if run.kind != TRACE:
-            raise UsageError(f"{name}: this is not a trace of sinks; `theodolite trace` makes one")
-    for name, run in zip(names, written, strict=False):
-        if run.kind != OUTPUTS:
-            raise UsageError(f"{name}: these are not outputs of heads; `comparison.read_outputs` makes them")
+    no_trace = "this is not a trace of sinks; `theodolite trace` makes one"
+    no_outputs = "these are not outputs of heads; `comparison.read_outputs` makes them"
+    for kind, runs, refusal in ((TRACE, traces, no_trace), (OUTPUTS, written, no_outputs)):
+        for name, run in zip(names, runs, strict=False):
+            if run.kind != kind:
+                raise UsageError(f"{name}: {refusal}")
     first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):
         raise UsageError(
@@ -297,11 +293,11 @@ def _shape(provenance: Mapping[str, Any]) -> list[object]:
     return [provenance["model"].get(key) for key in SHAPE]
 
 
-def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None) -> str:
+def summarise(parts: tuple[Survival, ...], loss: Loss | None = None) -> str:
     """Write the summary: what survived and what did not, the heads hit hardest, the loss, what was not compared."""
     if parts[0].name == matched.NAME:
         return f"{parts[0].counts()}. The models differ in shape or tokenizer: only their heads are matched."
-    clauses = [_verdict(parts, other, loss is None or loss.unchanged)]
+    clauses = [_verdict(parts, loss is None or loss.unchanged)]
     if hardest := hit_hardest(parts):
         clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
     if loss is not None:
@@ -311,28 +307,19 @@ def summarise(parts: tuple[Survival, ...], other: str, loss: Loss | None = None)
     return " ".join(clauses)
 
 
-def _verdict(parts: tuple[Survival, ...], other: str, same_loss: bool) -> str:
-    """Say in one sentence what is kept, partly kept, lost and undecided."""
-    decided = [part for part in parts if part.answer not in OPEN]
+def _verdict(parts: tuple[Survival, ...], same_loss: bool) -> str:
+    """Say in one sentence which parts are kept, partly kept, lost and not decided."""
     if same_loss and all(part.exact for part in parts if len(part.table)):
         return "Everything survives exactly: no number differs."
-    if not decided:
-        return "Whether anything survives is not decided."
-    answer = combined(part.answer for part in parts)
-    if answer == FAILS:
-        return f"Nothing survives: neither {listed([part.name for part in decided], 9).replace(' and ', ' nor ')}."
-    groups: dict[str, list[str]] = {verb: [] for verb in VERBS.values()}
+    groups: dict[Answer, list[str]] = {answer: [] for answer in VERDICTS}
     for part in parts:
-        if part.answer != UNTESTABLE:
-            how_many = f"{part.count(SURVIVED)} of {part.of_reference}{part.and_undecided}"
-            if part.paired is not None:
-                how_many = f"{percent(part.paired.value)} at the same places"
-            groups[VERBS[part.answer]].append(f"its {part.name} ({how_many})")
-    clauses = [f"{verb} {listed(names, 9)}" for verb, names in groups.items() if names]
-    text = f"{other} {'; it '.join(clauses)}"
-    if new_units := [counted(part.count(NEW), f"new {part.unit}") for part in parts if part.count(NEW)]:
-        text += f"; it has {listed(new_units, 9)}"
-    return f"Everything survives: {text}." if answer == HOLDS else f"{text}."
+        how_many = f"{part.count(SURVIVED)} of {part.of_reference}"
+        if part.paired is not None:
+            how_many = f"{percent(part.paired.value)} at the same places"
+        groups[part.answer].append(f"{part.name} ({how_many})" if part.answer != UNTESTABLE else part.name)
+    clauses = [f"{VERDICTS[answer]}: {listed(names, 9)}" for answer, names in groups.items() if names]
+    text = "; ".join(clauses)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.drawing.series import over_training
+from theodolite.report.drawing.compare import over_training
 from theodolite.report.key_numbers import measures, summary_row
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.report.outcome_page import write_index, write_outcome

@@ -254,11 +254,6 @@ class Survival:
             rows = rows.loc[order]
         return [f"{status}: {listed(names, NAMED)}"] if len(rows) and (names := self.names(rows)) else []
 
-    @property
-    def and_undecided(self) -> str:
-        """`, 7 undecided`, where some are; behind how many survive."""
-        return f", {self.undecided} undecided" if self.undecided else ""
-
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference

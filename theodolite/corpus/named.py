@@ -100,8 +100,9 @@ def make_corpus(
     dataset = dataset_of(name)
     if dataset is None:
         return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, **more)
-    of, *place = dataset
-    return Corpus.from_dataset(of, tokenizer, length, some, *place, columns.text, seed, *labels, **more)
+    of, config, split = dataset
+    place = (config, split, columns.text, seed)
+    return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
 
 
 def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns = TEXT_COLUMN) -> Corpus:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -64,17 +65,19 @@ def contexts_of_rows(
     short = 0
     for row, own_ids in enumerate(ids):
         places = mask[row].nonzero().flatten()
-        positions = _positions(row, places) if position_ids is None else position_ids[row, places]
+        positions = places - places[:1] if position_ids is None else position_ids[row, places]
         starts = (positions == 0).nonzero().flatten().tolist()
-        counted = torch.cat(
-            [torch.arange(n, device="cpu") for n in _lengths(starts, len(places))] or [places]
-        )
-        if not torch.equal(counted, positions):
+        lengths = np.diff([*starts, len(places)]).tolist()
+        counted = [position for length in lengths for position in range(length)]
+        if counted != positions.tolist():
             raise UsageError(
-                f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; padding "
-                "belongs in the attention_mask"
+                f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
+                "position_ids"
+                if position_ids is None
+                else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
+                "padding belongs in the attention_mask"
             )
-        for context in own_ids[places].split(_lengths(starts, len(places))):
+        for context in own_ids[places].split(lengths):
             if len(context) < LEAST_LENGTH:
                 short += 1
                 continue
@@ -91,18 +94,3 @@ def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:
             f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
         )
     return given.cpu()
-
-
-def _lengths(starts: list[int], tokens: int) -> list[int]:
-    ends = [*starts[1:], tokens]
-    return [end - start for start, end in zip(starts, ends, strict=False)]
-
-
-def _positions(row: int, places: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """Count the positions of a row that is one context, padded on the left or on the right."""
-    positions = torch.arange(len(places), device="cpu")
-    if len(places) and not torch.equal(places - places[0], positions):
-        raise UsageError(
-            f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or position_ids"
-        )
-    return positions

@@ -46,7 +46,7 @@ Update = dict[Any, Any]
 
 
 def build(subjects: Sequence[Subject]) -> gr.Blocks:
-    """The page of one model, or of two side by side."""
+    """Build the page of one model, or of two side by side."""
     prompts = offered_prompts(subjects)
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(_title(subjects))
@@ -190,15 +190,20 @@ def _title(subjects: Sequence[Subject]) -> str:
 
 
 def _side(name: str) -> dict[str, Any]:
-    """The panels of one model, under its name where there are two."""
+    """Build the panels of one model, under its name where there are two."""
     side: dict[str, Any] = {}
 
     def panel(title: str, about: str, *parts: str) -> None:
         with gr.Column(min_width=400):
             gr.Markdown(f"### {title}\n{about}")
             for part in parts:
-                look = {"elem_classes": part.replace("_", "-")}
-                side[part] = gr.Plot(show_label=False, **look) if part in PLOTS else gr.HTML(**look)
+                classes = part.replace("_", "-")
+                is_plot = part in PLOTS
+                side[part] = (
+                    gr.Plot(show_label=False, elem_classes=classes)
+                    if is_plot
+                    else gr.HTML(elem_classes=classes)
+                )
 
     with gr.Column(min_width=420):
         if name:

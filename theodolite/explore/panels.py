@@ -31,7 +31,10 @@ PROMPT, TEXT = "prompt", "text"
 ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
-LABELS = {"labels": 24, "letters": 10}  # of tokens: in a column of half a laptop's screen they do not touch
+LABELS: dict[str, Any] = {
+    "labels": 24,
+    "letters": 10,
+}  # of tokens: in a column of half a laptop's screen they do not touch
 AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
 
 
@@ -147,8 +150,9 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
 
 def attention(shown: Shown) -> Figures:
     """The head's attention map."""
-    look = {"log": shown.log, "hide_sinks": shown.hide_sinks}
-    return share_scales([attention_map(view, **look) for view in shown.views])
+    return share_scales(
+        [attention_map(view, log=shown.log, hide_sinks=shown.hide_sinks) for view in shown.views]
+    )
 
 
 def sinks(shown: Shown) -> list[str]:
@@ -160,7 +164,7 @@ def sinks(shown: Shown) -> list[str]:
 
 def tags(shown: Shown) -> list[str]:
     """The tokens in the colours of what the head writes."""
-    tags, reasons = _tried([lambda each=each: each.tags(*shown[1:4]) for each in shown.subjects])
+    tags, reasons = _tried(lambda each: each.tags(*shown[1:4]), shown)
     return [
         words.tags_html(view, of_model, colours)
         if of_model
@@ -186,16 +190,16 @@ def not_split(shown: Shown) -> list[str]:
 
 
 def _splits(shown: Shown) -> tuple[list[Any], list[str]]:
-    return _tried([lambda each=each: each.constituents(shown.ids, shown.layer) for each in shown.subjects])
+    return _tried(lambda each: each.constituents(shown.ids, shown.layer), shown)
 
 
-def _tried(work: Sequence[Callable[[], _T]]) -> tuple[list[_T | None], list[str]]:
-    """What each gives, and why it gives nothing."""
+def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None], list[str]]:
+    """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
     reasons = []
-    for each in work:
+    for each in shown.subjects:
         try:
-            value, reason = each(), ""
+            value, reason = work(each), ""
         except TheodoliteError as error:
             value, reason = None, visible(error)
         values.append(value)
@@ -240,7 +244,7 @@ def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
 
 
 def _share(scales: Sequence[Any], letter: str) -> None:
-    """Colour scales from the least to the most of all, with the ticks of the one that goes farthest."""
+    """Give colour scales the same ends, with the ticks of the one that goes farthest."""
     low, high = f"{letter}min", f"{letter}max"
     scales = [scale for scale in scales if scale[high] is not None]
     if not scales:
@@ -251,7 +255,7 @@ def _share(scales: Sequence[Any], letter: str) -> None:
 
 
 def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
-    """An axis of numbers from the least to the most of all points."""
+    """Give an axis of numbers the same ends in all figures."""
     points = [trace[axis] for figure in drawn for trace in figure.select_traces({"type": "scatter"})]
     values = np.concatenate([np.asarray(each, np.float64) for each in points] or [np.zeros(0)])
     if not np.isfinite(values).any():

@@ -76,7 +76,7 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket on this machine's own address, at `port` or the first free one from `FIRST_PORT` on; or `UsageError`."""
+    """Open a socket on this machine: at `port`, or the first free one from `FIRST_PORT` on; or raise `UsageError`."""
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
     reason = ""
@@ -93,7 +93,7 @@ def listen(port: int | None) -> socket.socket:
 
 
 def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None]) -> None:
-    """Answer until Ctrl-C; `started` is told the address, which can be asked at once: the socket keeps the line."""
+    """Serve the page until Ctrl-C; `started` gets its address first, where requests already wait to be answered."""
     started(f"http://{HOST}:{listening.getsockname()[1]}")
     # Open event streams would hold the end up.
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")

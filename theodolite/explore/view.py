@@ -146,7 +146,7 @@ def _measured(model: OpenModel, ids: Tensor, layers: Sequence[LayerPass], traili
 
 @known_state()
 def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
-    """Attend once more with what a layer read, to see whom its sinks catch."""
+    """Find which tokens a layer's sinks catch, and what its heads write, by attending once more."""
     with torch.inference_mode():
         inputs, trailing = read.layers[layer].inputs, read.trailing
         output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=trailing)
@@ -155,7 +155,7 @@ def catch_layer(read: PromptPass, layer: int) -> LayerCatch:
 
 @known_state()
 def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> HeadView:
-    """One head's attention and sinks, from what its layer read and whom the layer's sinks catch."""
+    """Return one head's attention and sinks, from what its layer read and which tokens the layer's sinks catch."""
     inputs, tokens = chosen_heads(read.layers[layer].inputs, [head]), read.tokens
     with torch.inference_mode():
         weights, visible, received = (of_heads[0] for of_heads in attention_paid(inputs))
@@ -183,7 +183,7 @@ def head_view(read: PromptPass, caught: LayerCatch, layer: int, head: int) -> He
 
 @measures("model")
 def head_tags(model: OpenModel, read: PromptPass, caught: LayerCatch, view: HeadView) -> Tags:
-    """What the head writes at each token, on three principal components, and how far the sinks explain it.
+    """Return what the head writes at each token, on three principal components, and how far the sinks explain it.
 
     Raises:
         UsageError: all tokens but two or fewer are sinks.

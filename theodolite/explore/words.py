@@ -6,8 +6,8 @@ Colour never stands alone: sinks are marked and numbered, and a caught token car
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,7 @@ WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
 def html(macro: str, *values: object) -> str:
-    """One of the macros of the explorer's template, with its values escaped."""
+    """Fill one macro of the explorer's template; its values are escaped."""
     return str(getattr(environment().get_template("explore.html.j2").module, macro)(*values)).strip()
 
 
@@ -50,7 +50,7 @@ class Evidence:
 
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
-    """Every role with the head's scores, those that it has first."""
+    """List every role with the head's scores; the roles that it has come first."""
     columns = [role.column for role in ROLES]
     on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
     rows = [Evidence(role, on_text[role.column], on_prompt[role.column]) for role in ROLES]
@@ -157,7 +157,7 @@ def sink_sentence(view: HeadView, index: int) -> str:
     )
 
 
-def _tokens(view: HeadView, colours: Floats) -> Sequence[dict[str, object]]:
+def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     """The tokens as the template shows them, each on its colour (T, 3)."""
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
     tokens = []

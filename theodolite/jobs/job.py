@@ -128,7 +128,7 @@ class Job:
                 continue
             try:
                 steps = stage.make(self.states)
-                if saved:
+                if saved.get("done"):
                     with self._sums_of_this_version():
                         steps.restore(tensors)
                     steps.notes.update(saved["notes"])

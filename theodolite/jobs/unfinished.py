@@ -10,13 +10,14 @@ writer's business.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -86,17 +87,29 @@ class Unfinished:
         """Say in the folder what it is of, before anything is written there; errors are those of `check`."""
         self.check()
         if self.out is not None and not (self.folder / JOB).exists():
-            with disk_errors(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
-                write_json_checked(self.folder / JOB, said)
+            said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
+            self._write_first(self.folder / JOB, lambda path: write_json_checked(path, said))
+            self.check()
+
+    def _write_first(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a file that several processes may write at once, unless it is there; all write the same."""
+        temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}{TEMPORARY}")
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                write(temporary)
+                if not path.exists():
+                    os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raise `UsageError` where the folder holds unfinished work of another fingerprint."""
         if self.out is None or not self.folder.exists():
             return
         if not (self.folder / JOB).exists():
-            if any(path.suffix not in (".lock", TEMPORARY) for path in self.folder.iterdir()):
+            names = [path.name for path in self.folder.iterdir()]
+            if any(not name.endswith(("lock", TEMPORARY)) for name in names):
                 raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
             return
         there, corpus = read_job(self.folder)
@@ -160,12 +173,10 @@ class Unfinished:
             if name not in self._in_memory:
                 self.save(name, *make())
             return
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / "job.lock"):
-            self.begin()
-            if not self.path(name).is_file():
-                self.save(name, *make())
+        self.begin()
+        if not self.path(name).is_file():
+            tensors, notes = make()
+            self._write_first(self.path(name), lambda path: write_checked(path, tensors, notes))
 
     def remove(self) -> None:
         """Forget the work: it is finished."""

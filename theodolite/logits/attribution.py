@@ -5,11 +5,10 @@ Composes passes of the model with `measure.attribution`; knows no formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
@@ -58,7 +57,7 @@ def scored_sequences(length: int) -> int:
     return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
 
 
-class PatternPass:
+class PatternPass(Hooks):
     """Scores of every head on `length` random tokens: "induction", "previous", "same".
 
     The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
@@ -90,28 +89,19 @@ class PatternPass:
     def run(self, progress: Progress) -> None:
         """Run one forward pass; nothing of it is saved until all layers are scored."""
         progress.checkpoint(progress.done)
+        self._progress = progress
         if self.patterns and not progress.done:
-            with hooked(self.model, _PatternScores(self._scores, self._errors, self.patterns, progress)):
+            with hooked(self.model, self):
                 self.model.forward(self.ids)
         progress.checkpoint(self.total)
 
-
-@dataclass
-class _PatternScores(Hooks):
-    """Score the heads of each layer as the model runs."""
-
-    scores: Float64[Tensor, "layers patterns heads"]
-    errors: Float64[Tensor, "layers patterns heads"]
-    patterns: list[Pattern]
-    progress: Progress
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Score one layer."""
+        """Score the heads of a layer as the model runs."""
         scores = scores_by_context(inputs, self.patterns)
         contexts, _, heads = scores.shape
-        self.scores[layer, :, :heads] = scores.mean(dim=0)
-        self.errors[layer, :, :heads] = scores.std(dim=0) / contexts**0.5
-        self.progress.report(layer + 1)
+        self._scores[layer, :, :heads] = scores.mean(dim=0)
+        self._errors[layer, :, :heads] = scores.std(dim=0) / contexts**0.5
+        self._progress.report(layer + 1)
         return attend(inputs)
 
 

@@ -25,10 +25,9 @@ from theodolite.models.source import Source
 from theodolite.models.stored.dequantised import holds_quantised_layers
 from theodolite.models.stored.loading import (
     LOADING_ERRORS,
+    Checkpoint,
     Tower,
-    commit_of,
     config_of,
-    hash_checkpoint,
     load,
     load_tokenizer,
     reason_of,
@@ -42,8 +41,6 @@ from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import as_sharded, is_spread, register_spread
 from theodolite.models.training.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
-from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
 
@@ -96,19 +93,18 @@ def open_model(
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = usable_device(device)
-    place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-    local = local_folder(place)
+    checkpoint = Checkpoint.at(path_or_id, revision)
+    place = checkpoint.place
     try:
         with without_progress_bars():
-            if local is None:
-                revision = commit_of(str(place), revision)
-            config = tower_of(config_of(place, revision), tower, say)
-            model = load(place, config, dtype, device_map, revision)
+            checkpoint = checkpoint.of_one_commit()
+            config = tower_of(config_of(place, checkpoint.revision), tower, say)
+            model = load(place, config, dtype, device_map, checkpoint.revision)
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
         no_folder = " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
-        where = "" if local else no_folder
+        where = "" if checkpoint.folder else no_folder
         raise UsageError(f"cannot open {place}: {reason_of(error)}{where}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
@@ -117,17 +113,10 @@ def open_model(
     say_if_slow(model.dtype, model.device, say)
     source = Source.of_transformers(model, attention)
     if tokenizer is None and source.vocabulary is not None:
-        tokenizer = load_tokenizer(place, revision)
+        tokenizer = load_tokenizer(place, checkpoint.revision)
     with guarded(model):
         parts = verified_parts(source)
-    return OpenModel.of(
-        source,
-        *parts,
-        tokenizer=tokenizer,
-        id=embedded.NAME if path_or_id is None else str(place),
-        revision=None if local else revision,
-        sha256=hash_checkpoint(local) if local else None,
-    )
+    return OpenModel.of(source, *parts, tokenizer=tokenizer, **checkpoint.identity())
 
 
 def _in_memory(

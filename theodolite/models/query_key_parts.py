@@ -26,8 +26,14 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.weights.copies import call_until_tap, copy_in_dtype, stop_at_tap
-from theodolite.models.weights.frozen_norms import EXACT, FrozenAttention, FrozenNorm, relative_error
-from theodolite.models.weights.function_norms import FunctionNorm, NormCalls
+from theodolite.models.weights.norms import (
+    EXACT,
+    FrozenAttention,
+    FrozenNorm,
+    FunctionNorm,
+    NormCalls,
+    relative_error,
+)
 from theodolite.theory.decomposition import PARTS, Decomposition
 
 

@@ -235,7 +235,7 @@ class Worker:
             arrays, notes = _imported_ray().get(part)
             work.save(name, _tensors(arrays), notes)
         plan = self.plan()
-        return os.getpid(), plan.tables(Job([plan.text_stage(), *plan.stages_after_text()], work).run())
+        return os.getpid(), plan.tables(Job(plan.stages(), work).run())
 
 
 def _arrays(state: dict[str, torch.Tensor]) -> Arrays:

@@ -22,7 +22,7 @@ from theodolite.models import OpenModel, open_model
 from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, chunks_of, first_directions
 from theodolite.passes.provenance import describe_corpus
 from theodolite.passes.run import Run
-from theodolite.passes.run_job import finished_run, run_into
+from theodolite.passes.run_job import finished_run
 from theodolite.passes.survey_stages import TEXT_TITLE, SurveyPlan
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
@@ -154,7 +154,8 @@ def merge(
     folder = Path(folder)
     work = Unfinished(folder, {})
     if is_run(folder):
-        work.remove()  # left when the process was killed as it finished
+        with work.claimed():
+            work.remove()  # left when the process was killed as it finished
         return Run.load(folder)
     surveyed = work.load(SURVEYED)
     if surveyed is None:
@@ -167,15 +168,7 @@ def merge(
             raise UsageError(f"the model of {folder} was in memory only: give it, merge(folder, model)")
         model = opened(notes["opening"])
     plan = SurveyPlan.of(model, corpus, notes["batch"], notes["seed"], extra)
-    return run_into(
-        [plan.text_stage(), *plan.stages_after_text()],
-        plan.tables,
-        folder,
-        plan.fingerprint,
-        corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
-        show_progress=show_progress,
-    )
+    return plan.run(folder, checkpoint_seconds, show_progress)
 
 
 def _refuse_missing(work: Unfinished, chunks: Sequence[Chunk], shards: int) -> None:

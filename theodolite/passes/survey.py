@@ -17,7 +17,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.passes.provenance import describe_model, describe_pass
 from theodolite.passes.run import Run
 from theodolite.passes.run_job import run_into
 from theodolite.passes.shards import read_shard
@@ -104,15 +104,7 @@ def survey(
     if shard is not None:
         read_shard(plan, out, shard, checkpoint_seconds, show_progress)
         return None
-    return run_into(
-        [plan.text_stage(), *plan.stages_after_text()],
-        plan.tables,
-        out,
-        plan.fingerprint,
-        corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
-        show_progress=show_progress,
-    )
+    return plan.run(out, checkpoint_seconds, show_progress)
 
 
 @measures("model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +20,13 @@ from theodolite.models import OpenModel
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.chunks import TextInChunks
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run
+from theodolite.passes.run_job import run_into
 from theodolite.passes.survey_pass import EXAMPLES, SurveyPass, choose_sample
 from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
 from theodolite.passes.weights_pass import WeightsPass
+from theodolite.system.progress import ShowStage
 
 TEXT, TEXT_TITLE = "corpus", "reading contexts"
 WEIGHTS_TITLE = "reading weights"
@@ -71,14 +74,13 @@ class SurveyPlan:
         """A pass that has read nothing yet."""
         return SurveyPass(self.model, self.corpus, self.seed, self.batch, self.extra)
 
-    def text_stage(self) -> Stage:
-        """The one stage whose cost grows with the text."""
-        return Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work))
-
-    def stages_after_text(self) -> list[Stage]:
-        """The stages of a fixed cost, in order."""
+    def stages(self) -> list[Stage]:
+        """All stages in order; the cost of the first alone grows with the text."""
         model, corpus, seed = self.model, self.corpus, self.seed
         trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+
+        def text(states: States) -> TextInChunks:
+            return TextInChunks(self.new_pass, states.work)
 
         def means(states: States) -> tuple[Tensor, Tensor]:
             mean, pos, _ = survey_means(states, trailing, corpus.leading)
@@ -90,13 +92,13 @@ class SurveyPlan:
 
         def weights(states: States) -> WeightsPass:
             mean, pos = means(states)
-            text = slice(pos.shape[1] - trailing)
+            words = slice(pos.shape[1] - trailing)
             return WeightsPass(
                 model,
                 inputs=states.of(f"{TEXT}.inputs"),
                 mean=mean,
-                pos=pos[:, text],
-                normed=states.of("shares")["normed"][:, text],
+                pos=pos[:, words],
+                normed=states.of("shares")["normed"][:, words],
                 leading=corpus.leading,
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )
@@ -108,11 +110,24 @@ class SurveyPlan:
             return AttributionPass(model, seed, states.of("patterns")["scores"], *means(states))
 
         return [
+            Stage(TEXT, TEXT_TITLE, text),
             Stage("shares", "splitting logits", shares),
             Stage("weights", WEIGHTS_TITLE, weights),
             Stage("patterns", PATTERNS_TITLE, patterns),
             Stage("attribution", "attributing patterns", attribution),
         ]
+
+    def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
+        """The survey; errors are those of `run_into`."""
+        return run_into(
+            self.stages(),
+            self.tables,
+            out,
+            self.fingerprint,
+            corpus=describe_corpus(self.corpus),
+            checkpoint_seconds=checkpoint_seconds,
+            show_progress=show_progress,
+        )
 
     def tables(self, states: States) -> Run:
         """The run from the states of all stages."""

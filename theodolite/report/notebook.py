@@ -19,7 +19,7 @@ FLAGGED = 4
 
 
 def as_html(run: Run) -> str:
-    """What was surveyed on what text, health, the key numbers, the strongest heads, and what to call next."""
+    """Summarise a run as HTML: model, text, health, key numbers, the strongest heads, and what to call next."""
     checks = health.checks(run)
     flagged = [check.text for check in checks if check.flagged]
     values = {

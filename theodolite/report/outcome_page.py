@@ -35,7 +35,7 @@ JUDGED = "judged"  # the table with the numbers behind the verdicts
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
-    """The folder of an experiment's outcome below `root`: one for each prompt, head or second text.
+    """Return the folder of an experiment's outcome below `root`: one for each prompt, head or second text.
 
     `asked`: what provenance has under this name: `prompt`, `layer`, `head`, `other`, as far as given.
     """
@@ -50,18 +50,18 @@ def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> 
 
 
 def _described(asked: Mapping[str, Any]) -> str:
-    """What an index adds to a title: `“the prompt”, L1H2`."""
+    """Return what an index adds to a title: `“the prompt”, L1H2`."""
     texts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
     return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
 
 
 def _heading(experiment: Heading) -> dict[str, str]:
-    """Of an experiment, which is more than its heading, only that."""
+    """Return the heading of an experiment alone."""
     return {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
 
 
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
-    """What `result.json` holds: verdicts, numbers, provenance; NaN as null."""
+    """Collect what `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
         **_heading(experiment),
@@ -74,7 +74,7 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
 
 
 def _tables(outcome: Outcome) -> dict[str, pd.DataFrame]:
-    """The outcome's, after the one from which its verdicts can be found again."""
+    """List the outcome's tables, first the one with the numbers behind the verdicts."""
     return ({JUDGED: table(outcome.verdicts)} if outcome.verdicts else {}) | outcome.tables
 
 

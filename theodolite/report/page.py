@@ -162,7 +162,7 @@ def render(run: Run) -> str:
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
-    """A template with the style, the script and the themes that all pages share; without a `plotly`, no script.
+    """Fill a template, with the style, script and themes that all pages share; without `plotly`, no script.
 
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
@@ -184,7 +184,7 @@ def static_text(name: str) -> str:
 
 @functools.cache
 def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
-    """Of all pages: whatever a template shows is escaped, and what it lacks is an error."""
+    """Set up jinja2: every value is escaped, and a missing one is an error."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader(package, folder),
         autoescape=True,
@@ -195,7 +195,7 @@ def environment(package: str = "theodolite.report", folder: str = "templates") -
 
 
 def block_of(exhibit: Exhibit) -> Block:
-    """What a template needs of an exhibit: its figure as JSON, and the choices of its picker."""
+    """Prepare an exhibit for a template: its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.figure, exhibit.choice
     height = int(figure.layout.height or style.HEIGHT)
     # Panels side by side, which a phone must not squeeze: x axes begin at several places.

@@ -42,7 +42,7 @@ TRACE = Heading(
 
 
 def show_trace(outcome: Outcome, run: Run) -> None:
-    """The page of a trace: figures, the strongest sinks, and what becomes of the paper's claims.
+    """Fill the page of a trace: figures, the strongest sinks, and a verdict on each of the paper's claims.
 
     Raises:
         UsageError: the trace is an older theodolite's.
@@ -99,14 +99,14 @@ def show_trace(outcome: Outcome, run: Run) -> None:
 
 
 def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:
-    """Whether a later token is a sink of some head in enough contexts: the largest share of many rows is looked at."""
+    """Judge whether a later token is a sink of some head in enough contexts, by the largest share of many rows."""
     largest = Estimate.share(float(shares.max()) if len(shares) else 0.0, contexts, "contexts")
     what = f"largest share of contexts in which a later token is a sink of a head, of {counted(len(shares), 'sink')}"
     outcome.claim(LATER, what, replace(largest, error=most_extreme(len(shares)) * largest.error), MANY)
 
 
 def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
-    """η² of the heads, each counted by its contexts; their errors add up, since they share contexts."""
+    """Judge η² of the heads, each weighted by its contexts; their errors add up, since they share contexts."""
     known = heads[heads["tag_se"].notna()]
     single = len(heads) - len(known)
     what = (
@@ -130,7 +130,7 @@ def judge_clusters(outcome: Outcome, heads: pd.DataFrame) -> None:
 
 
 def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
-    """Whether most heads' grouping explains more of some later layer than of the one before the head.
+    """Judge whether most heads' grouping explains more of some later layer than of the one before the head.
 
     The largest of several layers is looked at (Bonferroni), with Student's intervals for a head's contexts; the heads
     share the 5 % (`Estimates.looks`). Heads whose gain is neither more nor less count for neither side.
@@ -157,7 +157,7 @@ def judge_release(outcome: Outcome, heads: pd.DataFrame, layers: int) -> None:
 
 
 def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> None:
-    """Whether tags are the values of their sinks: cosines (sinks), weighted by what each sink tags."""
+    """Judge whether tags are the values of their sinks, by cosines (sinks), weighted by what each sink tags."""
     known = alignment.notna().to_numpy() & (weights > 0)
     values, weights = alignment[known], weights[known]
     count = _effective(weights)
@@ -171,7 +171,7 @@ def judge_copy(outcome: Outcome, alignment: pd.Series, weights: np.ndarray) -> N
 
 
 def judge_outliers(outcome: Outcome, outlying: pd.Series, weights: np.ndarray) -> None:
-    """Whether tags have an outlier dimension, of all sinks, weighted by what each tags."""
+    """Judge whether tags have an outlier dimension, by the share of sinks, weighted by what each tags."""
     known = weights > 0
     count = _effective(weights[known])
     estimate = Estimate(math.nan)
@@ -183,7 +183,7 @@ def judge_outliers(outcome: Outcome, outlying: pd.Series, weights: np.ndarray) -
 
 
 def _effective(weights: np.ndarray) -> float:
-    """As many sinks of equal weight (Kish): (Σw)²/Σw²."""
+    """Return the effective number of sinks (Kish): (Σw)²/Σw²."""
     return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
 
 

@@ -86,7 +86,7 @@ _BRIGHTER = {
 
 
 def dark_swaps() -> dict[str, str]:
-    """Colour in a figure → the colour that takes its place on a dark page."""
+    """Return for each colour of a figure the one that takes its place on a dark page."""
     swaps = {
         HAIRLINE: DARK_HAIRLINE,
         **_BRIGHTER,
@@ -99,7 +99,7 @@ def dark_swaps() -> dict[str, str]:
 
 
 def css() -> str:
-    """The colours that pages share with their figures, as variables of CSS: light, and for readers who prefer dark."""
+    """Return the colours that pages share with their figures, as CSS variables, light and dark."""
 
     def variables(page: str, ink: str, plum: list[str], signed: list[str], swaps: dict[str, str]) -> str:
         ramps = {"ramp": plum, "signs": signed, "order": _DEPTH}
@@ -115,7 +115,7 @@ def css() -> str:
 
 
 def order_colour(share: float) -> str:
-    """The ORDER scale at `share` of its way, as a hexadecimal colour between its two nearest stops."""
+    """Return the colour at `share` of the ORDER scale, in hexadecimal, between its two nearest stops."""
     position = min(max(share, 0.0), 1.0) * (len(ORDER) - 1)
     low = min(int(position), len(ORDER) - 2)
     stops = [[int(ORDER[low + step][1][start : start + 2], 16) for start in (1, 3, 5)] for step in (0, 1)]
@@ -178,7 +178,7 @@ def figure(
 
 
 def finished(drawn: go.Figure, *, height: int, layout: dict[str, Any] | None = None) -> go.Figure:
-    """A figure with its traces, made to look as all do."""
+    """Apply the report's look to a figure that has its traces."""
     drawn.update_layout({"template": template(), "height": height} | (layout or {}))
     maps = list(drawn.select_traces({"type": "heatmap"}))
     if maps:  # zero looks like the page, so a map needs a frame; a grid would lie over its cells
@@ -191,7 +191,7 @@ def finished(drawn: go.Figure, *, height: int, layout: dict[str, Any] | None = N
 
 
 def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
-    """`drawn` as it can stand by itself, in a notebook or a file: under its title and a note, on the light paper."""
+    """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
     header = 46 + 17 * len(lines)  # a legend stands right below
     top = (
@@ -235,7 +235,7 @@ def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:
 
 
 def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
-    """Layout of a map of heads (x) and layers (y, from top to bottom) with its height."""
+    """Return the layout of a map of heads: heads across, blocks down, and its height."""
     return {
         "xaxis": {"ticks": ""} | every_tick(heads),
         "yaxis": {"ticks": "", "autorange": "reversed"} | every_tick(layers),
@@ -245,7 +245,7 @@ def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
 
 
 def depth_bar(count: int, of: str = "layer") -> dict[str, Any]:
-    """A trace without points that carries the colour bar of lines coloured by `order_colour`, of layers say."""
+    """Return a trace without points that carries the colour bar of lines coloured by `order_colour`."""
     scale = {"color": [0], "colorscale": ORDER, "cmin": 0, "cmax": max(1, count - 1), "showscale": True}
     marker = scale | {"colorbar": whole_bar(of, count - 1)}
     bare = {"x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip"}
@@ -253,7 +253,7 @@ def depth_bar(count: int, of: str = "layer") -> dict[str, Any]:
 
 
 def whole_bar(title: str, span: int) -> dict[str, Any]:
-    """As `colour_bar`, ticks at whole numbers only, of which there are `span` + 1."""
+    """Return a `colour_bar` with ticks at whole numbers only, of which there are `span` + 1."""
     return colour_bar(title, tickformat="d", dtick=max(1, -(-span // TICKS)))
 
 

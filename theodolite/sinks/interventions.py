@@ -304,7 +304,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
     with torch.no_grad():
         calls = capture_calls(model.root, model.structure, model.sample_pass)
         (of_layer,) = find_projections(
-            model.root, model.structure, calls, [layer], "replacement", model.weight_maps
+            model.root, model.structure, calls, [layer], replacing=True, maps=model.weight_maps
         )
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
     wanted = {name: projection for name, projection in projections.items() if name in names and projection}

@@ -56,26 +56,19 @@ class PromptTrace:
 
 
 class _PromptTap(Hooks):
-    """Record what a `PromptTrace` needs in one forward pass."""
+    """Record the streams of one forward pass, and each layer's attention inputs, output and catches."""
 
-    def __init__(self, layer: int, head: int, trailing: int) -> None:
-        self.layer, self.head, self.trailing = layer, head, trailing
+    def __init__(self, trailing: int) -> None:
+        self.trailing = trailing
         self.streams: list[Tensor] = []
-        self.received: list[Tensor] = []
+        self.layers: dict[int, tuple[AttentionInputs, Tensor, Catches]] = {}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         self.streams.append(hidden[0].double().cpu())
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
-        weights, _, received = attention_paid(inputs)
-        self.received.append(received.nan_to_num(0.0).amax(dim=0))
-        if layer == self.layer:
-            groups = inputs.query.shape[1] // inputs.value.shape[1]
-            self.weights = weights[self.head]
-            self.output = output[0, :, self.head].double().cpu()
-            self.value = inputs.value[0, self.head // groups].double().cpu()
-            self.catches = catches.to(torch.device("cpu"))
+        self.layers[layer] = inputs, output, catches.to(torch.device("cpu"))
         return output
 
 
@@ -95,57 +88,48 @@ def trace_prompt(
         UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
     """
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
-    if layer is None or head is None:
-        layer, head = _most_dividing(model, ids)
-    model.check_place(layer, head)
-    weights = model.output_weights(layer)[head].double().cpu()
-    trailing = trailing_special_tokens(model.tokenizer, ids[None])
-    tap = _PromptTap(layer, head, trailing)
+    if layer is not None and head is not None:
+        model.check_place(layer, head)
+    tap = _PromptTap(trailing_special_tokens(model.tokenizer, ids[None]))
     with hooked(model, tap):
         model.forward(ids[None])
-    sinks, group = groups_of(tap.catches, head, len(ids), trailing)
+    if layer is None or head is None:
+        layer, head = _most_dividing(tap, len(ids))
+    inputs, output, catches = tap.layers[layer]
+    weights = model.output_weights(layer)[head].double().cpu()
+    value = inputs.value[0, head // (inputs.query.shape[1] // inputs.value.shape[1])]
+    sinks, group = groups_of(catches, head, len(ids), tap.trailing)
+    received = [
+        attention_paid(of_layer)[2].nan_to_num(0.0).amax(dim=0) for of_layer, _, _ in tap.layers.values()
+    ]
     return PromptTrace(
         ids=ids,
         layer=layer,
         head=head,
-        attention=tap.weights,
-        output=tap.output @ weights,
-        value=tap.value @ weights,
+        attention=attention_paid(inputs)[0][head],
+        output=output[0, :, head].double().cpu() @ weights,
+        value=value.double().cpu() @ weights,
         streams=torch.stack(tap.streams),
-        received=torch.stack(tap.received),
+        received=torch.stack(received),
         sinks=sinks,
         group=group,
     )
 
 
-class _DividingTap(Hooks):
-    """Record how every head with a sink divides the prompt: see `_most_dividing`."""
-
-    def __init__(self, trailing: int) -> None:
-        self.trailing = trailing
-        self.heads: dict[tuple[int, int], tuple[float, float]] = {}
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
+def _most_dividing(tap: _PromptTap, length: int) -> tuple[int, int]:
+    """Choose the head for which two tokens are most often caught by different sinks; else most often one by none."""
+    heads: dict[tuple[int, int], tuple[float, float]] = {}
+    for layer, (_, _, catches) in tap.layers.items():
         for head in catches.head.unique().tolist():
-            of_cpu = catches.to(torch.device("cpu"))
-            _, group = groups_of(of_cpu, head, inputs.query.shape[2], self.trailing)
+            _, group = groups_of(catches, head, length, tap.trailing)
             caught = group[group >= 0].bincount().double() / (group != LEFT_OUT).sum().clamp_min(1)
             between = caught.sum() ** 2 - caught.square().sum()
-            self.heads[layer, head] = float(between), float(caught.sum() * (1 - caught.sum()))
-        return output
-
-
-def _most_dividing(model: OpenModel, ids: Tensor) -> tuple[int, int]:
-    """Choose the head for which two tokens are most often caught by different sinks; else most often one by none."""
-    tap = _DividingTap(trailing_special_tokens(model.tokenizer, ids[None]))
-    with hooked(model, tap):
-        model.forward(ids[None])
-    if not tap.heads:
+            heads[layer, head] = float(between), float(caught.sum() * (1 - caught.sum()))
+    if not heads:
         raise UsageError(
             "no head has a sink on this prompt: name one with --layer and --head, or give another prompt"
         )
-    return max(tap.heads, key=lambda place: tap.heads[place])
+    return max(heads, key=lambda place: heads[place])
 
 
 def attention_paid(

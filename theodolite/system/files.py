@@ -111,35 +111,6 @@ def folder_written_atomically(folder: Path, *, replace: bool = False) -> Iterato
             shutil.rmtree(old, ignore_errors=True)
 
 
-def folder_purpose(path: Path, purpose: dict[str, Any], refusal: str | None = None) -> Any:
-    """What the JSON file at `path` says its folder is for; `purpose`, written there now, if there is no such file.
-
-    Args:
-        path: the file.
-        purpose: plain values.
-        refusal: the error's message where there is no such file but something else; None: that does not matter.
-
-    Returns:
-        The file's contents, None if they are damaged; the caller judges whether they are its own.
-
-    Raises:
-        UsageError: `refusal`.
-        WorkError: the file cannot be written.
-    """
-    folder = path.parent
-    if not path.exists():
-        interrupted = path.with_name(path.name + TEMPORARY)
-        if refusal and (folder.is_file() or (folder.is_dir() and set(folder.iterdir()) - {interrupted})):
-            raise UsageError(refusal)
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, json_text(purpose, 2) + "\n")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 FULL = {os.strerror(number) for number in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))}
 """What the system says of a disk, or a quota, that is full."""
 

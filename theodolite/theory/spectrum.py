@@ -242,12 +242,13 @@ def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> T
     # Σ = 0 makes the trace 0, and both left sides with it.
     largest = torch.where(largest > 0, largest, 1.0)
     by_root, by_width = trace / (math.sqrt(width) * largest), trace / (width * largest)
-    sides = torch.broadcast_tensors(by_root, by_width, spectral, frobenius, entry_sum, column_sum)
-    by_root, by_width, spectral, frobenius, entry_sum, column_sum = sides
+    by_root, by_width, spectral, frobenius, entry_sum, column_sum = sides = torch.broadcast_tensors(
+        by_root, by_width, spectral, frobenius, entry_sum, column_sum
+    )
     last = _at_most(frobenius, entry_sum)
     printed = [_at_most(by_root, spectral), _at_most(spectral, frobenius), last]
     corrected = [_at_most(by_width, spectral), _at_most(by_root, frobenius), last]
-    return TraceBound(*sides, torch.stack(printed, dim=-1), torch.stack(corrected, dim=-1))
+    return TraceBound(*sides, *(torch.stack(links, dim=-1) for links in (printed, corrected)))
 
 
 def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> ScaleBound:
@@ -278,12 +279,13 @@ def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> S
     by_trace = _product(inverse_frobenius, _root(moments.trace_of_square), frobenius)
     by_norm = _product(inverse_frobenius, moments.frobenius_squared.clamp_min(0).sqrt(), frobenius)
     by_form = _product(inverse_spectral, moments.form_squared.clamp_min(0).sqrt(), frobenius)
-    sides = torch.broadcast_tensors(by_trace, by_norm, by_form, frobenius, spectral)
-    by_trace, by_norm, by_form, frobenius, spectral = sides
+    by_trace, by_norm, by_form, frobenius, spectral = sides = torch.broadcast_tensors(
+        by_trace, by_norm, by_form, frobenius, spectral
+    )
     equal = _at_most(by_trace, by_norm) & _at_most(by_norm, by_trace)
     above, last = _at_most(frobenius, by_norm), _at_most(spectral, frobenius)
-    corrected = [above, _at_most(frobenius, by_form), last]
-    return ScaleBound(*sides, torch.stack([equal, above, last], dim=-1), torch.stack(corrected, dim=-1))
+    printed, corrected = [equal, above, last], [above, _at_most(frobenius, by_form), last]
+    return ScaleBound(*sides, *(torch.stack(links, dim=-1) for links in (printed, corrected)))
 
 
 def _check_covariance_finite(covariance: Tensor | None) -> None:

@@ -7,7 +7,6 @@ the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +127,6 @@ class Alarms:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._steps: deque[int] = deque(maxlen=TREND)
         self._patterned: deque[Flags] = deque(maxlen=LEVEL)
         self._vanishing: Flags | None = None
         self._histories = {
@@ -145,49 +143,35 @@ class Alarms:
     def update(self, geometry: Geometry) -> list[Alarm]:
         """Judge one more look; returns the new alarms."""
         heads, layers = geometry.heads, geometry.layers
-        columns = {
-            ENTROPY: heads["entropy_share"],
-            RANK: layers["rank_collapse"],
-            VANISHING: heads["propagation"],
-        }
-        self._steps.append(geometry.step)
-        for kind, history in self._histories.items():
-            history.values.append(columns[kind].to_numpy(dtype=np.float64))
+        columns = (heads["entropy_share"], layers["rank_collapse"], heads["propagation"])
+        for history, column in zip(self._histories.values(), columns, strict=True):
+            history.add(geometry.step, column.to_numpy(dtype=np.float64))
         patterns = heads[["at_distance", "same_token", "sink_first", "sink_learned"]]
         # No token came twice: NaN, which is no pattern.
         self._patterned.append((patterns.to_numpy(dtype=np.float64) >= PATTERN).any(axis=1))
         if "regime" in heads:
             self._vanishing = (heads["regime"] == "vanishing").to_numpy()
-        if len(self._steps) < LEVEL:
+        if len(self._patterned) < LEVEL:
             return []
         alarms = []
         for kind, (alarming, collapsed) in self._judge().items():
             history, table = self._histories[kind], layers if kind == RANK else heads
-            slope = history.slope(self._steps)
+            level, slope = history.level, history.slope
             for index in np.flatnonzero(history.new(alarming, collapsed)):
-                place = table.iloc[index]
-                alarms.append(
-                    Alarm(
-                        geometry.step,
-                        kind,
-                        int(place["layer"]),
-                        None if kind == RANK else int(place["head"]),
-                        float(history.level[index]),
-                        float(slope[index]),
-                        bool(collapsed[index]),
-                    )
-                )
+                layer = int(table["layer"].iloc[index])
+                head = None if kind == RANK else int(table["head"].iloc[index])
+                numbers = float(level[index]), float(slope[index])
+                alarms.append(Alarm(geometry.step, kind, layer, head, *numbers, bool(collapsed[index])))
         return alarms
 
     def _judge(self) -> dict[str, tuple[Flags, Flags]]:
         """For each kind, what is alarming, and which of it because its level is below a limit."""
-        limits, entropy, rank, propagation = self.limits, *self._histories.values()
-        ahead = limits.horizon * float(np.median(np.diff(self._steps)))
+        limits, (entropy, rank, propagation) = self.limits, self._histories.values()
         weak = propagation.level < limits.weak
         purposeful = np.mean(self._patterned, axis=0) > 0.5
-        sharp = entropy.falls(self._steps, ahead, limits.entropy_falling) & weak
+        sharp = entropy.falls(limits.entropy_falling, limits.horizon) & weak
         sharp |= (entropy.level < limits.entropy_alone) & ~purposeful
-        vanishing = propagation.falls(self._steps, ahead, limits.weak)
+        vanishing = propagation.falls(limits.weak, limits.horizon)
         if self._vanishing is not None:
             vanishing |= weak & self._vanishing
         return {
@@ -202,29 +186,36 @@ class _History:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.values: deque[Floats] = deque(maxlen=TREND)
         self.over: Any = np.False_  # until there are flags: of none
+        self._steps: deque[int] = deque(maxlen=TREND)
+        self._values: deque[Floats] = deque(maxlen=TREND)
         self._collapsed_before: Any = np.False_
         self._calm: Any = 0
+
+    def add(self, step: int, values: Floats) -> None:
+        """Take in the values of one look."""
+        self._steps.append(step)
+        self._values.append(values)
 
     @property
     def level(self) -> Floats:
         """The median of the last looks."""
-        return np.median(list(self.values)[-LEVEL:], axis=0)
+        return np.median(list(self._values)[-LEVEL:], axis=0)
+
+    @property
+    def slope(self) -> Floats:
+        """The trend a step."""
+        return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values))
 
     @property
     def collapsed(self) -> Flags:
         """Where the level is below the limit."""
         return self.level < self.limit
 
-    def slope(self, steps: Iterable[int]) -> Floats:
-        """The trend a step."""
-        return theil_sen(np.array(list(steps), dtype=np.float64), np.array(self.values))
-
-    def falls(self, steps: Iterable[int], ahead: float, below: float) -> Flags:
-        """Where it is below the limit, or below `below` and there within so many steps."""
-        falling = self.level + self.slope(steps) * ahead < self.limit
-        return self.collapsed | ((self.level < below) & falling)
+    def falls(self, below: float, horizon: float) -> Flags:
+        """Where it is below the limit, or below `below` and, as it falls, at the limit within `horizon` looks."""
+        ahead = horizon * float(np.median(np.diff(self._steps)))
+        return self.collapsed | ((self.level < below) & (self.level + self.slope * ahead < self.limit))
 
     def new(self, alarming: Flags, collapsed: Flags) -> Flags:
         """Where it is alarming and was not, or collapses after it was alarming."""

@@ -121,8 +121,12 @@ class GeometryReader:
         contexts = self.ranks.share(self.ids)
         self._counts = len(contexts) > 0 and self.ranks.leads
         with evaluation_mode(source.root):
-            self.model = _opened(source, self.ids)
-            self.model.check_weights()
+            self.model = opened_for_looks(source)
+            if not self.model.has_positions(self.ids.shape[1]):
+                raise UsageError(
+                    f"the monitor batch's contexts have {self.ids.shape[1]} tokens, the model has positions for "
+                    f"{self.model.longest}: give shorter ones"
+                )
             # Those without a context of their own read another's, for the shapes.
             self._tokens = Tokens.of(contexts if len(contexts) else self.ids[:1], self.model.device)
 
@@ -202,14 +206,10 @@ def check_shape(ids: Any) -> None:
         )
 
 
-def _opened(source: Source, ids: Tensor) -> OpenModel:
-    """Open and verify the model, as for a survey."""
+def opened_for_looks(source: Source) -> OpenModel:
+    """Open and verify a model in training, as for a survey."""
     opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
-    if not opened.has_positions(ids.shape[1]):
-        raise UsageError(
-            f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for {opened.longest}: "
-            "give shorter ones"
-        )
+    opened.check_weights()
     return opened
 
 

@@ -21,7 +21,6 @@ from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state
 from theodolite.models.hooks import Hooks, hooked, observing
-from theodolite.models.open import verified_parts
 from theodolite.models.training.training_model import evaluation_mode
 from theodolite.train.geometry import (
     LEAST_LENGTH,
@@ -30,6 +29,7 @@ from theodolite.train.geometry import (
     geometry_of,
     looking_ranks,
     monitored_source,
+    opened_for_looks,
     spectra_of,
 )
 
@@ -67,13 +67,11 @@ class InlineReader:
             )
         self.ranks = looking_ranks(source, over_ranks)
         with evaluation_mode(source.root):
-            parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
-            self.model = OpenModel.of(source, *parts, id=source.name)
+            self.model = opened_for_looks(source)
             if self.model.structure.layout.is_row:
                 raise UsageError(
                     f"{source.name} reads its contexts in one row, which is not known of training: {INSTEAD}"
                 )
-            self.model.check_weights()
             _verify(self.model)
         self.given_up = 0
         self._armed: tuple[int, _InlinePasses, dict[str, list[Any]] | None, float] | None = None
@@ -109,10 +107,15 @@ class InlineReader:
         passes.close()
         self._armed = None
         measured = passes.measured
-        told = self._told(passes)
+        own = {
+            "waiting": torch.tensor(measured is None and passes.error is None),
+            "passes": torch.tensor(passes.passes),
+            "length": torch.tensor(measured.length if measured else 0),
+        }
+        totals = self.ranks.totals(own)  # over all processes
         self.ranks.raise_any(passes.error)
-        if told["waits"]:
-            if not told["passes"]:
+        if totals["waiting"]:
+            if not totals["passes"]:
                 raise UsageError(
                     f"no forward pass of {self.model.source.name} in training was heard since step {since}: call the "
                     f"monitor before the pass, and train without torch.compile; or {INSTEAD}"
@@ -120,7 +123,7 @@ class InlineReader:
             self.given_up += 1
             return None
         assert measured is not None
-        if told["length"] != self.ranks.world * measured.length:
+        if totals["length"] != self.ranks.world * measured.length:
             raise UsageError(
                 f"the micro-batches of {self.ranks.world} processes have contexts of different lengths, and are no one "
                 f"look: pad them to one length, or {INSTEAD}"
@@ -138,17 +141,6 @@ class InlineReader:
         if self._armed is not None:
             self._armed[1].close()
             self._armed = None
-
-    def _told(self, passes: _InlinePasses) -> dict[str, int]:
-        """Sum over all processes: how many have no look yet, passes, and context lengths."""
-        measured = passes.measured
-        own = {
-            "waits": int(measured is None and passes.error is None),
-            "passes": passes.passes,
-            "length": measured.length if measured else 0,
-        }
-        totals = self.ranks.totals({name: torch.tensor(count) for name, count in own.items()})
-        return {name: int(total) for name, total in totals.items()}
 
 
 def runs_compiled(model: nn.Module) -> bool:

@@ -167,9 +167,12 @@ class Locater:
         into: list[Tensor | None] = []
         for projection in (layer.query, layer.key):
             weight = projection.weight
-            if weight.requires_grad and weight.grad is None:
+            if not weight.requires_grad:
+                into.append(None)
+                continue
+            if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            into.append(projection.view_of(weight.grad) if weight.requires_grad else None)
+            into.append(projection.view_of(weight.grad))
         w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 

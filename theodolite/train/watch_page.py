@@ -143,10 +143,9 @@ def _exhibits(record: Record) -> list[Exhibit]:
             "lines",
             "Over the steps",
             lines(shown, alarms),
-            "At each look the mean over all heads (layers, for the rank), and the one nearest to an alarm; hovering "
-            "names it. Where many looks share a point, the nearest to an alarm among them is drawn. Dotted: the "
-            "default limit of alarms. Dashed upright: the first alarm of each kind. Loss, if it was recorded, on the "
-            "band of the steps that share a point.",
+            "Black: the head nearest to an alarm (for the rank, the layer); hover for its name. Grey: the mean of "
+            "all. Dotted: the default alarm limit. Dashed: the first alarm of each kind. Where looks share a point, "
+            "the one nearest to an alarm is drawn, and the loss as a band.",
             "entropy and ρ that fall while the loss does not yet show anything.",
             SOURCE,
             wide=True,
@@ -159,8 +158,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
         "alarms",
         "Alarms",
         alarm_strip(alarms, heads.steps),
-        "Each alarm at the look that raised it; the list is below. A head or layer alarms once for each kind until it "
-        "has recovered.",
+        "One mark per alarm, at the look that raised it; the list is below. A head or layer alarms once for each kind "
+        "until it has recovered.",
         "several kinds at once, or heads that follow one another.",
         SOURCE,
         wide=True,
@@ -174,9 +173,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
         "heads",
         "Every head over the steps",
         Choice("colour", options, sketches.__getitem__, mode="buttons"),
-        "One row per head, the first block on top, one column per look, as wide as its steps; crosses where a head "
-        "began to alarm. Where looks share a column, the nearest to an alarm of them is drawn: the lowest entropy and "
-        "ρ, the highest sink share and logit.",
+        "One row per head, the first block on top; one column per look, as wide as its steps. Crosses: where a head "
+        "began to alarm. Where looks share a column, the one nearest to an alarm is drawn.",
         "rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
         SOURCE,
         wide=True,
@@ -185,13 +183,13 @@ def _exhibits(record: Record) -> list[Exhibit]:
 
 
 def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
-    """Where groups of neighbours begin, `most` at most; each a power of two, so that they stay as looks are added."""
+    """Return where groups of neighbours begin, `most` at most; of a power of two each, so that they stay for long."""
     size = 1 << max(0, math.ceil(math.log2(count / most))) if count > most else 1
     return np.arange(0, count, size)
 
 
 def _grouped(steps: Steps, values: Floats, names: Sequence[str], most: int) -> tuple[Steps, DataFrameGroupBy]:
-    """The rows of `values` (S, P) in `most` groups of neighbours, and each group's last step."""
+    """Group the rows of `values` (S, P) into `most` groups of neighbours; also returns each group's last step."""
     starts = first_of_groups(len(steps), most)
     group = np.searchsorted(starts, np.arange(len(steps)), side="right")
     frame = pd.DataFrame(values, columns=list(names))
@@ -264,7 +262,7 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
 
 
 def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
-    """When which kind of alarm came: a mark each, on the axis of all steps."""
+    """Draw a mark per alarm, a row per kind, on the axis of all steps."""
     kinds = list(ALARM_COLOURS)[::-1]
     traces = []
     for kind, colour in ALARM_COLOURS.items():
@@ -338,5 +336,5 @@ def _place(place: tuple[int, ...]) -> str:
 
 
 def _dots(points: Steps) -> float:
-    """Points are marked while they are few, and one alone must be seen."""
+    """Return the size of a line's points: they are marked while they are few, since one alone must be seen."""
     return 5 if len(points) <= 40 else 0

@@ -233,7 +233,7 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
 
 
 def read_levels(outcome: Outcome, models: pd.DataFrame) -> None:
-    """What each kind of model came to, rows as `measured` gives them."""
+    """Report each kind of model; rows as `measured` gives them."""
     outcome.read(
         "residual variance by predicting the mean of all numbers; by 0",
         f"{_range(models['left_mean_of_all'])}; 1",
@@ -277,7 +277,7 @@ def _mean_of(values: pd.Series) -> str:
 
 
 def _tag_is_read(outcome: Outcome, claim: str, rows: pd.DataFrame) -> None:
-    """Whether models need the tag's direction more than a random direction of what the layer writes."""
+    """Judge whether models need the tag's direction more than a random direction of what the layer writes."""
     if rows.empty:
         outcome.cannot_test(claim, "no model solves the task")
         return
@@ -297,7 +297,7 @@ def _tag_is_read(outcome: Outcome, claim: str, rows: pd.DataFrame) -> None:
 
 
 def _necessity(outcome: Outcome, solved: pd.DataFrame) -> None:
-    """One trained model that solves the task without a sink refutes a strong one; a weak catch is another question."""
+    """Judge whether a sink is needed: one model that solves the task without a strong sink refutes it."""
     claim = "Simple tasks, like averaging, necessitate the mechanism (abstract, section 6)"
     if solved.empty:
         outcome.cannot_test(claim, "no model solves the task")
@@ -331,7 +331,7 @@ def _least(models: pd.DataFrame, column: str) -> Estimate:
 
 
 def _learned(outcome: Outcome, models: pd.DataFrame) -> None:
-    """Whether the paper's own architecture learns the task, from either start."""
+    """Judge whether the paper's own architecture learns the task, from either start."""
     claim = "A two-layer attention model can be trained to average (section 1)"
     papers = models[models["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
     if papers.empty:
@@ -405,7 +405,7 @@ def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
 
 
 def _outside(outcome: Outcome, numbers: Tensor) -> None:
-    """Where the theorem says nothing: [SEP] in the last place, or absent."""
+    """Report the construction where the theorem says nothing: [SEP] in the last place, or absent."""
     model = averaging_model(SHOWN_TAGS[-1])
     last, absent = model(numbers, LENGTH - 1).output, model(numbers, ABSENT).output
     without_last = numbers[:, :-1].sum(-1) / LENGTH
@@ -426,7 +426,7 @@ def _attention(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
 
 
 def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """What queries after [SEP], and [SEP] itself, leave to other keys: medians by s_tag, against the derived ones."""
+    """Tabulate the attention that does not go to [SEP], of later queries and its own: medians by s_tag, and derived."""
     place = torch.arange(numbers.shape[-1])
     after, is_separator = place > places[:, None], place == places[:, None]
     products = torch.where(is_separator[:, None], 0.0, (numbers[:, :, None] * numbers[:, None] + 1).exp())
@@ -503,7 +503,7 @@ def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], mod
 
 
 def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
-    """What the best seed of three kinds pays attention to, in one sequence."""
+    """Draw the first-layer attention of the best seed of three kinds, in one sequence."""
     numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
     middle = training.LENGTH // 2
     pictures: dict[str, Floats] = {}

@@ -57,7 +57,7 @@ Places = Int[Tensor, "seeds batch"]
 
 @dataclass(frozen=True)
 class AveragingRecipe:
-    """What is trained.
+    """Size, schedule and variant of a model that is trained to average.
 
     width: 2: the paper's architecture; more: a standard one. rate: the peak of a cosine. large_tag: s_tag starts at
     `START_TAG` + N(0, 1). normed: QK-norm in the second layer. penalised: attention to [SEP] costs above
@@ -85,7 +85,7 @@ class ForwardPass:
 
 
 class TwoLayers(nn.Module, ABC):
-    """What both architectures share: a first layer that writes into the residual stream, a second that reads it."""
+    """Two attention layers: the first writes into the residual stream, the second reads it."""
 
     @abstractmethod
     def embed(self, numbers: Numbers, separator: Places) -> Tensor:
@@ -101,11 +101,11 @@ class TwoLayers(nn.Module, ABC):
 
     @abstractmethod
     def value_output(self) -> Float[Tensor, "seeds width width"]:
-        """What the first layer's values become in the residual stream: W_V¹, times W_O¹ where there is one."""
+        """The first layer's value-output matrix: W_V¹, times W_O¹ where there is one."""
 
     @abstractmethod
     def query_key(self) -> Float[Tensor, "seeds width width"]:
-        """W_Q² W_K²ᵀ."""
+        """The second layer's query-key matrix, W_Q² W_K²ᵀ."""
 
     def forward(
         self,
@@ -283,7 +283,7 @@ def sink_penalty(forward_pass: ForwardPass, separator: Places) -> Tensor:
 
 
 def _clip(model: nn.Module) -> None:
-    """Each seed's own gradient, so that one that fails does not slow the others."""
+    """Clip each seed's gradient by its own norm: a seed that fails must not slow the others."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (CLIP / norms).clamp(max=1)
@@ -292,7 +292,7 @@ def _clip(model: nn.Module) -> None:
 
 
 def _unit_scale(vectors: Tensor) -> Tensor:
-    """RMS norm without a gain."""
+    """Divide vectors by their RMS, without a gain."""
     return vectors * vectors.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
 
 

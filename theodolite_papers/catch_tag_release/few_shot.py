@@ -92,7 +92,7 @@ def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[Any
 
 
 def _marks(rows: pd.DataFrame, colour: str, shift: float) -> dict[str, Any]:
-    """One open circle a seed."""
+    """Draw one open circle per seed."""
     name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
     notes = [[row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()]
     hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
@@ -221,7 +221,7 @@ def models_in(folder: str | Path) -> list[Path]:
 
 
 def is_few_shot(folder: str | Path) -> bool:
-    """Whether a folder has folders of such models."""
+    """Return whether a folder has folders of models of the few-shot task."""
     return Path(folder).is_dir() and bool(models_in(folder))
 
 
@@ -257,7 +257,7 @@ Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Of one layer: which keys are sinks, and the attention that each receives, summed over the queries."""
+    """The sinks of one layer, and the attention that each key receives, summed over the queries."""
 
     sinks: Bool[Tensor, "prompts heads positions"]
     mass: Float[Tensor, "prompts heads positions"]
@@ -276,7 +276,7 @@ class _SinkTap(Hooks):
 
 
 def attention_of_prompts(model: OpenModel, ids: Tensor, batch: int) -> list[PromptAttention]:
-    """By layer."""
+    """Read prompts, and return the sinks and the attention of every layer."""
     tap = _SinkTap(model.layers)
     with hooked(model, tap):
         for part in ids.split(batch):
@@ -299,7 +299,7 @@ def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
 def other_keys(
     sinks: Bool[Tensor, "prompts heads positions"], order: Float[Tensor, "prompts heads positions"]
 ) -> Tensor:
-    """As many keys per prompt and head that are no sinks, lowest in `order`; the last quarter has too few queries."""
+    """Choose as many other keys as sinks, lowest in `order`; none of the last quarter, which has too few queries."""
     length = sinks.shape[-1]
     order = order.double().clone()
     order[..., length - length // 4 :] = torch.inf

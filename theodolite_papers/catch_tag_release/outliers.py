@@ -28,7 +28,7 @@ from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 from theodolite_papers.drawing import Line, curves
-from theodolite_papers.experiment import ZHANG, Outcome, Study, corpus_subset, declared
+from theodolite_papers.experiment import ZHANG, Outcome, Study, declared
 
 SUN = "Sun et al. 2024"
 
@@ -87,7 +87,7 @@ def outliers(study: Study, outcome: Outcome) -> None:
 def parts_of(corpus: Corpus) -> list[Corpus]:
     """The text in `GROUPS` parts, by whose spread errors are taken; none where a part would have a single context."""
     group = Groups(len(corpus.contexts)).of(torch.arange(len(corpus.contexts)))
-    parts = [corpus_subset(corpus, group == number) for number in range(GROUPS)]
+    parts = [corpus.subset((group == number).nonzero().flatten()) for number in range(GROUPS)]
     return parts if min(len(part.contexts) for part in parts) > 1 else []
 
 
@@ -111,7 +111,7 @@ def _estimate(whole: float, of_parts: Sequence[float], contexts: int) -> Estimat
 
 
 def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
-    """Whether dimensions with a large RMS are large in most tokens, or by a few."""
+    """Judge whether dimensions with a large RMS are large in most tokens, or in a few."""
 
     def even(each: Outliers) -> float:
         large = each.dimensions[each.dimensions["large_rms"] & ~each.dimensions["massive"]]
@@ -147,7 +147,7 @@ def _staying(outliers: Outliers) -> float:
 
 
 def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
-    """What Sun et al. 2024 say of massive activations, where their rule finds any: then of those of either rule."""
+    """Judge what Sun et al. 2024 claim, on massive activations of either rule, where theirs finds any."""
     if missing := _nothing(outliers):
         for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
             outcome.cannot_test(CLAIMS[name], missing)
@@ -204,7 +204,7 @@ def judge_sinks(
     parts: Sequence[tuple[Outliers, pd.DataFrame]],
     corpus: Corpus,
 ) -> None:
-    """Whether massive activations and sinks are at the same tokens, by token and first position."""
+    """Judge whether massive activations and sinks are at the same tokens, by token and first position."""
     if missing := _nothing(whole[0]) or ("no attention sink in this run" if whole[1].empty else ""):
         for name in ("at sinks", "sinks at"):
             outcome.cannot_test(CLAIMS[name], missing)
@@ -225,12 +225,12 @@ def judge_sinks(
 
 
 def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Each (token, first) with the contexts of the head in which it is a sink most often."""
+    """Count, for each (token, first), the contexts of the head in which it is a sink most often."""
     return sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
-    """Of `tokens` those that are among `others` too (NaN of none); position 0 is one place, whatever its token."""
+    """Share of `tokens`, by `weight`, that are among `others` (NaN of none); position 0 is one place."""
     amount, later = tokens[weight].to_numpy(dtype=np.float64), set(others.loc[~others["first"], "token_id"])
     present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
     return float((amount * present).sum() / amount.sum()) if len(tokens) else math.nan
@@ -260,7 +260,7 @@ def _nothing(outliers: Outliers) -> str:
 
 
 def is_delimiter(token: str) -> bool:
-    """Whether a token has no letter and no digit, or is a special one such as ⟨s⟩."""
+    """Return whether a token has no letter and no digit, or is a special one such as ⟨s⟩."""
     inner = token.strip()
     special = len(inner) > 2 and (inner[0], inner[-1]) in {("<", ">"), ("[", "]")}
     return special or not any(character.isalnum() for character in inner)
@@ -276,7 +276,7 @@ def stays(growth: pd.DataFrame) -> Floats:
 
 
 def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
-    """Each (token, first) with the most contexts and places that it has in any layer and dimension."""
+    """Find, for each (token, first), the most contexts and places that it has in any layer and dimension."""
     keys = ["token_id", "token", "first"]
     table = massive.groupby(keys, as_index=False)[["contexts", "places"]].max()
     return table.sort_values(["contexts", "token_id"], ascending=[False, True], ignore_index=True)

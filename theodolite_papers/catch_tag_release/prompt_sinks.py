@@ -147,7 +147,7 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
 
 
 def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> None:
-    """Whether the grouping gains more, from before the head on, than the same runs do elsewhere in the prompt."""
+    """Judge whether the grouping gains more, from before the head on, than the same runs do elsewhere in the prompt."""
     _, sizes = trace.group[trace.group != LEFT_OUT].unique(return_counts=True)
     shifts, why = int(places["shifts"].iloc[0]), ""
     if not len(trace.sinks):

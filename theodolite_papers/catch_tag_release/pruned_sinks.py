@@ -32,7 +32,6 @@ from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
-from theodolite_papers.experiment import corpus_subset
 
 if TYPE_CHECKING:
     from theodolite_papers.experiment import Study
@@ -81,7 +80,7 @@ class Prompt:
 
 
 class _SinkHooks(Hooks):
-    """The sinks of one batch."""
+    """Notes the sinks of one batch."""
 
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
@@ -142,13 +141,13 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
         )
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
-    return part_of(corpus, slice(0, None, 2)), part_of(corpus, slice(1, None, 2))
+    return part_of(corpus, 0), part_of(corpus, 1)
 
 
-def part_of(corpus: Corpus, contexts: slice) -> Corpus:
-    """Some contexts of a corpus, `MOST_CONTEXTS` at most, evenly chosen."""
-    part = corpus_subset(corpus, contexts)
-    return corpus_subset(part, evenly(len(part.contexts), MOST_CONTEXTS))
+def part_of(corpus: Corpus, first: int) -> Corpus:
+    """Every second context of a corpus from the `first` on, `MOST_CONTEXTS` at most, evenly chosen."""
+    rows = range(first, len(corpus.contexts), 2)
+    return corpus.subset(torch.tensor([rows[place] for place in evenly(len(rows), MOST_CONTEXTS)]))
 
 
 def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
@@ -243,7 +242,7 @@ def _on_prompt(
 
 
 def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
-    """What the head writes and the residual stream behind its block, by dimension: Figure 4's lower row."""
+    """Draw the head's output and the residual stream behind its block, by dimension: the lower row of Figure 4."""
     traces = list(_on_prompt(study, measured, prompt))
     for key, vectors in (
         ("outputs", [trace.output for _, trace, _, _ in traces]),
@@ -254,8 +253,8 @@ def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks],
             name: figures_prompt.by_dimension(of_model.numpy(), tokens, sinks, scale_of=dense)
             for (name, _, tokens, sinks), of_model in zip(traces, vectors, strict=True)
         }
-        values = {"head": head_name(prompt.layer, prompt.head), "layer": prompt.layer}
-        outcome.draw(key, figures_compare.parallel_map(figures), **values)
+        head, drawn = head_name(prompt.layer, prompt.head), figures_compare.parallel_map(figures)
+        outcome.draw(key, drawn, head=head, layer=prompt.layer)
 
 
 @declared("sinks/figure5")
@@ -290,7 +289,7 @@ def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Est
 def _judge_method(
     outcome: Outcome, dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str
 ) -> None:
-    """Whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
+    """Judge whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
     count = dense.sinks.flatten(1).sum(1).double()
     common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
     gain = common[0] - common[1]
@@ -308,7 +307,7 @@ def _ablations(layer: int) -> dict[str, int | None]:
 
 
 def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
-    """Whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
+    """Judge whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
     removed, spared = (
         judge(claim, f"share of the layer's sinks that is left: {name}", share, criterion)
         for (name, share), criterion in zip(left.items(), (REMOVED, SPARED), strict=True)
@@ -317,7 +316,7 @@ def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
 
 
 def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
-    """One dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
+    """Draw one dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
     names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
     dots = go.Scatter(
         x=np.array([share.value for share in left.values()], dtype=np.float32),

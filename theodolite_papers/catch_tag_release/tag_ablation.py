@@ -135,7 +135,7 @@ def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
 def against_control(
     claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
 ) -> Verdict:
-    """Whether a measure changes more than under the one control that is hardest to beat."""
+    """Judge whether a measure changes more than under the control that is hardest to beat."""
     row = _row(table, ablation, measure)
     if row["untouched"] == 0 and row["change"] == 0:
         return untestable(claim, f"{measure}: there are none")
@@ -153,7 +153,7 @@ def against_control(
 
 
 def against_others(table: pd.DataFrame) -> Verdict:
-    """Whether caught tokens lose more than others, and by more than they do under any control."""
+    """Judge whether caught tokens lose more than others, and by more than they do under any control."""
     losses = (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     caught, uncaught, between = (_row(table, "tag ablated", name) for name in losses)
     what = (

@@ -17,13 +17,13 @@ from theodolite_papers.training.tasks import QUICK_TEST, Additions
 
 
 def reads_additions(run: Run) -> bool:
-    """Whether the text of the run is additions: nothing but their characters among its example tokens."""
+    """Return whether the text of the run is additions: its example tokens have no other characters."""
     tokens = "".join(run.examples["token"].astype(str)) if len(run.examples) else ""
     return "=" in tokens and "+" in tokens and set(tokens) <= set(CHARACTERS)
 
 
 def is_adder(model: OpenModel) -> bool:
-    """Whether the model reads the characters of additions and nothing else, as `theodolite train addition` makes it."""
+    """Return whether the model reads the characters of additions alone, as those of `theodolite train addition` do."""
     if model.tokenizer is None or model.vocabulary != len(CHARACTERS):
         return False
     return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
@@ -35,7 +35,7 @@ def task_of(run: Run) -> Additions:
 
 
 def digits_in_words(digits: tuple[int, int]) -> str:
-    """`5 to 10 digits`."""
+    """Word a range of digits: `5 to 10 digits`."""
     fewest, most = digits
     return counted(most, "digit") if fewest == most else f"{fewest} to {most} digits"
 

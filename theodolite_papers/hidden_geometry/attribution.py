@@ -34,7 +34,7 @@ REFUSALS_SHOWN = 2
 
 @dataclass(frozen=True)
 class PatternClaims:
-    """What is claimed of attention to the tokens of one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
+    """The claims about one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
 
     `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias. `side`: of Fig. 6.
     """
@@ -48,13 +48,13 @@ class PatternClaims:
 
     @property
     def claim(self) -> str:
-        """The paper's."""
+        """The paper's claim."""
         place = f"section 5.2, Fig. 6, {self.side}"
         return f"Attention to {self.tokens} is determined by the {self.strict} constituent ({place})"
 
     @property
     def ours(self) -> str:
-        """With the pairs of a mean or a bias."""
+        """The claim with the pairs of a mean or a bias included."""
         return f"Attention to {self.tokens} is determined by {self.group}, mean and bias included (ours)"
 
 
@@ -80,7 +80,7 @@ class Head:
 
     @property
     def name(self) -> str:
-        """`L3H5`."""
+        """Name of the head, such as `L3H5`."""
         return head_name(self.layer, self.head)
 
     @property
@@ -177,7 +177,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
 
 
 def read_refusals(outcome: Outcome, run: Run) -> None:
-    """A line where layers could not be split, with the reason."""
+    """Report layers that could not be split, with the reason."""
     if refused := provenance(run, "constituents_refused"):
         reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
         outcome.read("layers whose logits cannot be split", f"{len(refused)}: {reasons}")

@@ -55,7 +55,7 @@ def energy_within_rank(run: Run) -> Floats:
 
 
 def energy_within(basis: Tensor, ranks: Floats) -> Floats:
-    """The same of a basis (layers, positions, d) and given ranks."""
+    """Share of the energy of a basis (layers, positions, d) in as many leading directions as given, by layer."""
     squared = torch.linalg.svdvals(basis).square()
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
@@ -171,7 +171,7 @@ def random_cosines(basis: Tensor, contexts: Tensor, rotations: int = ROTATIONS) 
 
 
 def chance_cosines(study: Study) -> RandomCosines:
-    """Those of the study's run."""
+    """Rotate the positional basis of the study's run at random; made once."""
 
     def draw() -> RandomCosines:
         basis, contexts = need(study.run, "positional_basis")[:, 1:], need(study.run, "context_basis")

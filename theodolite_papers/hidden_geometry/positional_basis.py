@@ -109,7 +109,7 @@ def turns(plane: Tensor) -> Floats:
 
 
 def shape_of(run: Run) -> pd.DataFrame:
-    """Of every layer: scale, share of energy in two directions, and the curve on these two, as it is drawn.
+    """Measure the shape of every layer: scale, share of energy in two directions, and the curve on these two.
 
     `sampling_noise`: share of the curve's variance that C contexts have by chance, at most. `smooth_roughness`: without
     it; NaN where it is half of the variance or more.
@@ -133,13 +133,13 @@ def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
 
 
 def _noise_variance(run: Run) -> Floats:
-    """Of the mean over the run's contexts, in the plane of the curve, by layer."""
+    """Variance of the mean over the run's contexts, in the plane of the curve, by layer."""
     cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
     return (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
 
 
 def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
-    """From a basis (layers, positions, d) and its curve (layers, positions, 2)."""
+    """Measure the shape from a basis (layers, positions, d) and its curve (layers, positions, 2)."""
     noise = noise_variance / plane.var(1).sum(-1).numpy()
     rough = roughness(plane)
     within = np.where(noise < noisy, noise, np.nan)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from theodolite import Corpus, OpenModel, Run, open_model
 from theodolite.corpus.addition_task import digits_of
@@ -16,7 +17,7 @@ from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite
 from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
 from theodolite.system.wording import counted, listed, number, with_error
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, corpus_subset, declared
+from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry import addition_check, criteria
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
 from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
@@ -71,7 +72,7 @@ def series_of(model: OpenModel) -> dict[int, Path]:
 
 def some_contexts(corpus: Corpus) -> Corpus:
     """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
-    return corpus_subset(corpus, evenly(len(corpus.contexts), SURVEYED_CONTEXTS))
+    return corpus.subset(torch.tensor(evenly(len(corpus.contexts), SURVEYED_CONTEXTS)))
 
 
 def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
@@ -100,12 +101,12 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
 
 
 def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
-    """Whether each row, one step of a layer, meets all criteria."""
+    """Return whether each row, one step of a layer, meets all criteria."""
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
 
 
 def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
-    """Whether a layer at one step meets all criteria, with the standard errors that its measures have."""
+    """Judge whether a layer at one step meets all criteria, with the standard errors of its measures."""
     claim = f"all criteria are met at step {row['step']:g}"
     parts = [
         judge(claim, MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule)

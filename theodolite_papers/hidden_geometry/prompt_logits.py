@@ -185,7 +185,7 @@ def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
 
 
 def _panel_caption(study: Study, length: int) -> str:
-    """What the panels were made of, for their captions."""
+    """Word what the panels were made of, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
     rotated = (
@@ -228,7 +228,7 @@ def figure_6(study: Study, outcome: Outcome) -> None:
 
 
 def _judge_mean(outcome: Outcome, run: Run) -> None:
-    """Whether the largest of the four constituents stays the largest when μ is counted as positional."""
+    """Judge whether the largest of the four constituents stays the largest when μ is counted as positional."""
     claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
     table = run.constituents
     if not len(table):
@@ -253,7 +253,7 @@ def _judge_mean(outcome: Outcome, run: Run) -> None:
 
 
 def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
-    """What each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
+    """Measure what each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
     ids, patterns = repeated_patterns(study.require_model(), longest, CONTEXTS, study.provenance["seed"])
     if not patterns:

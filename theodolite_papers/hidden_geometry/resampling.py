@@ -106,7 +106,7 @@ def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions
 
 
 def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions width"]:
-    """What sampling alone puts into a positional basis: half of the difference between two halves of the contexts.
+    """Estimate what sampling alone puts into a positional basis: half the difference of two halves of the contexts.
 
     One for each balanced half and its complement; of equal groups the noise is as large as in the whole basis.
     """

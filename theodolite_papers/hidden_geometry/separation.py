@@ -105,7 +105,7 @@ def chosen_contexts(
 
 
 def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
-    """Of every layer: mean cosine within and between labels, and mean |cosine| of positions and contexts."""
+    """Tabulate by layer the mean cosine within and between labels, and the mean |cosine| of positions and contexts."""
     label = np.array(of)
     pairs = np.triu(np.ones((len(of), len(of)), dtype=bool), 1)
     same = label[:, None] == label[None]

@@ -49,7 +49,7 @@ def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
 
 
 def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
-    """Of (N, n, d): mean norm and its standard error over tokens (N), mean cosine and its error (N, N)."""
+    """Mean norm of vectors (N, n, d) with its error over tokens (N); mean cosine of layers with its error (N, N)."""
     norms = torch.linalg.vector_norm(hidden, dim=-1)
     unit = torch.nn.functional.normalize(hidden, dim=-1)
     root = math.sqrt(hidden.shape[1])
@@ -119,7 +119,7 @@ def directions_needed(basis: Tensor) -> Tensor:
 
 
 def _holding(energy: Tensor) -> Tensor:
-    """How many of the largest (…, n) hold 0.9 of all."""
+    """Count the largest entries of (…, n) that hold 0.9 of the sum."""
     return (energy.cumsum(-1) / energy.sum(-1, keepdim=True) < ENERGY).sum(-1) + 1
 
 

@@ -27,7 +27,7 @@ ORDERS = (1, 2, 3)
 def premise_without_noise(
     basis: GroupedBasis | None, layers: list[int], order: Floats, cutoff: int
 ) -> Estimates:
-    """What the bound over no approximation tends to as contexts grow, by layer, at the order of each.
+    """Extrapolate the bound over no approximation to infinitely many contexts, by layer, at the order of each.
 
     Noise of means over C contexts is a nugget of size 1/C, which differences amplify: the bound is taken of one, two,
     four and all eight groups, and the line in 1/C read off at 0. The error is the jackknife's over groups, and with
@@ -124,7 +124,7 @@ def cutoffs_of(positions: int) -> list[int]:
 
 
 def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Floats]:
-    """Of (N, n, n): the bound for each order and k (N, orders, K), the attained error (N, K), ‖G‖_op/n (N)."""
+    """Bound of (N, n, n) for each order and k (N, orders, K), attained error (N, K), and ‖G‖_op/n (N)."""
     # The attained error is of every order the same; the bound at k is that at 1 over k^m.
     first = smoothness_bound(grams, cutoffs, ORDERS[0])
     powers = torch.tensor(cutoffs, dtype=torch.float64)

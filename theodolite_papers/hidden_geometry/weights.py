@@ -65,7 +65,7 @@ def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
 
 
 def _by_layers(run: Run, correlation: float) -> Estimate:
-    """As good as that of as many layers: heads of one layer may be alike."""
+    """Give a rank correlation over heads the error of one over as many layers: heads of one layer may be alike."""
     layers = len(np.unique(need_column(run.heads, "layer")))
     error = error_under_independence(layers) if layers > 1 else math.nan
     return Estimate(correlation, error, layers, "layers", by_chance=True)
@@ -259,7 +259,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
 
 
 def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
-    """In words, what else the corner of a majority of heads may come from; empty: nothing."""
+    """Word what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"

@@ -46,7 +46,7 @@ LENGTH = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated; the sizes are ours.
+    """Sizes of the simulation (ours).
 
     T independent N(0, I) tokens, each attending to all. draws: W_QK of each tr W and scale. scales: √(tr W²)/λ, λ = √d.
     """

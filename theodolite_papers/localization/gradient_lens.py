@@ -84,7 +84,7 @@ class _LastQuery(Hooks):
 def last_query(
     model: OpenModel, contexts: Int[Tensor, "contexts positions"]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each layer the last query's logits ω, ∂J/∂ω, (contexts, heads, keys), and the norms of attention's input."""
+    """By layer the last query's logits ω and ∂J/∂ω, (contexts, heads, keys), and the norms of attention's input."""
     if model.source.predict is None:
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
@@ -98,7 +98,7 @@ def last_query(
 
 
 def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:
-    """How much of the gradient of each context's last prediction comes through each key, head by head."""
+    """Measure how much of the gradient of each context's last prediction comes through each key, head by head."""
     propagates, shares = [], []
     for batch in contexts.split(BATCH):
         layers = last_query(model, batch)

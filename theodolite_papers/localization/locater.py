@@ -67,7 +67,7 @@ def manner(setting: Setting) -> str:
 
 
 def without_seed(setting: Setting) -> Setting:
-    """The same setting of seed 0: what the training runs of all seeds have in common."""
+    """Set the seed to 0: the setting that the training runs of all seeds have in common."""
     return replace(setting, seed=0)
 
 
@@ -165,7 +165,7 @@ def distinct(
 
 
 def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str, against: str) -> Estimate:
-    """How `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
+    """Measure how `name` goes with `against` over groups of settings, each the mean of its members; one value per seed.
 
     Of three groups or more the rank correlation, of two the difference. Where its interval is narrower than that of
     correlations of unrelated things, it is taken for theirs: a few are often alike by chance, without any spread.
@@ -278,7 +278,7 @@ def in_both_readings(
 
 
 def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
-    """Whether the training runs are as long as the published ones, of whose end the claim is; said where not."""
+    """Return whether the training runs are as long as the published ones, of whose end the claim is; if not, say so."""
     if data.step < PUBLISHED_STEPS:
         why = f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
         outcome.cannot_test(claim, why)
@@ -397,7 +397,7 @@ def phases(outcome: Outcome, data: Comparable) -> None:
 
 
 def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
-    """By how much a measure of the first layer changed more per 1,000 steps before `PHASE` than after it, by seed."""
+    """Change of a first-layer measure per 1,000 steps before `PHASE` less that after it, by seed."""
     values = []
     for run in (each for each in runs if without_seed(each.setting) == setting):
         curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
@@ -494,7 +494,7 @@ COMMAND = "theodolite train locater"
 
 
 def _of(data: Comparable, setting: Setting) -> list[GridRun]:
-    """Its training runs, one a seed."""
+    """Return the training runs of a setting, one per seed."""
     return [run for run in data.runs if without_seed(run.setting) == setting]
 
 

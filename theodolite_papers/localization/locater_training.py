@@ -111,7 +111,7 @@ class TextFiles:
         return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())
 
     def sha256(self) -> str:
-        """Of both files' text and of how they are cut."""
+        """Hash of both files' text and of how they are cut."""
         digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
         for path in (self.train, self.held_out):
             digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
@@ -138,7 +138,9 @@ def load_text(work: Unfinished) -> GridText:
     """The text that a grid's folder keeps."""
     tensors, notes = work.load("text") or ({}, {})
     tokenizer = Tokenizer.from_str(notes["tokenizer"])
-    return GridText(**(notes | {"tokenizer": tokenizer}), **tensors)
+    return GridText(
+        tokenizer, tensors["train"], tensors["held_out"], notes["tokens_per_word"], notes["sha256"]
+    )
 
 
 def word_tokenizer(text: str) -> Tokenizer:
@@ -233,7 +235,7 @@ def published_rate(width: int) -> float:
 
 
 def measured(step: int, every: int) -> bool:
-    """Whether the model is measured after `step` updates."""
+    """Return whether the model is measured after `step` updates."""
     return step % every == 0 or step in EARLY
 
 
@@ -249,11 +251,11 @@ class LocaterTraining:
             text.tokenizer.get_vocab_size(), setting.width, setting.layers, recipe.length, recipe.dropout
         )
         self.model = Decoder(shape).to(self.device)
-        decay = {"betas": BETAS, "weight_decay": setting.weight_decay}
+        parameters, decay = self.model.parameters(), setting.weight_decay
         self.trainer = Trainer(
             work=Unfinished(folder, asdict(setting), kind="training run", folder=folder),
             model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), fused=True, **decay),
+            optimizer=torch.optim.AdamW(parameters, betas=BETAS, weight_decay=decay, fused=True),
             loss=self._loss,
             rate=lambda step: published_rate(setting.width),
             seed=setting.seed,
@@ -274,11 +276,11 @@ class LocaterTraining:
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return self.trainer.step
 
     def history(self, name: str) -> Tensor:
-        """What was measured so far: `steps`, `losses`, `heads` or `propagation`, a row for each measurement."""
+        """Return the measurements so far: `steps`, `losses`, `heads` or `propagation`, a row each."""
         return self.trainer.kept[f"history/{name}"]
 
     def progress(self) -> str:
@@ -312,7 +314,7 @@ class LocaterTraining:
             write_text(place, json_text(summary, 2) + "\n")
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """What was measured: losses by step; head measures by step and layer."""
+        """Tabulate the measurements: losses by step; head measures by step and layer."""
         steps = self.history("steps").numpy()
         losses = pd.DataFrame(self.history("losses").numpy(), columns=list(LOSSES))
         losses.insert(0, "step", steps)
@@ -509,7 +511,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs to know besides its settings."""
+    """Where and how a grid is trained: what its training runs share."""
 
     folder: Path
     recipe: Recipe
@@ -559,7 +561,7 @@ def _train_all(
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
-                    with FileLock(folder / "run.lock", timeout=0):
+                    with FileLock(folder / "lock", timeout=0):
                         began = time.perf_counter()
                         training = LocaterTraining(folder, setting, job.recipe, text, job.device)
                         first_step = training.step
@@ -579,7 +581,7 @@ def _train_all(
 
 @dataclass(frozen=True)
 class GridRun:
-    """What one training run of a grid has given so far.
+    """The measurements of one training run of a grid so far.
 
     propagation: ρ_i of the last query, for `propagation_steps`. summary: on all held-out text; None before the last
     step.
@@ -599,7 +601,7 @@ def is_grid(folder: str | Path) -> bool:
 
 
 def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
-    """How a grid's training runs are made, and all of them by name; also while they are running."""
+    """Read the recipe of a grid and all of its training runs by name; also while they are running."""
     folder = Path(folder)
     if not is_grid(folder):
         raise UsageError(f"{folder} holds no grid; make one with `theodolite train locater`.")

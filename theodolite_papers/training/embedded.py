@@ -310,7 +310,7 @@ class EmbeddedResult:
     bigram_loss: dict[str, float]
 
     def summary(self) -> list[str]:
-        """What is said of the finished model, a line for each source."""
+        """Summarise the finished model, a line for each source."""
         return [
             f"{source}: validation loss {loss:.3f} nats per token (bigram model {self.bigram_loss[source]:.3f})"
             for source, loss in self.validation_loss.items()
@@ -421,7 +421,7 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
 
 
 def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
-    """The card in Markdown."""
+    """Write the model card in Markdown."""
     return CARD.format(
         python=platform.python_version(),
         command=command(result, config),
@@ -438,7 +438,7 @@ def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
 
 
 def _tasks(config: EmbeddedConfig) -> str:
-    """What the card says of contexts that are not just text."""
+    """Word what the card says of contexts that are not just text."""
     tasks = []
     if config.repeats:
         tasks.append(

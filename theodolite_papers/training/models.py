@@ -118,7 +118,7 @@ def gpt2(
 
 
 def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
-    """An untrained Llama."""
+    """Build an untrained Llama."""
     llama = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocabulary,

@@ -100,14 +100,14 @@ class Characters:
 
     @property
     def sha256(self) -> str:
-        """Of characters and ids."""
+        """Hash of characters and ids."""
         digest = hashlib.sha256(f"{self.characters!r} {self.length}".encode())
         digest.update(self.train.tobytes())
         digest.update(self.validation.tobytes())
         return digest.hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Windows at random starts."""
+        """Draw windows at random starts."""
         starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - self.length, size=size)
         rows = torch.from_numpy(np.stack([self.train[s : s + self.length + 1] for s in starts]))
         return rows[:, :-1], rows[:, 1:]
@@ -127,7 +127,7 @@ class Characters:
         }
 
     def summary(self, result: dict[str, Any]) -> list[str]:
-        """What is said of a finished model, in a line."""
+        """Summarise a finished model in a line."""
         return [
             f"loss {result['validation_loss']:.3f} nats per character held out, "
             f"{result['training_loss']:.3f} on the training text"
@@ -158,12 +158,12 @@ class Additions:
 
     @property
     def length(self) -> int:
-        """Of the longest example."""
+        """Characters of the longest example."""
         return full_length(self.digits)
 
     @property
     def sha256(self) -> str:
-        """Of the characters and digits: everything else follows from the seed."""
+        """Hash of the characters and digits: everything else follows from the seed."""
         return hashlib.sha256(f"{self.characters!r} {self.length} {self.digits}".encode()).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
@@ -188,7 +188,7 @@ class Additions:
         return {"tested": TESTED, "accuracy": accuracy, "accuracy_by_digits": shorter}
 
     def summary(self, result: dict[str, Any]) -> list[str]:
-        """What is said of a finished model, in a line."""
+        """Summarise a finished model in a line."""
         shares = result["accuracy_by_digits"].items()
         shorter = ", ".join(f"{n} digit{'' if n == '1' else 's'} {share:.1%}" for n, share in shares)
         return [f"accuracy {result['accuracy']:.1%} in distribution; {shorter}"]
@@ -226,17 +226,17 @@ class FewShot:
 
     @property
     def characters(self) -> str:
-        """One token each."""
+        """The characters of a prompt, one token each."""
         return self.rules.characters
 
     @property
     def length(self) -> int:
-        """Of a prompt; every one has the same."""
+        """Length of a prompt, the same for all."""
         return self.rules.length
 
     @property
     def sha256(self) -> str:
-        """Of the family of rules: everything else follows from the seed."""
+        """Hash of the family of rules: everything else follows from the seed."""
         return hashlib.sha256(repr(self.rules).encode()).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
@@ -260,7 +260,7 @@ class FewShot:
         }
 
     def summary(self, result: dict[str, Any]) -> list[str]:
-        """What is said of a finished model, a line for each number of examples."""
+        """Summarise a finished model, a line for each number of examples."""
         accuracies = zip(result["accuracy_by_shots"], result["best_by_shots"], strict=True)
         return [
             f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"

@@ -6,12 +6,10 @@ Until a model is finished everything is in `<out>.partial`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,23 +21,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
 from theodolite.system.checksums import check_headers
 from theodolite.system.files import (
     check_target,
     disk_errors,
-    folder_purpose,
     folder_written_atomically,
 )
 from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.locks import locked
+from theodolite.system.run_folders import differences
 from theodolite.system.threads import using_threads
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 
 CHECKPOINT = "checkpoint"
-IDENTITY = "identity.json"
-"""Says which training run a finished folder is of."""
 
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
@@ -184,7 +180,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class ModelTraining(Generic[Result]):
-    """What distinguishes one training run into a folder from another.
+    """A training run into a folder: its model, data, loss and what is said of it.
 
     build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
     loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
@@ -207,7 +203,7 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
     """Refuse numbers that no training run can use, and to train into what is there and is no training run."""
     check_numbers(config.seed, threads)
     check_target(out)
-    if out.exists() and not (out / IDENTITY).is_file():
+    if out.exists() and not (out / JOB).is_file():
         raise UsageError(f"{out} exists; give another folder or remove it.")
     if not 0 < config.learning_rate <= LARGEST_RATE:
         raise UsageError(
@@ -225,13 +221,12 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
 def train_into(out: Path, training: ModelTraining[Result], threads: int, console: Console | None) -> Result:
     """Train a model, from its last checkpoint if there is one, and write it to `out`; measure it where it is done."""
     console, config = console or Console(stderr=True), asdict(training.config)
-    identity = {"config": json.dumps(config), **training.data}
     work = Unfinished(out, {**config, **training.data}, kind="training run")
     with locked(out), using_threads(threads):
         torch.manual_seed(training.config.seed)
         model = training.build()
         if out.exists():
-            _check_finished(out, identity)
+            _check_finished(out, work)
             console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
             model = _finished_model(out, model)
         else:
@@ -240,24 +235,17 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         with console.status("measuring the model"):
             result = training.measure(model)
         if not out.exists():
-            _publish(out, work.folder, model, training, identity, result)
+            _publish(out, work.folder, model, training, result)
         work.remove()
     return result
 
 
-def _check_finished(out: Path, identity: dict[str, str]) -> None:
+def _check_finished(out: Path, work: Unfinished) -> None:
     """Refuse a folder that another training run wrote."""
-    there = folder_purpose(out / IDENTITY, identity)
-    if there == identity:
-        return
-    said = []
-    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):  # it may say anything
-        old, now = json.loads(there["config"]), json.loads(identity["config"])
-        changed = [name for name in now if old.get(name) != now[name]]
-        said = [f"{name} {old.get(name)} there, {now[name]} now" for name in changed]
-    raise UsageError(
-        f"{out} holds another training run ({'; '.join(said) or 'of another text'}); give another folder or remove it."
-    )
+    there, _ = read_job(out)
+    if there != work.fingerprint:
+        differs = differences(there, work.fingerprint)
+        raise UsageError(f"{out} holds another training run ({differs}); give another folder or remove it.")
 
 
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
@@ -344,7 +332,6 @@ def _publish(
     partial: Path,
     model: PreTrainedModel,
     training: ModelTraining[Result],
-    identity: dict[str, str],
     result: Result,
 ) -> None:
     """Write the finished folder beside `out`, and give it its name."""
@@ -353,7 +340,7 @@ def _publish(
     with disk_errors(out):
         name, text = training.page(result)
         (finished / name).write_text(text, encoding="utf-8")
-        folder_purpose(finished / IDENTITY, identity)
+        shutil.copyfile(partial / JOB, finished / JOB)
         if (partial / "series").exists():  # copied: a kill before the rename must not lose it
             shutil.copytree(partial / "series", finished / "series")
         os.replace(finished, out)

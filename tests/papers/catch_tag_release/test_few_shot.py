@@ -304,7 +304,7 @@ def made_up_ablations(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
     random = np.random.default_rng(0)
     return pd.DataFrame(
         [
-            {"model": name, "sharp_folder": f"m{seed}", "seed": seed, "control": control, "shots": shots}
+            {"model": name, "folder": f"m{seed}", "seed": seed, "control": control, "shots": shots}
             | {
                 "accuracy": accuracy + 1e-4 * random.normal(),
                 "accuracy_se": 0.01,

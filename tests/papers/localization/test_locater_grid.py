@@ -115,7 +115,7 @@ def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path
     job.work.begin()
     place.mkdir(parents=True)
     screen = quiet()
-    with FileLock(place / "run.lock"):
+    with FileLock(place / "lock"):
         train_grid(job, SETTINGS[:2], files, screen)
     assert not (place / "checkpoint.safetensors").exists()
     assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]

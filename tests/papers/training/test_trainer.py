@@ -134,7 +134,7 @@ def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    for change, differs in (({"seed": 1}, "seed 0 there, 1 now"), ({"steps": 5}, "steps 6 there, 5 now")):
+    for change, differs in (({"seed": 1}, "--seed 0 there, 1 now"), ({"steps": 5}, "steps 6 there, 5 now")):
         with pytest.raises(UsageError, match=f"another training run .{differs}.; give another folder"):
             adder(tmp_path / "m", **change)
     assert hashes(tmp_path / "m") == uninterrupted

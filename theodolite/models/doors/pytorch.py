@@ -2,9 +2,9 @@
 
 `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks
 as they are; attention that a module computes by hand is read from its products (`by_hand.py`). A mode of PyTorch sees
-these calls from whichever name they were imported by, and switches the fast paths off that skip them. It is there while
-a module of such a model runs, in whichever thread; whoever attends is the innermost module that runs and reads no
-heads.
+these calls from whichever name they were imported by, and switches the fast paths off that skip them. It is on while a
+module of a model with an open door runs, in whichever thread; the module that attends is the innermost one that runs
+and is not given heads.
 """
 
 from __future__ import annotations

@@ -105,4 +105,4 @@ def _through_its_door(model: nn.Module) -> Iterator[None]:
         with (doors[0] if doors else functions_door)(model):
             yield
     finally:
-        del _open[model]
+        _open.pop(model, None)

@@ -33,8 +33,7 @@ from theodolite.models.stored.checkpoint_tensors import (
 )
 from theodolite.models.stored.loading import (
     LOADING_ERRORS,
-    commit_of,
-    hash_checkpoint,
+    Checkpoint,
     reason_of,
     refuse_nonfinite_weights,
     without_progress_bars,
@@ -44,8 +43,6 @@ from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.models.weights.copies import run_until_tap, stop_at_tap
-from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import Attention, check_dtype
 
 OTHER_WEIGHTS = 2**-6
@@ -92,12 +89,10 @@ def _open_lazily(
     attention: Attention | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    source = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-    local = local_folder(source)
+    checkpoint = Checkpoint.at(path_or_id, revision)
     with read_in_parts():
-        if local is None:
-            revision = commit_of(str(source), revision)
-        tensors = checkpoint_tensors(source, dtype, revision)
+        checkpoint = checkpoint.of_one_commit()
+        tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
         reader = Reader.of(tensors, attention)
         attending = reader.structure.attending
         for layer in (attending[0], attending[-1]):
@@ -109,9 +104,7 @@ def _open_lazily(
         reader.structure,
         reader.calls,
         reader.inputs,
-        id=embedded.NAME if path_or_id is None else str(source),
-        revision=None if local else revision,
-        sha256=hash_checkpoint(local, show_progress) if local else None,
+        **checkpoint.identity(show_progress),
         _load_layer=reader.loaded,
     )
 

@@ -12,6 +12,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -31,7 +32,8 @@ from theodolite.models.guard import MAKING
 from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored, load_factored
 from theodolite.models.training.adapters import with_adapter_merged
-from theodolite.system.checkpoint_folders import refuse_index, weight_files
+from theodolite.system import embedded
+from theodolite.system.checkpoint_folders import at_home, local_folder, refuse_index, weight_files
 from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
@@ -78,6 +80,42 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers.utils.logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a checkpoint is.
+
+    Attributes:
+        place: its folder or its name on the hub.
+        folder: the folder, or None of one on the hub.
+        id: what it is called.
+        revision: of the hub: the commit, or what was asked for as long as that is not known.
+    """
+
+    place: str | Path
+    folder: Path | None
+    id: str
+    revision: str | None
+
+    @classmethod
+    def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
+        """The one that a user names; None: the embedded model."""
+        place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
+        name = embedded.NAME if path_or_id is None else str(place)
+        return cls(place, local_folder(place), name, revision)
+
+    def of_one_commit(self) -> Checkpoint:
+        """The same, of the commit that its revision is now; errors as of `commit_of`."""
+        return self if self.folder else replace(self, revision=commit_of(str(self.place), self.revision))
+
+    def identity(
+        self, show_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> dict[str, str | None]:
+        """Its id, and its commit or the hash of its files; `show_progress` as in `hash_checkpoint`."""
+        if self.folder:
+            return {"id": self.id, "revision": None, "sha256": hash_checkpoint(self.folder, show_progress)}
+        return {"id": self.id, "revision": self.revision, "sha256": None}
 
 
 def commit_of(name: str, revision: str | None) -> str | None:

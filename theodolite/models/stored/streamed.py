@@ -20,15 +20,13 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.stored.checkpoint_tensors import CannotReadLazily, checkpoint_tensors
 from theodolite.models.stored.lazy_weights import Reader, read_in_parts
 from theodolite.models.stored.loading import (
-    commit_of,
-    hash_checkpoint,
+    Checkpoint,
     load_tokenizer,
     refuse_nonfinite_weights,
     usable_device,
 )
 from theodolite.models.stored.streamed_blocks import StreamedBlocks
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import at_home, local_folder
 from theodolite.system.choices import check_dtype
 from theodolite.system.processor import say_if_slow
 
@@ -77,11 +75,8 @@ def _open(
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-    local = local_folder(place)
-    if local is None:
-        revision = commit_of(str(place), revision)
-    tensors = checkpoint_tensors(place, dtype, revision)
+    checkpoint = Checkpoint.at(path_or_id, revision).of_one_commit()
+    tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
     if tensors.model.config.is_encoder_decoder:
         raise CannotReadLazily("encoder and decoder read each other")
     reader = Reader.of(tensors, None)
@@ -100,10 +95,8 @@ def _open(
         reader.structure,
         {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()},
         reader.inputs,
-        tokenizer=load_tokenizer(place, revision),
-        id=embedded.NAME if path_or_id is None else str(place),
-        revision=None if local else revision,
-        sha256=hash_checkpoint(local, show_progress) if local else None,
+        tokenizer=load_tokenizer(checkpoint.place, checkpoint.revision),
+        **checkpoint.identity(show_progress),
         streamed=blocks,
         _load_layer=blocks.present,
     )

@@ -82,11 +82,14 @@ def check_adapter(where: str, adapter: Any) -> None:
     Raises:
         UsageError: it does not (DoRA, which rescales the sum; IA3, which multiplies), or cannot be asked.
     """
-    kind = f"{where} carries an adapter that is no matrix added to its weight (DoRA, say)"
+    refusal = UsageError(
+        f"{where} carries an adapter that is no matrix added to its weight (DoRA, say): use LoRA, or leave the layer "
+        "out by layers=[…]"
+    )
     # DoRA answers as LoRA does until its first step.
     variants = getattr(adapter, "lora_variant", {})
     if not hasattr(adapter, "get_delta_weight") or any(name in variants for name in active(adapter)):
-        raise UsageError(f"{kind}: use LoRA, or leave the layer out by layers=[…]")
+        raise refusal
     weight = adapter.base_layer.weight
     if is_dtensor(weight) or weight.ndim != 2 or hasattr(weight, "ds_id"):
         return  # spread over ranks: it can be asked in a pass only
@@ -99,7 +102,7 @@ def check_adapter(where: str, adapter: Any) -> None:
         answer = adapter(rows) - adapter(torch.zeros_like(rows))
         expected = rows @ matrix
     if not (answer - expected).abs().max() <= TOLERANCE * expected.abs().max():
-        raise UsageError(f"{kind}: use LoRA, or leave the layer out by layers=[…]")
+        raise refusal
 
 
 def refuse_replaced_weights(model: nn.Module, participle: str) -> None:

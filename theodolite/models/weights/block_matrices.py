@@ -263,7 +263,7 @@ def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
         return {}
     try:
         (of_layer,) = find_projections(
-            model.root, model.structure, model.calls, [layer], "replacement", model.weight_maps
+            model.root, model.structure, model.calls, [layer], replacing=True, maps=model.weight_maps
         )
     except UsageError:
         return {}
@@ -276,9 +276,11 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
     for name, projection in projections.items():
-        if free[projection.features].all():  # else it shares its rows with another: keys that are values, too
-            free[projection.features] = False
-            parts.append(replace(whole, name=name, rows=projection.features))
+        if free[
+            projection.rows.features
+        ].all():  # else it shares its rows with another: keys that are values, too
+            free[projection.rows.features] = False
+            parts.append(replace(whole, name=name, rows=projection.rows.features))
     if not parts:
         return [whole]
     if free.any():

@@ -20,7 +20,6 @@ from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
-from theodolite.models.structure import removed_on_leaving
 from theodolite.models.training.shards import gathered, is_part, of_own_heads, whole_copy
 
 AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
@@ -126,53 +125,3 @@ def _copy_of(tensor: Tensor, module: nn.Module, dtype: torch.dtype) -> Tensor:
     if in_dtype is whole and (is_part(tensor) or not is_parameter):
         in_dtype = whole.clone()
     return nn.Parameter(in_dtype, requires_grad=tensor.requires_grad) if is_parameter else in_dtype
-
-
-def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
-    return [
-        (name, child)
-        for name, child in module.named_modules()
-        if name and "parametrizations" not in name.split(".")
-        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
-    ]
-
-
-def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
-
-    Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
-    (DeepSeek's) is not among them: without it, other weights would be read.
-    """
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                outputs[name] = output
-
-        return hook
-
-    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
-    row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with removed_on_leaving(hooks):
-        inputs = run_until_tap(module, call, as_sequences(row, module))
-    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
-    return [
-        name
-        for name, output in outputs.items()
-        if any(_is_repeated(output, values) for values in tapped_values)
-    ]
-
-
-def _is_repeated(output: Tensor, values: Tensor) -> bool:
-    times, left = divmod(len(values), output.numel())
-    return not left and torch.allclose(
-        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
-    )
-
-
-def _sorted_values(tensor: Tensor) -> Tensor:
-    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
-    values = tensor.double().flatten().sort().values
-    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
@@ -22,22 +21,17 @@ from theodolite.models.calls import Call
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
-from theodolite.models.stored.dequantised import holds_quantised_layers
 from theodolite.models.structure import Structure
-from theodolite.models.training.adapters import is_adapter
-from theodolite.models.training.shards import is_part
 from theodolite.models.weights.copies import (
     AFFINE_TOLERANCE,
     NotAffine,
     as_sequences,
     copy_in_dtype,
-    norms_at_tap,
-    norms_inside,
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.weights.function_norms import make_norms_modules
-from theodolite.models.weights.weight_map import WeightMap, WeightMaps, mapped_sides
+from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, norms_inside
+from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
@@ -102,28 +96,21 @@ def read_head_weights(
 
 
 def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
-    """From the parameters that hold them, if these are plain ones, in memory, in this process."""
-    if any(is_adapter(m) or is_parametrized(m) for m in attention.modules()):
-        return None
-    if holds_quantised_layers(attention) or any(p.is_meta or is_part(p) for p in attention.parameters()):
-        return None
+    """From the parameters that hold them, where these are in memory and a map says which they are."""
 
     def use(weight_map: WeightMap) -> HeadWeights | None:
-        if not weight_map.is_complete:
-            return None
         # A layer may leave out norms that others of its kind have.
         for norms in dict.fromkeys([(), weight_map.norms]):
-            sides, scaling = mapped_sides(weight_map, attention, call, norms)
-            agreeing = [side for side in sides if side is not None and side.agrees_in_all]
-            if len(agreeing) == len(sides):
-                heads = len(agreeing[0].weights)
-                weights = (_repeated(side.weights, heads) for side in agreeing)
-                biases = (_repeated(side.bias, heads) for side in agreeing)
+            mapped, scaling = read_mapped(weight_map, attention, call, norms, torch.float64)
+            read = [side for side in mapped if side is not None and side[1] is not None]
+            if len(read) == len(mapped):
+                heads = len(read[0][0])
+                weights, biases = ([_repeated(t, heads) for t in part] for part in zip(*read, strict=True))
                 return HeadWeights(*weights, *biases, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
     try:
-        return maps.first(attention, call, use)
+        return None if any(p.is_meta for p in attention.parameters()) else maps.first(attention, call, use)
     except NotAffine:
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from theodolite.models.calls import Call, Calls
 from theodolite.models.doors.taps import tapped
 from theodolite.models.structure import Structure
 from theodolite.models.training.adapters import refuse_replaced_weights
-from theodolite.models.weights.copies import AFFINE_TOLERANCE, NotAffine, norms_inside, stop_at_tap
+from theodolite.models.weights.copies import AFFINE_TOLERANCE, NotAffine, stop_at_tap
+from theodolite.models.weights.norms import norms_inside
 from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps
 
 POSITIONS = 8
@@ -130,11 +131,20 @@ def _refuse_other_logits(where: str, inputs: AttentionInputs) -> None:
 def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
     """The rows to be scaled in a module or a copy of it; none where those of a head's queries are not its own."""
     queries, keys, _ = weight_map.sides
-    uses = Counter(entry for rows in (*queries, *keys, *weight_map.sides[2]) for entry in _entries(rows))
-    shared = any(uses[entry] > 1 for rows in queries for entry in _entries(rows))
-    if shared or not any(rows.input_dim is not None for rows in queries):
+    uses = Counter(
+        (rows.name, rows.input_dim, row)
+        for side in weight_map.sides
+        for rows in side
+        for row in rows.features.tolist()
+    )
+    if any(_shared(rows, uses).any() for rows in queries) or not _varying(queries):
         return
-    own = _own(keys, uses, queries[0].rows.shape)
+    # Of each query head the features that meet a key which is this head's alone, by rows that make nothing else.
+    own = torch.zeros(queries[0].rows.shape, dtype=torch.bool)
+    if _varying(keys) and keys[0].rows.shape == own.shape:
+        own = torch.stack([rows.rows >= 0 for rows in _varying(keys)]).sum(0) == 1
+        for rows in keys:
+            own = own & ~_shared(rows, uses)
     powers = torch.where(own, 0.5, 1.0).double()
     heads = torch.arange(len(own))[:, None].expand_as(own)
     scaled_keys = [(rows, own) for rows in keys] if own.any() else []
@@ -149,29 +159,19 @@ def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows
             )
 
 
-def _entries(rows: Rows) -> list[tuple[str, int | None, int]]:
-    """What tells rows apart, of the features that have one."""
-    return [(rows.name, rows.input_dim, row) for row in rows.rows.flatten().tolist() if row >= 0]
+def _varying(side: Sequence[Rows]) -> list[Rows]:
+    """Those that multiply something: no biases."""
+    return [rows for rows in side if rows.kind != "constant"]
 
 
-def _own(
-    keys: tuple[Rows, ...], uses: Counter[tuple[str, int | None, int]], shape: torch.Size
-) -> Bool[Tensor, "heads head_width"]:
-    """Which features of each query head meet a key that is this head's alone, by rows that make nothing else."""
-    if not keys or keys[0].rows.shape != shape:
-        return torch.zeros(shape, dtype=torch.bool)
-    own = torch.as_tensor(sum((rows.rows >= 0).long() for rows in keys if rows.input_dim is not None) == 1)
-    for rows in keys:
-        entries = [(rows.name, rows.input_dim, row) for row in rows.rows.flatten().tolist()]
-        shared = [entry[2] >= 0 and uses[entry] > 1 for entry in entries]
-        own = own & ~torch.tensor(shared).view(shape)
-    return own
+def _shared(rows: Rows, uses: Counter[tuple[str, int | None, int]]) -> Bool[Tensor, "heads head_width"]:
+    """Which features have a row that makes others, too."""
+    shared = [row >= 0 and uses[rows.name, rows.input_dim, row] > 1 for row in rows.features.tolist()]
+    return torch.tensor(shared).view_as(rows.rows)
 
 
 def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
     """Whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
-    if not rows:
-        return False
     before = copied.send()
     gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
     for row in rows:

@@ -44,12 +44,10 @@ from theodolite.models.weights.copies import (
     NotAffine,
     as_sequences,
     copy_in_dtype,
-    norms_at_tap,
-    norms_inside,
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.weights.function_norms import make_norms_modules
+from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, norms_inside
 
 Result = TypeVar("Result")
 
@@ -74,30 +72,47 @@ class Rows:
         name: of the parameter in the attention module.
         input_dim: the parameter's dimension that is summed over, others make the rows; None: each entry is a row.
         rows: of each feature the row that makes it, −1 where none does.
-        of_input: whether a feature is the module's input times its row (an entry: plus its entry), times a constant
-            factor; else the rows multiply something else, what leaves a norm, say.
-        factor: this (YaRN's attention factor, say); None: 1.
+        kind: what the rows multiply: the module's input; nothing, as a bias; or else something computed on the way,
+            what leaves a norm, say.
+        factor: of features of the input, what else multiplies them (YaRN's attention factor, say); None: 1.
     """
 
     name: str
     input_dim: int | None
     rows: Int64[Tensor, "heads head_width"]
-    of_input: bool
-    factor: Float64[Tensor, "heads head_width"] | None
+    kind: Literal["of input", "constant", "other"]
+    factor: Float64[Tensor, "heads head_width"] | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The rows, head by head, of a tensor of the parameter's shape: (features, …), a view where they adjoin."""
-        if self.input_dim is None:
-            by_row = tensor.flatten()
-        else:
-            by_row = tensor.movedim(self.input_dim, -1)
-            by_row = by_row if by_row.ndim == 2 else by_row.flatten(0, -2)
-        return _entries(by_row, self.span)
+    @property
+    def features(self) -> Int64[Tensor, " features"]:
+        """The rows, head by head."""
+        return self.rows.flatten()
 
     @functools.cached_property
     def span(self) -> slice | Tensor:
-        """The rows as a slice where they follow one another."""
-        return _compact(self.rows.flatten())
+        """The same as a slice where they follow one another."""
+        first, count = int(self.features[0]), len(self.features)
+        in_order = torch.equal(self.features, torch.arange(first, first + count))
+        return slice(first, first + count) if in_order else self.features
+
+    def of(self, tensor: Tensor) -> Float[Tensor, "features width"]:
+        """The rows, head by head, of a tensor of the parameter's shape; a view where that is possible."""
+        assert self.input_dim is not None
+        by_row = tensor.movedim(self.input_dim, -1)
+        by_row = by_row if by_row.ndim == 2 else by_row.flatten(0, -2)
+        if not isinstance(self.span, slice):
+            return by_row.index_select(0, self.span.to(by_row.device))
+        if self.span == slice(0, len(by_row)):
+            return by_row  # to narrow all of it would cost a copy of the gradient
+        return by_row[self.span]
+
+    def by_head(self, rows: Float[Tensor, "features width"]) -> Float[Tensor, "heads width head_width"]:
+        """W of every head, from its rows."""
+        weights = rows.unflatten(0, self.rows.shape).mT
+        if self.factor is None:
+            return weights
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        return weights * self.factor.unsqueeze(1).to(rows.device, dtype)
 
 
 @dataclass(frozen=True)
@@ -109,20 +124,18 @@ class WeightMap:
         norms: names of the norms between these and the tap, which are left out.
     """
 
-    sides: tuple[tuple[Rows, ...], tuple[Rows, ...], tuple[Rows, ...]]
+    sides: tuple[tuple[Rows, ...], ...]
     norms: tuple[str, ...] = ()
 
-    def matrix(self, side: int) -> Rows | None:
-        """The one matrix that the module's input is multiplied by to make a side (with biases), if that is so."""
-        if not all(rows.of_input for rows in self.sides[side]):
-            return None
-        matrices = [rows for rows in self.sides[side] if rows.input_dim is not None]
-        return matrices[0] if len(matrices) == 1 and bool((matrices[0].rows >= 0).all()) else None
-
     @property
-    def is_complete(self) -> bool:
-        """Whether queries, keys and values are the input times one matrix each."""
-        return all(self.matrix(side) is not None for side in range(3))
+    def matrices(self) -> list[Rows | None]:
+        """The one matrix that makes queries, keys or values of the input, up to biases, or None; of each."""
+        found = []
+        for side in self.sides:
+            varying = [rows for rows in side if rows.kind != "constant"]
+            alone = len(varying) == 1 and varying[0].kind == "of input" and bool((varying[0].rows >= 0).all())
+            found.append(varying[0] if alone else None)
+        return found
 
 
 @dataclass(frozen=True)
@@ -130,16 +143,16 @@ class Projection:
     """One of W_q, W_k and W_v of all heads, in its module.
 
     Attributes:
+        rows: which rows it is of a matrix.
         module, name: the submodule, and the attribute that holds the matrix. It is looked up at every reading, since a
             model may be given new parameters.
-        rows: which of its rows.
         adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
         computed: whether the matrix is no parameter, but computed from others (`torch.nn.utils.parametrizations`).
     """
 
+    rows: Rows
     module: nn.Module
     name: str
-    rows: Rows
     adapter: nn.Module | None
     computed: bool
 
@@ -150,38 +163,12 @@ class Projection:
         module: Any = attention.get_submodule(owner)
         adapter = module if is_adapter(module) else None
         module = module if adapter is None else module.base_layer
-        return cls(module, name, rows, adapter, name not in module._parameters)
+        return cls(rows, module, name, adapter, name not in module._parameters)
 
     @property
     def heads(self) -> int:
         """How many heads it makes: fewer than queries have, where keys are grouped."""
         return len(self.rows.rows)
-
-    @property
-    def input_dim(self) -> int:
-        """The dimension that is summed over."""
-        assert self.rows.input_dim is not None
-        return self.rows.input_dim
-
-    @property
-    def features(self) -> Int64[Tensor, " features"]:
-        """The rows, head by head."""
-        return self.rows.rows.flatten()
-
-    def rows_of(self, heads: list[int] | None) -> Int64[Tensor, " features"]:
-        """The rows of some heads; None: of all."""
-        return self.features if heads is None else self.rows.rows[heads].flatten()
-
-    def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
-        """A copy of the rows of all heads, or of some, as `nn.Linear` would hold them."""
-        by_row = self.weight.detach().movedim(self.input_dim, -1)
-        return by_row[torch.unravel_index(self.rows_of(heads).to(by_row.device), by_row.shape[:-1])]
-
-    def put(self, heads: list[int] | None, matrix: Float[Tensor, "features width"], into: Tensor) -> None:
-        """Write what `matrix` has into a tensor of the parameter's shape."""
-        by_row = into.movedim(self.input_dim, -1)
-        rows = torch.unravel_index(self.rows_of(heads).to(into.device), by_row.shape[:-1])
-        by_row[rows] = matrix.to(into)
 
     @property
     def is_there(self) -> bool:
@@ -196,15 +183,15 @@ class Projection:
         return getattr(self.module, self.name)
 
     @property
+    def effective(self) -> Tensor:
+        """The matrix with what an adapter adds to it, differentiable."""
+        return self.weight if self.adapter is None else adapted_weight(self.adapter, self.weight)
+
+    @property
     def is_view(self) -> bool:
         """Whether W is a view of a parameter: its entries as they are, features that follow one another."""
         plain = self.adapter is None and not self.computed and self.weight.ndim == 2
         return plain and self.rows.factor is None and isinstance(self.rows.span, slice)
-
-    @property
-    def effective(self) -> Tensor:
-        """The matrix with what an adapter adds to it, differentiable."""
-        return self.weight if self.adapter is None else adapted_weight(self.adapter, self.weight)
 
     @property
     def places(self) -> list[Place]:
@@ -216,17 +203,25 @@ class Projection:
         added = [] if self.adapter is None else adapter_places(self.adapter)
         return [(self.module, self.name), *added]
 
-    def view_of(self, matrix: Tensor) -> Float[Tensor, "heads width head_width"]:
-        """What lies in another tensor where W does: in the gradient, say."""
-        return self.by_head(self.rows.of(matrix))
+    def view_of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
+        """What lies in a tensor where W lies in the matrix: in the gradient, say."""
+        return self.rows.by_head(self.rows.of(tensor))
 
-    def by_head(self, rows: Float[Tensor, "features width"]) -> Float[Tensor, "heads width head_width"]:
-        """W of every head, from its rows."""
-        weights = rows.unflatten(0, self.rows.rows.shape).mT
-        if self.rows.factor is None:
-            return weights
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        return weights * self.rows.factor.unsqueeze(1).to(rows.device, dtype)
+    def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
+        """A copy of the rows of all heads, or of some, as `nn.Linear` would hold them."""
+        by_row, rows = self._by_row(self.weight.detach(), heads)
+        return by_row[rows]
+
+    def put(self, heads: list[int] | None, matrix: Float[Tensor, "features width"], into: Tensor) -> None:
+        """Write other rows of some heads into a tensor of the matrix's shape."""
+        by_row, rows = self._by_row(into, heads)
+        by_row[rows] = matrix.to(into)
+
+    def _by_row(self, tensor: Tensor, heads: list[int] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert self.rows.input_dim is not None
+        by_row = tensor.movedim(self.rows.input_dim, -1)
+        rows = self.rows.features if heads is None else self.rows.rows[heads].flatten()
+        return by_row, torch.unravel_index(rows.to(tensor.device), by_row.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -251,27 +246,17 @@ class Projections:
             return query.view_of(query.effective), key.view_of(key.effective)
         # One reading, so that the backward pass fills one gradient of the fused matrix and not two.
         both = self._joint_rows.of(query.effective)
-        w_q, w_k = both.split([query.features.numel(), key.features.numel()])
-        return query.by_head(w_q), key.by_head(w_k)
+        w_q, w_k = both.split([len(query.rows.features), len(key.rows.features)])
+        return query.rows.by_head(w_q), key.rows.by_head(w_k)
 
     @functools.cached_property
     def _joint_rows(self) -> Rows:
-        return replace(self.query.rows, rows=torch.cat([self.query.features, self.key.features]))
+        return replace(self.query.rows, rows=torch.cat([self.query.rows.features, self.key.rows.features]))
 
     @property
     def places(self) -> list[Place]:
         """Of the parameters that W_q and W_k are made of."""
         return list(dict.fromkeys([*self.query.places, *self.key.places]))
-
-
-Purpose = Literal["penalty", "replacement"]
-"""What W_q and W_k are looked for: LocAteR needs them to give the logits, to replace them they need not."""
-
-_PARTICIPLES = {"penalty": "penalised", "replacement": "replaced"}
-_THEREFORE = {
-    "penalty": "LocAteR is not defined for it; leave it out by layers=[…]",
-    "replacement": "no part of them can be taken out",
-}
 
 
 class WeightMaps:
@@ -299,18 +284,18 @@ class WeightMaps:
             NotAffine: the module takes no hidden states but the model's own.
         """
         kind = _kind(attention)
-        for weight_map in self._known.get(kind, []):
-            if (result := use(weight_map)) is not None:
-                return result
-        if kind in self._useless:
-            return None
-        self._useless.add(kind)
-        self._known[kind] = _search(attention, call, self._computed)
-        for weight_map in self._known[kind]:
-            if (result := use(weight_map)) is not None:
-                self._useless.remove(kind)
-                return result
-        return None
+        result = _first(use, self._known.get(kind, []))
+        if result is None and kind not in self._useless:
+            self._useless.add(kind)
+            self._known[kind] = _search(attention, call, self._computed)
+            result = _first(use, self._known[kind])
+        if result is not None:
+            self._useless.discard(kind)
+        return result
+
+
+def _first(use: Callable[[WeightMap], Result | None], maps: list[WeightMap]) -> Result | None:
+    return next((result for weight_map in maps if (result := use(weight_map)) is not None), None)
 
 
 def find_projections(
@@ -318,27 +303,31 @@ def find_projections(
     structure: Structure,
     calls: Calls,
     layers: list[int],
-    purpose: Purpose = "penalty",
+    *,
+    replacing: bool = False,
     maps: WeightMaps | None = None,
 ) -> list[Projections]:
-    """Find W_q, W_k and W_v of some layers; `calls` is what `capture_calls` gave. Call it without gradients.
+    """Find W_q, W_k and W_v of some layers. Call it without gradients.
 
-    For a replacement, they are found as well where queries and keys are normalised after the projection (Qwen 3,
-    Gemma 3), where no matrix gives the logits. `maps` are those that are known.
+    Args:
+        calls: what `capture_calls` gave.
+        replacing: look for matrices to be replaced: also before a norm of queries and keys (Qwen 3, Gemma 3), where no
+            matrix gives the logits, but not for any that is computed from others.
+        maps: those that are known.
 
     Raises:
         UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
             normalised after the projection, carry an adapter, or are quantised.
     """
-    if purpose == "replacement":
-        refuse_replaced_weights(model, _PARTICIPLES[purpose])
-    refuse_quantised_weights(model, _PARTICIPLES[purpose])
+    if replacing:
+        refuse_replaced_weights(model, "replaced")
+    refuse_quantised_weights(model, "penalised")
     maps = maps or WeightMaps()
     with tapped(model, stop_at_tap, own_heads=True):
-        return [_find(maps, structure, layer, calls[layer], purpose) for layer in layers]
+        return [_find(maps, structure, layer, calls[layer], replacing) for layer in layers]
 
 
-def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, purpose: Purpose) -> Projections:
+def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replacing: bool) -> Projections:
     attention = structure.attention_at(layer)
     if any(p.is_meta for p in attention.parameters()):
         raise UsageError(
@@ -346,21 +335,21 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, purpos
         )
 
     def use(weight_map: WeightMap) -> Projections | None:
-        if weight_map.norms and purpose == "penalty":
+        matrices = weight_map.matrices
+        query, key, value = (rows and Projection.of(rows, attention) for rows in matrices)
+        if query is None or key is None or (weight_map.norms and not replacing):
             return None
-        matrices = [weight_map.matrix(side) for side in range(3)]
-        query, key, value = (None if rows is None else Projection.of(rows, attention) for rows in matrices)
-        if query is None or key is None or (purpose == "replacement" and (query.computed or key.computed)):
+        if replacing and (query.computed or key.computed):
             return None
         for projection in (query, key):
             if projection.adapter is not None:
                 owner = projection.rows.name.rpartition(".")[0]
                 check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
-        sides, _ = mapped_sides(weight_map, attention, call, weight_map.norms)
-        agree = [side is not None and side.agrees for side in sides]
-        if not all(agree[:2]):
+        dtype = torch.promote_types(dtype_of(attention), torch.float32)
+        mapped, _ = read_mapped(weight_map, attention, call, weight_map.norms, dtype)
+        if mapped[0] is None or mapped[1] is None:
             return None
-        return Projections(layer, query, key, value if agree[2] else None)
+        return Projections(layer, query, key, None if mapped[2] is None else value)
 
     try:
         projections = maps.first(attention, call, use)
@@ -369,39 +358,30 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, purpos
     if projections is None:
         norms = ", ".join(name for name, _ in norms_inside(attention))
         why = f" (it has norms inside: {norms})" if norms else ""
+        penalised = "LocAteR is not defined for it; leave it out by layers=[…]"
         raise UsageError(
             f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
-            f"matrix each{why}, so {_THEREFORE[purpose]}"
+            f"matrix each{why}, so {'no part of them can be taken out' if replacing else penalised}"
         )
     return projections
 
 
-@dataclass(frozen=True)
-class MappedSide:
-    """Queries, keys or values of a module by its map, in float64, beside what arrived at the tap.
-
-    Attributes:
-        agrees: whether W is what the module multiplies two random rows by.
-        agrees_in_all: and b what it gives for zeros.
-    """
-
-    weights: Float64[Tensor, "heads width head_width"]
-    bias: Float64[Tensor, "heads head_width"]
-    agrees: bool
-    agrees_in_all: bool
+WeightAndBias = tuple[Float64[Tensor, "heads width head_width"], Float64[Tensor, "heads head_width"] | None]
+"""W and b of queries, keys or values. There is no b where what is added to x W depends on more than the module."""
 
 
-def mapped_sides(
-    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[str]
-) -> tuple[list[MappedSide | None], float]:
-    """Queries, keys and values by a map, None where no one matrix makes them; and what scales the logits.
+def read_mapped(
+    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[str], dtype: torch.dtype
+) -> tuple[list[WeightAndBias | None], float]:
+    """Read queries, keys and values by a map, from a copy in a dtype without some norms; and what scales the logits.
 
-    They are read from a copy of the module in float32 or better, and without some norms, which is asked for three rows.
+    Each is verified: what arrives at the copy's tap for two random rows must be these times W, plus what arrives for
+    zeros, which is b. It is None where it is not so, or no one matrix makes them.
 
     Raises:
         NotAffine: the module takes no hidden states but the model's own.
     """
-    module = copy_in_dtype(attention, torch.promote_types(dtype_of(attention), torch.float32)).eval()
+    module = copy_in_dtype(attention, dtype).eval()
     if norms:
         make_norms_modules(module, [norm for _, norm in norms_inside(module)])
     for name in norms:
@@ -409,29 +389,21 @@ def mapped_sides(
     rows = torch.randn(3, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows[0] = 0
     inputs = run_until_tap(module, call, as_sequences(rows, module))
-    answers = (inputs.query, inputs.key, inputs.value)
-    sides = [_mapped(weight_map, side, module, rows, answer) for side, answer in enumerate(answers)]
-    return sides, inputs.scaling
-
-
-def _mapped(
-    weight_map: WeightMap, side: int, module: nn.Module, rows: Tensor, answer: Tensor
-) -> MappedSide | None:
-    matrix = weight_map.matrix(side)
-    if matrix is None or answer.shape[:2] != (len(rows), len(matrix.rows)):
-        return None
-    projection = Projection.of(matrix, module)
-    rows_in_float64 = matrix.of(projection.effective.detach()).to(torch.float64, copy=True)
-    weights = projection.by_head(rows_in_float64).contiguous()
-    bias = weights.new_zeros(matrix.rows.shape)
-    for of_bias in weight_map.sides[side]:
-        if of_bias.input_dim is None:
-            entries = Projection.of(of_bias, module).weight.detach().to(weights)
-            made = torch.where(of_bias.rows >= 0, entries[of_bias.rows.clamp_min(0)], 0)
-            bias += made if of_bias.factor is None else made * of_bias.factor.to(made)
-    at_zero, answer = answer[0, :, 0].double(), answer[1:, :, 0].double()
-    agrees = _near(answer - at_zero, torch.einsum("rd,hdw->rhw", rows[1:].to(weights), weights))
-    return MappedSide(weights, bias, agrees, agrees and _near(at_zero, bias))
+    others = run_until_tap(module, call.with_others_changed(), as_sequences(rows[:1], module))
+    read: list[WeightAndBias | None] = []
+    for matrix, side in zip(weight_map.matrices, ("query", "key", "value"), strict=True):
+        answer = getattr(inputs, side)
+        if matrix is None or answer.shape[:2] != (len(rows), len(matrix.rows)):
+            read.append(None)
+            continue
+        of_rows = matrix.of(Projection.of(matrix, module).effective.detach()).double()
+        weights = matrix.by_head(of_rows).clone(memory_format=torch.contiguous_format)
+        bias, *products = answer[:, :, 0].double()
+        expected = torch.einsum("rd,hdw->rhw", rows[1:].to(weights), weights)
+        is_right = _near(torch.stack(products) - bias, expected)
+        is_own = torch.equal(getattr(others, side)[0, :, 0].double(), bias)
+        read.append((weights, bias if is_own else None) if is_right else None)
+    return read, inputs.scaling
 
 
 def _near(tensor: Tensor, expected: Tensor) -> bool:
@@ -452,7 +424,7 @@ def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]
         _make_computed_parameters(marked.module)
     marked.fill()
     weight_map = marked.weight_map()
-    if weight_map.is_complete:
+    if None not in weight_map.matrices:
         return [weight_map]
     make_norms_modules(marked.module, [norm for _, norm in norms_inside(marked.module)])
     try:
@@ -506,13 +478,21 @@ class MarkedCopy:
             if parameter.ndim in (1, 2, 3):
                 for side, rows in self._rows(name, parameter, answers):
                     sides[side].append(rows)
-        queries, keys, values = (tuple(side) for side in sides)
-        return WeightMap((queries, keys, values))
+        return WeightMap(tuple(map(tuple, sides)))
 
     def _answers(self) -> list[Float64[Tensor, "contexts heads head_width"]]:
         """Queries, keys and values at position 0."""
         inputs = self.send()
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
+
+    def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
+        """The same while a parameter is multiplied by something."""
+        before = parameter.data
+        parameter.data = before * marks.to(before)
+        try:
+            return self._answers()
+        finally:
+            parameter.data = before
 
     def _rows(self, name: str, parameter: nn.Parameter, answers: list[Tensor]) -> Iterator[tuple[int, Rows]]:
         """Of the sides (queries 0, keys 1, values 2) whose features one parameter's rows make, those rows."""
@@ -523,46 +503,30 @@ class MarkedCopy:
         for input_dim in range(parameter.ndim) if parameter.ndim > 1 else (None,):
             shape = [size if dim != input_dim else 1 for dim, size in enumerate(parameter.shape)]
             numbers = torch.arange(math.prod(shape)).view(shape)
-            sides: list[Tensor | None] = [torch.zeros_like(part[0], dtype=torch.int64) for part in made]
-            place = 1
-            while place <= numbers.max() or place == 1:
-                marked = self._times(parameter, FIRST + numbers // place % DIGITS)
-                for side, rows in enumerate(sides):
-                    digit = _digit(marked[side] - zeros[side], made[side])
-                    sides[side] = None if rows is None or digit is None else rows + place * digit
-                place *= DIGITS
-            for side, rows in enumerate(sides):
-                if rows is not None and int(rows.max()) < numbers.numel():
+            powers = [1] if numbers.numel() <= DIGITS else [1, DIGITS]
+            marked = [self._times(parameter, FIRST + numbers // power % DIGITS) for power in powers]
+            for side in range(3):
+                digits = [_digit(answer[side] - zeros[side], made[side]) for answer in marked]
+                rows = sum(
+                    power * digit for power, digit in zip(powers, digits, strict=True) if digit is not None
+                )
+                if None not in digits and isinstance(rows, Tensor) and int(rows.max()) < numbers.numel():
                     rows = torch.where((made[side] != 0)[0], rows, -1)
-                    yield (
-                        side,
-                        self._with_factor(Rows(name, input_dim, rows, True, None), parameter, made[side]),
-                    )
+                    yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
 
-    def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """Queries, keys and values while the parameter is multiplied by something."""
-        before = parameter.data
-        parameter.data = before * marks.to(before)
-        try:
-            return self._answers()
-        finally:
-            parameter.data = before
-
-    def _with_factor(self, rows: Rows, parameter: nn.Parameter, made: Tensor) -> Rows:
-        """See whether the rows multiply the module's input, and what else multiplies them."""
-        weight, hidden = parameter.data.cpu(), self._hidden[:, 0].cpu()
-        if rows.input_dim is None:
-            products = weight.expand(len(hidden), -1)
-        elif weight.shape[rows.input_dim] == hidden.shape[1]:
-            products = hidden @ weight.movedim(rows.input_dim, -1).flatten(0, -2).T
-        else:
-            return replace(rows, of_input=False)
-        products = torch.where(rows.rows >= 0, products[:, rows.rows.clamp_min(0)], 1.0)
-        made = torch.where(rows.rows >= 0, made, 1.0)
+    def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
+        """Rows that make a part of the features, with what they multiply."""
+        hidden = self._hidden[:, 0].cpu()
+        if _near(made, made[:1].expand_as(made)):
+            return Rows(name, input_dim, rows, "constant")
+        if input_dim is None or weight.shape[input_dim] != hidden.shape[1]:
+            return Rows(name, input_dim, rows, "other")
+        products = (hidden @ weight.movedim(input_dim, -1).flatten(0, -2).T)[:, rows.clamp_min(0)]
         factor = torch.linalg.vecdot(products, made, dim=0) / products.square().sum(0)
         if not _near(factor * products, made):
-            return replace(rows, of_input=False)
-        return rows if _near(factor, torch.ones_like(factor)) else replace(rows, factor=factor)
+            return Rows(name, input_dim, rows, "other")
+        is_one = _near(factor, torch.ones_like(factor))
+        return Rows(name, input_dim, rows, "of input", None if is_one else factor)
 
 
 def _digit(
@@ -578,18 +542,3 @@ def _digit(
         return None
     found = digits[0].long() - FIRST
     return found if bool(((found >= 0) & (found < DIGITS)).all()) else None
-
-
-def _compact(rows: Int64[Tensor, " features"]) -> slice | Tensor:
-    first, count = int(rows[0]), len(rows)
-    in_order = torch.equal(rows, torch.arange(first, first + count, device=rows.device))
-    return slice(first, first + count) if in_order else rows
-
-
-def _entries(by_row: Tensor, span: slice | Tensor) -> Tensor:
-    """The rows that `span` names."""
-    if not isinstance(span, slice):
-        return by_row.index_select(0, span.to(by_row.device))
-    if span == slice(0, len(by_row)):
-        return by_row  # to narrow all of it would cost a copy of the gradient
-    return by_row.narrow(0, span.start, span.stop - span.start)

@@ -1,4 +1,7 @@
-"""Figures of two models compared, and of one head of several models on one prompt. They take plain tables."""
+"""Figures of two models compared, of one head of several models on one prompt, and of measures over training.
+
+They take plain tables.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
-    """One dot per unit, before on x and after on y; on the dotted line nothing changed."""
+    """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
     values = np.maximum(values, FEWEST) if shown.shares else values
     largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
@@ -85,24 +88,19 @@ def _hover_text(row: pd.Series, shown: Dots) -> str:
 
 
 def entropies(table: pd.DataFrame) -> go.Figure:
-    """Entropy of every head as a share of the maximum, before and after, and the change in nats."""
+    """Map the entropy of every head as a share of the maximum, before and after, and the change in nats."""
     layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
     largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
+    changes: dict[str, Any] = {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED}
     shown: list[Panel] = []
-    for name, column, unit, ends, look in (
-        ("before", "share_before", "of the highest", (0, 1), {"bar": style.colour_bar("", x=0.605)}),
-        ("after", "share_after", "of the highest", (0, 1), {}),
-        (
-            "change in nats",
-            "difference",
-            "nats",
-            (-largest, largest),
-            {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED},
-        ),
+    for name, column, unit, low, high, look in (
+        ("before", "share_before", "of the highest", 0.0, 1.0, {"bar": style.colour_bar("", x=0.605)}),
+        ("after", "share_after", "of the highest", 0.0, 1.0, {}),
+        ("change in nats", "difference", "nats", -largest, largest, changes),
     ):
         grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
         grid[layer, head] = table[column]
-        cells = heat(grid, *ends, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
+        cells = heat(grid, low, high, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
         columns, rows = (_few_ticks(count) for count in grid.shape[::-1])
         titles = ("head", "" if shown else "block")
         shown.append(Panel(name, [cells], *titles, columns, rows | {"autorange": "reversed"}))
@@ -118,7 +116,7 @@ def _few_ticks(count: int) -> dict[str, Any]:
 
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Share of tokens beyond 6 by outlier dimension (rows) and residual layer; blank where it is no outlier."""
+    """Map the share of tokens beyond 6 by outlier dimension and residual layer; blank where it is no outlier."""
     row, layer = (
         [dimensions.index(dimension) for dimension in table["dimension"]],
         table["layer"].to_numpy(dtype=int),
@@ -147,7 +145,7 @@ POSITION_COLOURS = {
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
-    """Rank, relative norm and retained directions of the positional basis by layer, before and after."""
+    """Draw rank, relative norm and retained directions of the positional basis by layer, before and after."""
     across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
     down = {"rangemode": "tozero", "zeroline": False}
     shown: list[Panel] = []
@@ -171,7 +169,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Heat maps of `drawing.prompt`, by the model's name, side by side; of the tokens only sinks are written.
+    """Put heat maps of `drawing.prompt` side by side, one a model; of the tokens only sinks are written.
 
     All have the same colours; `square`: cells as wide as high.
     """
@@ -202,3 +200,30 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
     written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
     names = {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
     return axis | names
+
+
+def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
+    """Draw one panel per measure over the training step.
+
+    Args:
+        table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
+        measures: column → its title, and after a comma what it is of, in order.
+    """
+    shown = []
+    for name, title in measures.items():
+        errors = table.get(f"{name}_se")
+        traces = line(
+            table["step"],
+            table[name],
+            title,
+            style.MEASURED,
+            errors=None if errors is None else errors.to_numpy(dtype=np.float64),
+            marker=6,
+            text=table["name"].tolist(),
+            hover="%{text}, step %{x}: %{y:.4g}<extra></extra>",
+            showlegend=False,
+        )
+        short, _, of = title.partition(", ")
+        shown.append(Panel(short, traces, "step", of))
+    down = 0.13 if len(shown) <= 6 else 0.09  # two rows, or more
+    return panels(shown, 3, height=210, gaps=(0.09, down))

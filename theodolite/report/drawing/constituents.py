@@ -68,7 +68,7 @@ COLUMNS = (
 """Where the matrices that are there stand, column by column: query position above context, key position left of it."""
 
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
-LABELS = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
+LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
 
 @Sketched
@@ -184,7 +184,7 @@ def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
 
 
 def standing_out(run: Run, pattern: str) -> list[pd.DataFrame]:
-    """Those of `attributed` that pay the pattern `STANDS_OUT` times what uniform attention does: the rest is noise."""
+    """Keep the heads that pay the pattern `STANDS_OUT` times what uniform attention does: the rest is noise."""
     return [
         of_head
         for of_head in attributed(run, pattern)
@@ -193,7 +193,7 @@ def standing_out(run: Run, pattern: str) -> list[pd.DataFrame]:
 
 
 def attribution(run: Run, pattern: str) -> go.Figure:
-    """Attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
+    """Draw attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
 
     One panel per head that stands out, the strongest first; where none does, the strongest. Lines: the score as it is
     (solid) and of uniform attention (dotted).
@@ -255,7 +255,7 @@ def qk_panels(
     first: int = 1,
     raw: bool = False,
 ) -> go.Figure:
-    """`head_matrices` as maps: Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
+    """Map one head's logits by constituent (`head_matrices`): Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
 
     Titles give the shares of variance. Centred logits have one colour scale, so that they can be compared; raw
     ones each their own, from the lowest to the highest value, which the title names. Zooming in one zooms all.
@@ -300,7 +300,9 @@ def qk_panels(
 
 def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
     is_attention = matrix.name == ATTENTION
-    shared = {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
+    shared: dict[str, Any] = (
+        {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
+    )
     quantity = matrix.name if is_attention else f"{matrix.name} logit"
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
     return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)

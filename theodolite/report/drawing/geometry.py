@@ -173,7 +173,10 @@ def singular_values(run: Run) -> go.Figure:
         rank = 0 if ranks is None or np.isnan(ranks[layer]) else int(ranks[layer])
         hover = f"layer {layer}, number %{{x}}<br>singular value %{{customdata:.4g}}"
         hover += (f"<br>rank {rank}" if rank else "") + "<extra></extra>"
-        look = {"marker": {"size": np.where(index == rank, 10, 3), "color": colour}, "showlegend": False}
+        look: dict[str, Any] = {
+            "marker": {"size": np.where(index == rank, 10, 3), "color": colour},
+            "showlegend": False,
+        }
         relative = np.where(of_layer > ROUNDING * largest, of_layer / largest, np.nan)
         told = of_layer.astype(np.float32)
         traces += line(

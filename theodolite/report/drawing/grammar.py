@@ -36,7 +36,7 @@ TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
 @dataclass(frozen=True)
 class Sketch:
-    """A figure before Plotly sees it: `traces` as dictionaries with their type, the rest as of `style.figure`."""
+    """A figure before Plotly checks it: `traces` as dictionaries with their type, the rest as of `style.figure`."""
 
     traces: list[dict[str, Any]]
     x: str = ""
@@ -46,12 +46,12 @@ class Sketch:
 
     @property
     def figure(self) -> go.Figure:
-        """The same as Plotly's figure."""
+        """The sketch as Plotly's figure."""
         return style.figure(self.traces, self.x, self.y, height=self.height, layout=self.layout)
 
 
 class Sketched(Generic[_P]):
-    """A function that gives a `Sketch`; what is called is the figure of it, `sketch` is the function itself."""
+    """A drawing function in two forms: calling it returns Plotly's figure, its `sketch` returns the `Sketch`."""
 
     def __init__(self, sketch: Callable[_P, Sketch]) -> None:
         self.sketch = sketch
@@ -76,7 +76,7 @@ def line(
     hover: str = "",
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """A line with whiskers or on a band, as Plotly's traces.
+    """Return the traces of a line, with whiskers or on a band.
 
     Args:
         x, y: (n,). name: in the legend, where lines of one name are switched together.
@@ -119,7 +119,7 @@ def line(
 def dots(
     x: Any, y: Any, texts: Sequence[str] | None, name: str | None, colour: Any, hover: str, **more: Any
 ) -> dict[str, Any]:
-    """Points of one kind, as Plotly's trace; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
+    """Return the trace of points of one kind; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
     return {
         "type": "scatter",
@@ -134,13 +134,13 @@ def dots(
 
 
 def bars(x: Any, y: Any, name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
-    """Bars of one kind, as Plotly's trace."""
+    """Return the trace of bars of one kind."""
     own = {"type": "bar", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
     return own | {"marker": {"color": colour, "line": {"width": 0}}} | more
 
 
 def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> list[dict[str, Any]]:
-    """A thin grey line to hold others against, such as a threshold; `y` may be one number. Hovering passes it by."""
+    """Return the traces of a thin grey line without hover text, such as a threshold; `y` may be one number."""
     heights = np.broadcast_to(y, np.shape(x))
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
 
@@ -148,7 +148,7 @@ def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> l
 def level(
     ends: Sequence[float], y: float, model: str, what: str, colour: str, **more: Any
 ) -> list[dict[str, Any]]:
-    """A published number that holds for all of x, from one of `ends` to the other, as a dotted line."""
+    """Return the traces of a published number that holds for all layers: a dotted line between `ends`."""
     hover = f"{model}: %{{y:.3f}} ({what})<extra></extra>"
     return line(ends, [y, y], model, colour, dash="dot", width=1.2, hover=hover, legendrank=2000, **more)
 
@@ -164,7 +164,7 @@ def heat(
     cells: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """A map of amounts (rows, columns), NaN left blank, as Plotly's trace.
+    """Return the trace of a heat map (rows, columns), NaN left blank.
 
     Args:
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
@@ -186,13 +186,13 @@ def heat(
 
 
 def saturation(values: Sequence[Floats]) -> float:
-    """The `SATURATED` percentile of the magnitudes in all maps; 1 where there are none."""
+    """Return the `SATURATED` percentile of the magnitudes in all maps; 1 where there are none."""
     magnitudes = np.abs(np.concatenate([of_map[np.isfinite(of_map)] for of_map in values]))
     return float(np.percentile(magnitudes, SATURATED)) if magnitudes.size and magnitudes.any() else 1.0
 
 
 def sentence(text: str) -> go.Figure:
-    """What there is to see, in words, where there is nothing to draw."""
+    """Make a figure of one sentence, where there is nothing to draw."""
     hidden = {"visible": False}
     note = {"text": for_plotly(text), "showarrow": False, "font": {"size": 13}}
     place = {"xref": "paper", "yref": "paper", "x": 0, "y": 0.5, "xanchor": "left"}
@@ -206,7 +206,7 @@ def rows_down(count: int) -> dict[str, Any]:
 
 
 def map_height(rows: int, most: int | None = MAP_HEIGHTS[1]) -> int:
-    """Pixels for a map of so many rows: `most` at most, which fits a screen."""
+    """Return the height in pixels of a map with so many rows: `most` at most, which fits a screen."""
     height = max(MAP_HEIGHTS[0], 130 + ROW * rows)
     return height if most is None else min(most, height)
 
@@ -292,7 +292,7 @@ def panels(
     widths: Sequence[float] | None = None,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
-    """Figures side by side, `across` of them in a row of `height` pixels, each under its title.
+    """Draw panels side by side, `across` of them in a row of `height` pixels, each under its title.
 
     Args:
         shown: row by row; None leaves a place empty.

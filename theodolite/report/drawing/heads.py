@@ -59,7 +59,7 @@ NOTE_COLUMNS = (
 
 
 def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Place of each regime among `REGIME_COLOURS`, −1 for none of them."""
+    """Number the regimes by their place in `REGIME_COLOURS`; −1 for none of them."""
     return pd.Index(list(REGIME_COLOURS)).get_indexer_for(names)
 
 
@@ -130,7 +130,7 @@ def _robust(grid: Floats) -> float:
 
 @Sketched
 def head_map(run: Run, measure: str) -> Sketch:
-    """One head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
+    """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
     value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
@@ -145,7 +145,7 @@ def head_map(run: Run, measure: str) -> Sketch:
 
 
 def regime_plane(run: Run, suffix: str = "") -> go.Figure:
-    """Every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
+    """Draw every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
 
     `suffix` "" for W_QK or "_data" for W_QK Σ̂. Bao et al. 2024, Fig. 2 and Lemma 2.
     """
@@ -175,7 +175,7 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
 
 @Sketched
 def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
-    """The d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`), complex plane.
+    """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
 
     The other d − d_h eigenvalues are 0 and not drawn.
     """
@@ -194,7 +194,7 @@ def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 @Sketched
 def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
-    """ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
+    """Draw ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """

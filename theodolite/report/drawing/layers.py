@@ -6,7 +6,7 @@ every curve except those that name it. Whiskers are one standard error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,9 @@ Look = tuple[str, ...]  # a curve's name in the legend, and where they are not t
 
 
 def _chart(
-    run: Run, y: str, curves: dict[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
+    run: Run, y: str, curves: Mapping[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
 ) -> go.Figure:
-    """Columns of the layer table against the layer, those that the run has, over the traces `below`.
+    """Draw columns of the layer table against the layer, those that the run has, over the traces `below`.
 
     Raises:
         UsageError: the run has none of them.
@@ -75,7 +75,7 @@ def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = s
 
 
 def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
-    """The standard errors of a layer measure, None where it has none; its values with them; what hovering tells."""
+    """Return a measure's standard errors, its values with them in words (None: it has none), and the hover text."""
     errors = error_of(run, name)
     if np.nansum(errors) == 0:
         return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
@@ -196,8 +196,12 @@ def clusters(run: Run) -> go.Figure:
 
 def norm(run: Run) -> go.Figure:
     """Mean ‖h‖₂ of tokens at every layer, and apart of the first and of a special token at the end (log axis)."""
-    apart = {"norm_first": ("first token", "dash"), "norm_last": ("end token", "dot")}
-    return _chart(run, "mean ‖h‖₂", {"norm": ("positions ≥ 1",)} | apart, LOG | {"tickformat": "~s"})
+    curves = {
+        "norm": ("positions ≥ 1",),
+        "norm_first": ("first token", "dash"),
+        "norm_last": ("end token", "dot"),
+    }
+    return _chart(run, "mean ‖h‖₂", curves, LOG | {"tickformat": "~s"})
 
 
 def cosine_previous(run: Run) -> go.Figure:
@@ -239,13 +243,13 @@ def outlier_dimensions(run: Run) -> go.Figure:
 
 
 def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
-    """The columns with the largest maxima, at most so many, in their order."""
+    """Pick the columns with the largest maxima, `most` at most, and return them in order."""
     highest = np.nan_to_num(values).max(axis=0)
     return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
 
 
 def outlier_shares(run: Run) -> go.Figure:
-    """Share of tokens with |x| ≥ 6 in the dimensions where it is highest, over layers; a sentence where it is 0 in all.
+    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest; a sentence where it is 0 in all.
 
     Colours run to the highest share: outliers in one token of a hundred are seen, too.
     """

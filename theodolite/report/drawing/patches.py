@@ -50,7 +50,7 @@ def _need_grid(run: Run) -> PatchGrid:
 
 
 def patch_components(run: Run, layer: int = 0) -> go.Figure:
-    """The positional basis' first principal components over the rows and columns of the patches."""
+    """Draw the positional basis' first principal components over the rows and columns of the patches."""
     grid, basis = _need_grid(run), need(run, "positional_pca")[layer]
     shown = []
     for component in range(COMPONENTS):
@@ -64,21 +64,21 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
 
 @Sketched
 def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
-    """How much of the directions of the positional basis each frequency of rows and columns holds, over the most."""
+    """Draw how much of the positional basis each frequency of rows and columns holds, over the largest."""
     rows, columns = _need_grid(run).shape
     lowest = need(run, "dct")[layer][:rows, :columns]
     return spectrum_sketch(lowest, "frequency of columns", "frequency of rows")
 
 
 def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
-    """The attention that each token of a few images receives, from the head of a block that pays it most."""
+    """Draw on a few images the attention that each token receives, from the head of a block that pays it most."""
     received = need(run, "example_received")[layer]
     most = max(SINK_THRESHOLD, float(received.max()))
     return _on_pictures(run, received, (0.0, most), "receives %{z:.3f}", "attention received")
 
 
 def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
-    """The norm of each token of a few images at one layer, over the median of the layer's patches."""
+    """Draw on a few images each token's norm at one layer, over the median of the layer's patches."""
     grid, norms = _need_grid(run), need(run, "example_norm")[layer]
     ratios = norms / (float(np.median(norms[:, grid.leading :])) or 1.0)
     most = max(LEAST_RATIO, float(ratios.max()))
@@ -86,7 +86,7 @@ def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
 
 
 def _on_pictures(run: Run, values: Floats, ends: tuple[float, float], hover: str, title: str) -> go.Figure:
-    """Values (images, tokens) on the run's pictures, side by side; `ends`: where there is no colour, and full."""
+    """Draw values (images, tokens) on the run's pictures, side by side; `ends`: where there is no colour, and full."""
     grid, pictures = _need_grid(run), need(run, "example_picture")
     names = np.array([for_plotly(grid.token_text(position)) for position in range(grid.length)])
     hover = f"%{{customdata}}<br>{hover}<extra></extra>"

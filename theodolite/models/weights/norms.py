@@ -1,4 +1,4 @@
-"""Norms with their scale frozen, and attention modules made affine by freezing the norms inside them.
+"""Norms around and inside attention: found, taken out, made modules where they are functions, and frozen.
 
 A norm of a transformer is x ↦ s(x) · γ ⊙ (x − centre(x)) + β: affine in x but for the scale s(x), one number a
 vector. Held at what it was for the vector that the model saw, it is affine, and what the parts of that vector
@@ -7,23 +7,155 @@ become adds up. Gain, centring and β are found by calling the norm, so that no 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.structure import removed_on_leaving
-from theodolite.models.weights.copies import copy_in_dtype, norms_inside, run_until_tap
-from theodolite.models.weights.function_norms import FunctionNorm, make_norms_modules
+from theodolite.models.weights.copies import as_sequences, copy_in_dtype, run_until_tap
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
+
+FUNCTIONS = frozenset({functional.layer_norm, functional.rms_norm, functional.normalize})
+"""Norms that a module may call as functions of PyTorch."""
+
+
+def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if name and "parametrizations" not in name.split(".")
+        if "norm" in name.lower().split(".")[-1] or type(child).__name__.endswith("Norm")
+    ]
+
+
+def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
+    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
+
+    Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
+    (DeepSeek's) is not among them: without it, other weights would be read.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[name] = output
+
+        return hook
+
+    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
+    row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with removed_on_leaving(hooks):
+        inputs = run_until_tap(module, call, as_sequences(row, module))
+    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
+    return [
+        name
+        for name, output in outputs.items()
+        if any(_is_repeated(output, values) for values in tapped_values)
+    ]
+
+
+def _is_repeated(output: Tensor, values: Tensor) -> bool:
+    times, left = divmod(len(values), output.numel())
+    return not left and torch.allclose(
+        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
+    )
+
+
+def _sorted_values(tensor: Tensor) -> Tensor:
+    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
+    values = tensor.double().flatten().sort().values
+    return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
+
+
+class FunctionNorm(nn.Module):
+    """A call of such a function: the same of another tensor, in the dtype of that."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self._function = function
+        self.told(args, kwargs)
+
+    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Be the norm of another call."""
+        self._args, self._kwargs = args, kwargs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm."""
+
+        def given(value: Any) -> Any:
+            return value.to(x.device, x.dtype) if isinstance(value, Tensor) else value
+
+        args, kwargs = map(given, self._args), {name: given(value) for name, value in self._kwargs.items()}
+        return self._function(x, *args, **kwargs)
+
+
+class NormCalls(TorchFunctionMode):
+    """While open, `answer` gives what these functions give: of the function, a tensor, and its other arguments."""
+
+    def __init__(self, answer: Callable[[Callable[..., Tensor], Tensor, Any, Any], Tensor]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Hand a norm's call on."""
+        if func not in FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        x, *rest = args if args else (kwargs.pop("input"),)
+        return self._answer(func, x, tuple(rest), kwargs)
+
+
+def make_norms_modules(module: nn.Module, norms: Iterable[nn.Module]) -> None:
+    """From its next pass on, each such call in a copy of a module is one of a module in it, by its turn."""
+    turns = _Turns(module)
+    for norm in norms:
+        norm.register_forward_pre_hook(turns.enter)
+        norm.register_forward_hook(turns.leave, always_call=True)
+    module.forward = functools.partial(turns.run, module.forward)
+
+
+class _Turns:
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._turn, self._inside = module, 0, 0
+
+    def enter(self, *_: Any) -> None:
+        self._inside += 1
+
+    def leave(self, *_: Any) -> None:
+        self._inside -= 1
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._turn = self._inside = 0
+        with NormCalls(self._answer):
+            return forward(*args, **kwargs)
+
+    def _answer(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        if self._inside:
+            return function(x, *args, **kwargs)
+        name = f"function_norm_{self._turn}"
+        self._turn += 1
+        if name not in self._module._modules:
+            self._module.add_module(name, FunctionNorm(function, args, kwargs))
+        norm = self._module.get_submodule(name)
+        if isinstance(norm, FunctionNorm):
+            norm.told(args, kwargs)
+        return norm(x)
 
 
 class FrozenNorm(nn.Module):

@@ -21,7 +21,7 @@ from tests.models.modules import (
     token_ids,
 )
 from theodolite import Corpus, constituents, open_module, survey
-from theodolite.models.weights.frozen_norms import FrozenNorm
+from theodolite.models.weights.norms import FrozenNorm
 
 HEAD_WIDTH = WIDTH // HEADS
 
