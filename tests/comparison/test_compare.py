@@ -411,10 +411,10 @@ def test_differences_within_two_standard_errors_are_called_so():
     first = make_survey()
     layers = first.layers.assign(rank=first.layers["rank"] + 0.5)  # the synthetic error is 0.5
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "mean rank 11.5 → 12 (within the 95 % interval); overlap" in sentence
+    assert "mean positional rank 11.5 → 12 (within the 95 % interval); overlap" in sentence
     layers = first.layers.assign(rank=first.layers["rank"] + 2)
     sentence = compare(first, replace(first, layers=layers)).part("positional basis").sentence
-    assert "mean rank 11.5 → 13.5; overlap" in sentence
+    assert "mean positional rank 11.5 → 13.5; overlap" in sentence
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt_oss", "qwen3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -155,6 +156,19 @@ def test_the_page_tells_every_part_and_every_model(audits):
     assert set(made.tables["sinks"]["after_in"]) == {"destroyed", "noisy"}
     assert len(made.tables["sinks"]) == sum(len(audit.part("sinks").table) for audit in audits)
     assert list(made.runs) == ["destroyed", "noisy"]
+
+
+def test_a_page_of_a_model_of_another_shape_beside_one_of_the_same(pair):
+    run = pair().run
+    wider = run.provenance | {"model": run.provenance["model"] | {"width": 7}}
+    runs = {"wider": replace(run, provenance=wider), "noisy": pair("noisy").run}
+    audits = [compare(run, other, names=("planted", name)) for name, other in runs.items()]
+    made = outcome(audits)
+    assert "matched heads" in made.lead["part"].tolist()
+    assert set(audits[1].overview["part"]) <= set(made.lead["part"])
+    sinks = made.lead.set_index("part").loc["sinks"]
+    assert (sinks["planted"], np.isnan(sinks["wider"])) == (pytest.approx(run.sinks["share"].sum()), True)
+    assert "Outlier dimensions" in render(experiment_of(audits, made), made, run.provenance)
 
 
 def test_a_page_of_nothing_and_of_hostile_names(pair):

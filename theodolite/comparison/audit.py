@@ -214,11 +214,11 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
     cosines = [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs]
     measured = {
         "localization": (
-            "mean share of keys that propagate",
+            parts_of.mean_of("heads", "propagation"),
             [(values, share_error(values, contexts)) for values in shares],
             (contexts, "contexts"),
         ),
-        "context": ("mean within-label cosine similarity", cosines, (GROUPS, "groups of contexts")),
+        "context": (parts_of.mean_of("layers", "similarity_within"), cosines, (GROUPS, "groups of contexts")),
     }
     means = {}
     for name, (title, sides, rests_on) in measured.items():

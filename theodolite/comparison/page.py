@@ -64,11 +64,12 @@ def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
     columns: dict[str, pd.Series] = {}
     for place, audit in enumerate(audits):
         table = audit.overview.set_index("part")
-        columns.setdefault("measure", table["measure"])
-        columns.setdefault(visible(audit.reference, 60), table["before"])
-        columns |= {visible(audit.other, 60): table["after"], f"verdict{' ' * place}": table["verdict"]}
-    table = pd.DataFrame(columns).reindex(audits[0].overview["part"])
-    return table.rename_axis("part").reset_index()
+        names = ("measure", visible(audit.reference, 60), visible(audit.other, 60), f"verdict{' ' * place}")
+        for name, of in zip(names, ("measure", "before", "after", "verdict"), strict=True):
+            columns[name] = columns[name].combine_first(table[of]) if name in columns else table[of]
+    # Of models of another shape only the heads are compared, which is a part that the others do not have.
+    parts = pd.Index(dict.fromkeys(part for audit in audits for part in audit.overview["part"]), name="part")
+    return pd.DataFrame({name: values.reindex(parts) for name, values in columns.items()}).reset_index()
 
 
 def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
@@ -192,7 +193,7 @@ class PartFigure:
 
     part: str
     title: str
-    draw: Callable[[pd.DataFrame], go.Figure]
+    draw: Callable[..., go.Figure]
     shows: str
     look_for: str
     source: str
@@ -275,6 +276,10 @@ FIGURES = (
 )
 
 
+def _drawn(drawings: Sequence[Callable[[], go.Figure]], index: int) -> go.Figure:
+    return drawings[index]()
+
+
 def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
     """Draw the parts that some comparison has, with a picker where there are several comparisons."""
     for figure in FIGURES:
@@ -288,10 +293,13 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
             dimensions = sorted(
                 {int(dimension) for table in tables.values() for dimension in table["dimension"]}
             )
-            layers = len(audits[0].part("positional basis").table)
+            bases = [
+                part.table for audit in audits for part in audit.parts if part.name == "positional basis"
+            ]
+            layers = len(bases[0])
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
         drawings = [functools.partial(draw, table) for table in tables.values()]
-        choice = by_name("model", list(tables), lambda index, drawings=drawings: drawings[index]())
+        choice = by_name("model", list(tables), functools.partial(_drawn, drawings))
         drawn = choice if len(tables) > 1 else drawings[0]()
         key = figure.part.replace(" ", "-")
         page.figure(key, figure.title, drawn, figure.shows, figure.look_for, figure.source, wide=figure.wide)

@@ -38,6 +38,7 @@ from theodolite.corpus.patches import grid_described
 from theodolite.estimates import jackknife_error
 from theodolite.judging import Criterion, Estimate, judge
 from theodolite.logits.attribution import scored_sequences
+from theodolite.measure.catalogue import declared
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.measure.ratios import ratio_by_context
@@ -72,6 +73,12 @@ ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 OUTPUTS = "head outputs"
 ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
+
+
+def mean_of(table: str, name: str) -> str:
+    """Name the mean of a column by its declared title and unit: `mean entropy in nats`."""
+    declaration = declared(table)[name]
+    return f"mean {declaration.title}" + (f" in {declaration.unit}" if declaration.unit else "")
 
 
 def _contexts(run: Run) -> int:
@@ -254,7 +261,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     layer, dimension = np.nonzero(np.maximum(*shares) >= OUTLIER_SHARE)
     places = pd.DataFrame({"layer": layer, "dimension": dimension})
     values = [places.assign(value=of_run[layer, dimension]) for of_run in shares]
-    table = join(*values, list(places), {"value": ""})
+    table = join(values[0], values[1], list(places), {"value": ""})
     old, new = (_in_halves(run, layer, dimension) for run in (reference, other))
     table["se"] = half_sample_error(new - old).numpy()
     errors = [half_sample_error(a - HALF * b).numpy() for a, b in ((new, old), (old, new))]
@@ -321,7 +328,8 @@ def _dimension_names(rows: pd.DataFrame) -> list[str]:
 
 def positions(reference: Run, other: Run) -> Survival:
     """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
-    values = {name: f"{name}_se" for name in ("rank", "relative_norm", "low_frequency_10")}
+    names = ("rank", "relative_norm", "low_frequency_10")
+    values = {name: "".join(declared("layers")[name].columns[1:]) for name in names}
     table = join(reference.layers, other.layers, ["layer"], values)
     cosines = squared_cosines(reference, other)
     table["overlap"] = [c.mean() for c in cosines]
@@ -357,7 +365,7 @@ def positions(reference: Run, other: Run) -> Survival:
 def _mean_change(table: pd.DataFrame, name: str) -> Change:
     """Compare the means over layers. The layers share contexts, so errors add up."""
     before, after, error = (mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
-    return Change(f"mean {name.replace('_', ' ')}", before, after, error)
+    return Change(mean_of("layers", name), before, after, error)
 
 
 def _curves(reference: Run, other: Run) -> Floats:
@@ -494,7 +502,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         run.heads.assign(share=_or_unknown(entropy_share(run), run)).rename(columns={"entropy": "value"})
         for run in (reference, other)
     ]
-    table = join(*heads, HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
+    table = join(heads[0], heads[1], HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
     shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
     before, after = map(range_of, shares)
     errors, contexts = (entropy_share_error(reference), entropy_share_error(other)), _contexts(reference)
@@ -513,7 +521,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
-        Change("mean entropy in nats", table["before"].mean(), table["after"].mean()),
+        Change(mean_of("heads", "entropy"), table["before"].mean(), table["after"].mean()),
         each(_entropy_change),
         verb=("keeps its entropy", "keep their entropy"),
         by_chance=expected_by_chance(holds),
@@ -574,7 +582,7 @@ def head_types(reference: Run, other: Run) -> Survival:
             )
             for run in (reference, other)
         ]
-        table = join(*scores, HEAD, {"value": "error"})
+        table = join(scores[0], scores[1], HEAD, {"value": "error"})
         table.insert(len(HEAD), "type", role.title)
         table.insert(len(HEAD) + 1, "least", role.threshold)
         table["n"] = independent_scores(reference, role)
@@ -617,7 +625,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
     ]
     regimes = [name for name in ("regime", "regime_data") if all(name in table for table in heads)]
-    table = join(*heads, HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
+    table = join(heads[0], heads[1], HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     one, two = first.to_numpy()[:, None], second.to_numpy()

@@ -293,7 +293,7 @@ class Corpus:
         ids, frame = drawable_ids(vocabulary, length, below)
         body = length - len(frame.before) - len(frame.after)
         rows = frame.around(np.random.default_rng(seed).choice(ids, size=(contexts, body)))
-        return cls.unlabelled(RANDOM, rows, seed)
+        return replace(cls.from_ids(rows, seed=seed), name=RANDOM)
 
     @classmethod
     def from_ids(
@@ -336,11 +336,6 @@ class Corpus:
             raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
         of_contexts = [labels_of_rows[row] for row in of_row]
         return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
-
-    @classmethod
-    def unlabelled(cls, name: str, ids: Int[Tensor, "contexts length"], seed: int) -> Corpus:
-        """Take contexts of one length as they are, without labels."""
-        return cls(name, ids, *_numbered([None] * len(ids)), seed)
 
     @classmethod
     def _of_documents(

@@ -128,7 +128,7 @@ def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns 
     ids = list(encoded["input_ids"])
     if len(ids) < LEAST_LENGTH:
         raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
-    return Corpus.unlabelled(printable(name), torch.tensor([ids]), 0)
+    return replace(Corpus.from_ids(torch.tensor([ids])), name=printable(name))
 
 
 def _rows(name: str, columns: Columns) -> Iterable[str]:
@@ -194,7 +194,7 @@ def addition_corpus(
             raise UsageError(
                 "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
-    return Corpus.unlabelled(corpus_name(digits), torch.tensor(rows[:contexts]), seed)
+    return replace(Corpus.from_ids(torch.tensor(rows[:contexts]), seed=seed), name=corpus_name(digits))
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
@@ -207,4 +207,4 @@ def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int 
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:
         raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
-    return Corpus.unlabelled(FEW_SHOT, ids[:, :length].clone(), seed)
+    return replace(Corpus.from_ids(ids[:, :length], seed=seed), name=FEW_SHOT)

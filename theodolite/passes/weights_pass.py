@@ -56,7 +56,7 @@ class LayersPass:
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
-        self._parts = [state]
+        self._parts = [state] if state else []
 
     @known_state()
     def run(self, progress: Progress) -> None:
