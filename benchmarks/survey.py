@@ -24,7 +24,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.system.allocator import keep_pages
+from theodolite.system.processor import keep_pages
 from theodolite.system.progress import Progress
 
 VOCABULARY, LENGTH, BATCH, CONTEXTS, ROUNDS = 50257, 512, 8, 16, 3

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from theodolite.models import open_model as open_model
     from theodolite.models import open_module as open_module
     from theodolite.passes.run import Run as Run
-    from theodolite.passes.shards import merge as merge
+    from theodolite.passes.survey import merge as merge
     from theodolite.passes.survey import spectra as spectra
     from theodolite.passes.survey import survey as survey
     from theodolite.report.page import write_report as write_report
@@ -42,7 +42,7 @@ _HOMES = {
     "constituents": "theodolite.logits.constituents",
     "decompose": "theodolite.theory.decomposition",
     "find_outliers": "theodolite.sinks.outliers",
-    "merge": "theodolite.passes.shards",
+    "merge": "theodolite.passes.survey",
     "open_model": "theodolite.models",
     "open_module": "theodolite.models",
     "spectra": "theodolite.passes.survey",

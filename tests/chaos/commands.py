@@ -32,8 +32,7 @@ from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.corpus import Corpus
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import open_model
-from theodolite.passes.shards import merge
-from theodolite.passes.survey import survey
+from theodolite.passes.survey import merge, survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.localization import locater_training as grid
 from theodolite_papers.localization.locater_training import Recipe, Setting, TextFiles

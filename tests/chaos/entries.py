@@ -28,7 +28,6 @@ from theodolite.models import OpenModel, open_model
 from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.passes.survey_pass import SurveyPass
-from theodolite.passes.walk_pass import read_walk
 from theodolite.prune.model import prune_model
 from theodolite.sinks.ablation import ablation_test
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
@@ -36,6 +35,7 @@ from theodolite.sinks.outliers import find_outliers
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
+from theodolite_papers.localization.walk_pass import read_walk
 
 CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)
 IDS = CORPUS.contexts

@@ -34,7 +34,7 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
-from theodolite.system import allocator
+from theodolite.system import processor
 from theodolite_papers import ALIASES, EXPERIMENTS
 
 
@@ -70,11 +70,13 @@ def test_spectra_need_no_text(checkpoint, tmp_path):
 
 @pytest.mark.parametrize(("name", "keeps"), [("survey", True), ("trace", True), ("spectra", False)])
 def test_only_a_pass_over_a_text_keeps_freed_memory(name, keeps, tmp_path, monkeypatch):
-    """Oracle: what is asked of the C library by the whole command; it ends where there is no model."""
+    """Oracle: what is asked of the C library by the whole command; it ends where the model has no weights."""
     calls: list[tuple[int, int]] = []
     library = SimpleNamespace(mallopt=lambda *of: calls.append(of))
-    monkeypatch.setattr(allocator, "ctypes", SimpleNamespace(CDLL=lambda _: library))
-    monkeypatch.setattr("sys.argv", ["theodolite", name, str(tmp_path / "none")])
+    monkeypatch.setattr(processor, "ctypes", SimpleNamespace(CDLL=lambda _: library))
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr("sys.argv", ["theodolite", name, str(tmp_path)])
     with pytest.raises(SystemExit):
         main()
     assert bool(calls) == keeps
@@ -366,7 +368,7 @@ def test_what_saves_no_progress_does_not_promise_to_resume(checkpoint, tmp_path,
 
 @pytest.mark.parametrize(
     ("after_the_passes", "presses"),
-    [("theodolite.passes.survey_stages.tabulate", 1), ("theodolite.report.page.write_report", 2)],
+    [("theodolite.passes.survey.tabulate", 1), ("theodolite.report.page.write_report", 2)],
 )
 def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     after_the_passes, presses, checkpoint, text, tmp_path, monkeypatch

@@ -11,7 +11,7 @@ import pytest
 
 import theodolite
 from tests.calls import call
-from theodolite.cli.error_pages import section_of, sections
+from theodolite.cli.screen import section_of, sections
 
 PACKAGE = Path(theodolite.__file__).parent
 

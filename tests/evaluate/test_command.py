@@ -20,7 +20,7 @@ from theodolite.evaluate.command import parse_shots, tables
 from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
-from theodolite.system.locks import locked
+from theodolite.system.files import locked
 
 call = partial(called, "evaluate")
 

@@ -14,8 +14,7 @@ from theodolite.measure.column import Column
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
-from theodolite.passes.survey import survey
-from theodolite.passes.survey_stages import TEXT_TITLE
+from theodolite.passes.survey import TEXT_TITLE, survey
 from theodolite.report import figures, health
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render

@@ -118,7 +118,7 @@ def test_without_room_it_is_said_what_a_worker_needs(cluster, opened, corpus, tm
 @chaos
 def test_a_worker_that_cannot_start_is_said_in_a_line(cluster, opened, corpus, monkeypatch, capfd):
     class Broken(on_ray.Worker):
-        def __init__(self, task):
+        def __init__(self, *task):
             raise ImportError("no module of this name")
 
     monkeypatch.setattr(on_ray, "Worker", Broken)

@@ -14,9 +14,8 @@ import torch
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.passes.run import TABLES, Run
-from theodolite.passes.run_job import finished_run
-from theodolite.system.locks import locked
+from theodolite.passes.run import TABLES, Run, finished_run
+from theodolite.system.files import locked
 
 
 def small_run() -> Run:
@@ -125,7 +124,7 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path):
 def test_two_surveys_into_one_folder(tmp_path):
     """The second process is refused while the first holds the lock, and let in afterwards."""
     code = (
-        "import sys; from pathlib import Path; from theodolite.system.locks import locked\n"
+        "import sys; from pathlib import Path; from theodolite.system.files import locked\n"
         f"with locked(Path({str(tmp_path / 'run')!r})): print('in')"
     )
     with locked(tmp_path / "run"):

@@ -22,8 +22,7 @@ from theodolite.models import open_model
 from theodolite.passes import chunks
 from theodolite.passes.chunks import chunks_of, packed, unpacked
 from theodolite.passes.run import Run
-from theodolite.passes.shards import chunks_of_shard
-from theodolite.passes.survey import survey
+from theodolite.passes.survey import chunks_of_shard, survey
 from theodolite.passes.survey_pass import SurveyPass
 
 BATCH, CONTEXTS, LENGTH = 2, 40, 32

@@ -19,7 +19,7 @@ from tests.calls import same_bytes
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.run_job import TABLES_TITLE
+from theodolite.passes.run import TABLES_TITLE
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 

@@ -21,7 +21,7 @@ from theodolite.models.stored.streamed import open_streamed
 from theodolite.models.weights.block_matrices import block_matrices, one_expert_at_a_time
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.matrices import PruningSettings
-from theodolite.system.pruned_folders import refuse_inside
+from theodolite.system.checkpoint_folders import refuse_inside
 
 FAMILIES = ("gpt2", "gpt_neox", "mixtral")
 PRUNINGS = (

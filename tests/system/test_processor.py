@@ -13,8 +13,7 @@ import torch
 
 from tests import checkpoints
 from theodolite.models import open_model, open_streamed
-from theodolite.system.processor import multiplies_halves
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import multiplies_halves, parallel_map
 from theodolite_papers.localization.locater_training import Recipe
 from theodolite_papers.training.models import EmbeddedConfig
 
@@ -58,7 +57,7 @@ def test_a_slow_dtype_is_told(opened, tmp_path, monkeypatch):
 
 FAULTS = """
 import resource, sys
-from theodolite.system.allocator import keep_pages
+from theodolite.system.processor import keep_pages
 
 if sys.argv[1] == "kept":
     keep_pages()

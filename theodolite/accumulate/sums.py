@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.groups import Groups
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 
 Result = TypeVar("Result")
 

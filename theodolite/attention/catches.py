@@ -20,7 +20,7 @@ from torch import Tensor
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
 from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, least_queries
 from theodolite.attention.summary import weights_and_rows
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 
 _FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 

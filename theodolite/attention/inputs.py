@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 
 MASKED = -1e30
 """Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""

@@ -18,7 +18,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.attention.sinks import ReceivedAttention
 from theodolite.errors import UsageError
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,12 @@ from theodolite import __version__
 from theodolite.cli.commands import RayCommand, add_commands, with_option_groups
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
-from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
-from theodolite.cli.merge import merge_command
 from theodolite.cli.prune import prune_command
-from theodolite.cli.report import report_command
-from theodolite.cli.runs import runs_command
+from theodolite.cli.runs import exclude_command, report_command, runs_command
 from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tracebacks
-from theodolite.cli.spectra import spectra_command
-from theodolite.cli.survey import survey_command
-from theodolite.cli.trace import trace_command
+from theodolite.cli.survey import merge_command, spectra_command, survey_command, trace_command
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "

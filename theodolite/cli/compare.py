@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Batch, Opening, Text, say_where, short_name
-from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.cli.screen import bars, print_json, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
-from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import is_run
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def compare_command(
 
     Example: theodolite compare gpt2 gpt2-oats gpt2-wanda --corpus notes.txt --length 256 --out runs/pruned
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
+    with stoppable() as stopped:
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
         folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
@@ -105,7 +103,7 @@ def compare_command(
         with screen.status("writing the page"):
             page = command.write(compared, folder)
         if as_json:
-            print(json.dumps(command.as_json(compared), ensure_ascii=False, allow_nan=False))
+            print_json(command.as_json(compared))
         else:
             command.show(compared, Console(soft_wrap=True))
         say_where(page, as_json)

@@ -5,8 +5,6 @@ Nothing is measured here, and nothing heavy is imported.
 
 from __future__ import annotations
 
-import json
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,12 +15,10 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Opening, Text
-from theodolite.cli.screen import one_line_errors, progress, say_stopping
+from theodolite.cli.screen import print_json, progress, stoppable
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
-from theodolite.system.files import check_target
-from theodolite.system.interrupt import interruptible
-from theodolite.system.locks import locked
+from theodolite.system.files import check_target, locked
 
 if TYPE_CHECKING:
     from theodolite.evaluate.scores import Score
@@ -89,7 +85,7 @@ def evaluate_command(
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
-    with one_line_errors(saves=out is not None), interruptible(say_stopping) as stopped, ExitStack() as held:
+    with stoppable(saves=out is not None) as stopped, ExitStack() as held:
         from theodolite.corpus.spec import FEW_SHOT, HELD_OUT
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
@@ -157,12 +153,5 @@ def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> N
         for shown in tables(frame):
             console.print(shown)
         return
-    rows = [
-        {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
-        for row in frame.to_dict(orient="records")
-    ]
     provenance["versions"]["lm_eval"] = lm_eval_version()
-    print(json.dumps(provenance | {"scores": rows}, ensure_ascii=False, allow_nan=False))
+    print_json(provenance | {"scores": frame.to_dict(orient="records")})

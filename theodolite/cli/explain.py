@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.screen import one_line_errors
+from theodolite.cli.screen import one_line_errors, section_of, sections
 from theodolite.errors import UsageError
 
 
@@ -26,8 +26,6 @@ def explain_command(
     """
     with one_line_errors(saves=False):
         from rich.markdown import Markdown
-
-        from theodolite.cli.error_pages import section_of, sections
 
         known = sections()
         if what is None:

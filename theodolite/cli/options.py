@@ -5,7 +5,6 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.screen import progress, say_dimly, screen
+from theodolite.cli.screen import print_json, progress, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -367,7 +366,7 @@ def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
 def _print_tables(run: Run) -> None:
     from theodolite.report.terminal import tables_as_json
 
-    print(json.dumps(tables_as_json(run), ensure_ascii=False, allow_nan=False))
+    print_json(tables_as_json(run))
 
 
 def say_where(page: Path, as_json: bool) -> None:

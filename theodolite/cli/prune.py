@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,11 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
-from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
+from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, PruningOptions
+from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refuse_inside
 from theodolite.system.choices import refuse_unread
-from theodolite.system.interrupt import interruptible
-from theodolite.system.pruned_folders import SETTINGS, exists_already, refuse_inside
 
 if TYPE_CHECKING:
     from theodolite.prune import Pruned
@@ -144,7 +142,7 @@ def prune_command(
 
     Example: theodolite prune gpt2 --method oats --sparsity 0.5 --corpus notes.txt --out gpt2-oats
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
+    with stoppable() as stopped:
         options = how.options(streamed=stream, out=out, batch=batch, seed=text.seed)
         opening.check(model)
         text.check()
@@ -211,8 +209,7 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
             highlight=False,
         )
     if as_json:
-        result = read_json_checked(page.with_name("result.json"))
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
+        print_json(read_json_checked(page.with_name("result.json")))
     else:
         console = Console(soft_wrap=True)
         show_outcome(PRUNING, pruned_outcome(pruned), console)

@@ -1,8 +1,7 @@
-"""`theodolite runs`: what lies in a folder of runs, and what differs between them. Only `run.json` is read."""
+"""`theodolite runs`, `report` and `exclude`: what is made of run folders. Nothing heavy is imported."""
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.cli.options import say_where
-from theodolite.cli.screen import one_line_errors, say_dimly
+from theodolite.cli.options import AsJson, finish, finish_trace, say_where
+from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
-from theodolite.system.run_folders import OPTIONS, RUN, kind_of, provenance_at
+from theodolite.system.files import check_target
+from theodolite.system.run_folders import OPTIONS, OUTPUTS, RUN, TRACE, check_run, kind_of, provenance_at
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
@@ -49,7 +49,7 @@ def runs_command(
             raise UsageError(f"no run in {folder}: give a folder that holds run folders, such as runs")
         rows = with_differences(runs)
         if as_json:
-            print(json.dumps(rows, ensure_ascii=False, allow_nan=False))
+            print_json(rows)
         else:
             Console(soft_wrap=True).print(_table(rows))
 
@@ -103,3 +103,67 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*("–" if value is None else escape(str(value)) for value in row.values()))
     return table
+
+
+def report_command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write the tables as CSV files into FOLDER, one each."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rewrite the report of a run folder, and export its tables.
+
+    Example: theodolite report runs/gpt2 --csv gpt2-tables
+    """
+    with one_line_errors(saves=False):
+        check_run(run)
+
+        from theodolite.passes.run import Run
+        from theodolite.report.page import write_report
+
+        loaded = Run.load(run)
+        if loaded.kind == OUTPUTS:
+            raise UsageError(
+                f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
+            )
+        if csv is not None:
+            loaded.write_csv(csv)
+        if loaded.kind == TRACE:
+            finish_trace(loaded, run, as_json)
+            return
+        finish(loaded, write_report(loaded, run / "report"), as_json)
+
+
+def exclude_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("exclusions.json"),
+    least_share: Annotated[
+        float,
+        typer.Option(
+            help="Least share of contexts (sinks, massive activations) or tokens (outliers) for a rule."
+        ),
+    ] = 0.01,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the rules, as JSON.")] = False,
+) -> None:
+    """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation or pruning.
+
+    Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
+    """
+    with one_line_errors(saves=False):
+        check_run(run)
+        check_target(out)
+
+        from theodolite.passes.run import Run
+        from theodolite.sinks.exclusions import Exclusions
+
+        exclusions = Exclusions.of(Run.load(run), least_share)
+        if out.exists() and Exclusions.load(out) != exclusions:
+            raise UsageError(f"{out} exists already, with other rules: choose another --out or remove it")
+        exclusions.save(out)
+        if as_json:
+            print(out.read_text(encoding="utf-8"), end="")
+        (screen if as_json else Console(soft_wrap=True)).print(
+            f"{len(exclusions.rules)} rules: {out}", highlight=False
+        )

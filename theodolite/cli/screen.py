@@ -1,4 +1,4 @@
-"""What a command shows on standard error while it works: progress, one-line errors, the answer to Ctrl-C.
+"""What a command shows on standard error while it works: progress, one-line errors with what explains them, Ctrl-C.
 
 No command is here, and nothing heavy is imported.
 """
@@ -6,21 +6,25 @@ No command is here, and nothing heavy is imported.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from theodolite.cli.error_pages import section_of
 from theodolite.errors import TheodoliteError, UsageError, first_line
-from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c
+from theodolite.system.files import json_text
+from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c, interruptible
 
 screen = Console(stderr=True)
 _tracebacks = False
@@ -115,6 +119,18 @@ def _say_error(message: str) -> None:
             print(f"more:  theodolite explain {more.name}", file=sys.stderr)
 
 
+@contextmanager
+def stoppable(*, saves: bool = True) -> Iterator[Callable[[], bool]]:
+    """As `one_line_errors`; yield a function that says whether Ctrl-C was pressed once; a second one stops at once."""
+    with one_line_errors(saves=saves), interruptible(say_stopping) as stopped:
+        yield stopped
+
+
+def print_json(values: object) -> None:
+    """Print a result on standard output."""
+    print(json_text(values))
+
+
 def say_dimly(line: str) -> None:
     """Print a remark."""
     screen.print(line, style="dim", markup=False, highlight=False)
@@ -169,3 +185,43 @@ def bars(
     finally:
         if begun:
             display.stop()
+
+
+PAGE = Path(__file__).parent.parent / "assets" / "errors.md"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        name: its key and anchor: the title in lower case with hyphens.
+        text: in Markdown, without links.
+        quoted: the message fragments that its rows begin with.
+    """
+
+    name: str
+    title: str
+    text: str
+    quoted: tuple[str, ...]
+
+
+@functools.cache
+def sections() -> dict[str, Section]:
+    """All sections by name, in the order of the page."""
+    _, *chunks = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {}
+    for section in chunks:
+        title, _, text = section.partition("\n")
+        rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+        if not rows:
+            continue
+        quoted = tuple(quote for row in rows for quote in re.findall(r"`([^`]+)`", row))
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        by_name[name] = Section(name, title, re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).strip(), quoted)
+    return by_name
+
+
+def section_of(message: str) -> Section | None:
+    """The section that explains this message, if there is one."""
+    return next((s for s in sections().values() if any(quote in message for quote in s.quoted)), None)

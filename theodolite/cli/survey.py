@@ -1,9 +1,8 @@
-"""`theodolite survey`: a model measured on a text."""
+"""`theodolite survey`, `merge`, `spectra` and `trace`: what makes run folders. Nothing heavy is imported."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,20 +14,20 @@ from rich.console import Console
 from theodolite.cli.options import (
     AsJson,
     Batch,
+    Model,
     Models,
     Opening,
     RunFolder,
     Text,
     default_folder,
     finish,
+    finish_trace,
     say_where,
 )
-from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping, screen
+from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
-from theodolite.system.allocator import keep_pages
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
-from theodolite.system.interrupt import interruptible
 from theodolite.system.run_folders import UNTRAINED, check_out
 from theodolite.system.wording import visible
 
@@ -97,8 +96,7 @@ def survey_command(
 
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
-    with one_line_errors(), interruptible(say_stopping) as stopped:
-        keep_pages()
+    with stoppable() as stopped:
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
         opening = cluster.opening(opening)
@@ -117,6 +115,9 @@ def survey_command(
         check_target(out)
         if not several:
             check_out(out)
+        from theodolite.system.processor import keep_pages
+
+        keep_pages()
         survey_one = functools.partial(
             _survey_one, text=text, batch=batch, opening=opening, cluster=cluster, stopped=stopped
         )
@@ -150,7 +151,7 @@ def _survey_series(
         runs[name] = surveyed[0]
     table, page = write_series(runs, out)
     if as_json:
-        print(json.dumps({"models": records(table)}, ensure_ascii=False, allow_nan=False))
+        print_json({"models": records(table)})
     else:
         shown = table[["name", "step", "rank", "entropy_share", "propagation", "sink_first"]].round(3)
         Console(soft_wrap=True).print(shown.to_string(index=False), highlight=False, markup=False)
@@ -208,3 +209,103 @@ def _survey_one(
             survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")
+
+
+def merge_command(
+    folder: Annotated[
+        Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Make the run and its report of a survey in shards, with the same tables as one process would.
+
+    The model is opened as the shards opened it; what is left to do does not grow with the text.
+
+    Example: theodolite merge runs/gpt2
+    """
+    with stoppable() as stopped:
+        check_out(folder)
+
+        from theodolite.models.stored.loading import hide_progress_bars
+        from theodolite.passes.survey import merge
+        from theodolite.report.page import write_report
+        from theodolite.system.processor import keep_pages
+
+        keep_pages()
+        hide_progress_bars()
+        with bars(stopped) as show:
+            run = merge(folder, show_progress=show)
+        with screen.status("writing the report"):
+            page = write_report(run, folder / "report")
+        finish(run, page, as_json)
+
+
+def spectra_command(
+    *,
+    model: Model = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write a run folder with a report.")
+    ] = None,
+    as_json: AsJson = False,
+    opening: Opening,
+) -> None:
+    """Query-key spectra of every head, from the weights alone: needs no text, and the model need not fit in memory.
+
+    Weights are read layer by layer on the CPU; with --device or --device-map the whole model is opened there.
+
+    Example: theodolite spectra gpt2 --json
+    """
+    with stoppable(saves=False) as stopped:
+        opening.check(model)
+        check_out(out)
+
+        from theodolite.passes.survey import spectra
+        from theodolite.report.page import write_report
+
+        if opening.device is None and opening.device_map is None:
+            opened = opening.open_weights(model, stopped)
+        else:
+            opened = opening.open(model)
+        with bars(stopped) as show:
+            run = spectra(opened, out, show_progress=show)
+        with screen.status("writing the report"):
+            page = None if out is None else write_report(run, out / "report")
+        finish(run, page, as_json)
+
+
+def trace_command(
+    *,
+    model: Model = None,
+    text: Text,
+    stretches: Annotated[
+        bool, typer.Option("--stretches", help="Also local sinks, which dominate a contiguous span only.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks, or -stretches]."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    batch: Batch = None,
+    opening: Opening,
+) -> None:
+    """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
+
+    Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
+    """
+    with stoppable() as stopped:
+        opening.check(model)
+        text.check()
+        check_out(out)
+
+        from theodolite.sinks.trace import trace_sinks
+        from theodolite.system.processor import keep_pages
+
+        keep_pages()
+        opened = opening.open(model, text)
+        corpus = text.read(opened, stopped)
+        folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
+        with bars(stopped) as show:
+            run = trace_sinks(opened, corpus, folder, stretches=stretches, batch=batch, show_progress=show)
+        finish_trace(run, folder, as_json)

@@ -27,7 +27,7 @@ from theodolite.prune.pruned import Pruned
 from theodolite.sinks.interventions import Factors, without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.sinks.trace import trace_sinks
-from theodolite.system.pruned_folders import SETTINGS
+from theodolite.system.checkpoint_folders import SETTINGS
 
 PROMPT = "inference"  # the shipped prompt of the kind that Fig. 5 shows
 CONTROL_SEED = 0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -129,8 +128,13 @@ class Job:
             try:
                 steps = stage.make(self.states)
                 if saved.get("done"):
-                    with self._sums_of_this_version():
+                    try:
                         steps.restore(tensors)
+                    except (KeyError, RuntimeError) as error:  # it lacks a sum, or has one of another shape
+                        raise UsageError(
+                            f"{self.work.folder} holds what another version of theodolite left unfinished, with other "
+                            "sums: remove it to start afresh"
+                        ) from error
                     steps.notes.update(saved["notes"])
                 del tensors
                 save = functools.partial(self._checkpoint, stage.name, steps)
@@ -165,17 +169,6 @@ class Job:
     def _save(self, name: str, tensors: Tensors, notes: Notes, **how: Any) -> None:
         seconds = time.monotonic() - self._began
         self.work.save(name, tensors, {"notes": notes, "seconds": seconds, **how})
-
-    @contextmanager
-    def _sums_of_this_version(self) -> Iterator[None]:
-        """Refuse progress that lacks a sum which is kept now, or has one of another shape."""
-        try:
-            yield
-        except (KeyError, RuntimeError) as error:
-            raise UsageError(
-                f"{self.work.folder} holds what another version of theodolite left unfinished, with other sums: remove "
-                "it to start afresh"
-            ) from error
 
 
 def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:

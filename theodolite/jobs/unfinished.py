@@ -29,8 +29,7 @@ from theodolite.system.checksums import (
     write_checked,
     write_json_checked,
 )
-from theodolite.system.files import TEMPORARY, check_target, disk_errors, write_atomically
-from theodolite.system.locks import locked
+from theodolite.system.files import TEMPORARY, check_target, disk_errors, locked, write_atomically
 from theodolite.system.run_folders import differences
 
 Tensors = dict[str, Tensor]

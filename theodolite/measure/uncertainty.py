@@ -35,7 +35,7 @@ from theodolite.measure.geometry import (
     stream,
     tiled_norm,
 )
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import screenot_threshold
 from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
 

@@ -78,13 +78,6 @@ class ChunkPass:
         self._pass.restore(unpacked(state))
 
 
-def first_directions(new_pass: NewPass) -> Tensor:
-    """Read the first batch of the text for the directions of the sketches."""
-    first = new_pass()
-    first.read(0, min(first.batch, first.total))
-    return first.sketches.state()["directions"]
-
-
 class TextInChunks:
     """Read a survey's text: every chunk whose sums no other process has left in `work`.
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,13 +26,11 @@ from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.passes.chunks import Chunk, ChunkPass, chunks_of, first_directions
+from theodolite.passes.chunks import Chunk, chunks_of
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.run import Run
-from theodolite.passes.run_job import finished_run
-from theodolite.passes.shards import is_read, opened, opening_of
-from theodolite.passes.survey_stages import TEXT, TEXT_TITLE, SurveyPlan
+from theodolite.passes.run import Run, finished_run
+from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, opened, opening_of
 from theodolite.system.interrupt import starting_others
 from theodolite.system.progress import Progress, ShowStage
 from theodolite.system.run_folders import is_run, provenance_at
@@ -47,7 +45,7 @@ SECONDS, LIMIT = 0.2, 600.0
 """How long the driver waits before it hears of Ctrl-C, and for a first worker."""
 
 PATIENCE = 60.0
-"""Seconds after which work is given to an idle worker, too, or three times the longest so far: its node may be gone."""
+"""Seconds after which an idle worker gets work that another one has: its node may be gone."""
 
 ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints pages of each worker that dies, at any level of logs
@@ -55,9 +53,6 @@ ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # `uv run` would make Ray upload the working directory
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-
-Arrays = dict[str, Any]
-"""A state as it travels: numpy's arrays, which Ray sends without a copy."""
 
 
 @measures("model")
@@ -94,7 +89,7 @@ def survey_on_ray(
         WorkError: as `survey`; or three worker processes died of the same contexts; or the cluster had room for none in
             ten minutes.
     """
-    plan = SurveyPlan.of(model, corpus, batch, seed, extra)
+    plan = SurveyPlan(model, corpus, batch, seed, extra)
     if corpus.images is not None:
         raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
     opening = opening_of(model)
@@ -114,20 +109,16 @@ def survey_on_ray(
         if (finished := finished_run(work_on(made_on))) is not None:
             return finished
     with connected(address):
-        threads = torch.get_num_threads()
-        device, room = _offered(threads)
+        needs, room = _offered(torch.get_num_threads())
+        device = "cuda" if "GPU" in needs else "cpu"
         work, chunks = work_on(device), chunks_of(len(corpus.contexts), plan.batch)
-        task = Task(
-            opening=opening | {"device": device, "device_map": None},
-            expected=fingerprint_of(model) | {"device": device},
-            threads=threads,
-            survey=(corpus, batch, seed, extra),
-        )
-        pool = _Pool(task, min(room, actors or room, len(chunks)), say)
         with work.claimed():
             work.check()
             began = time.monotonic()
-            _read(chunks, len(corpus.contexts), work, pool, show_progress)
+            opening |= {"device": device, "device_map": None}
+            task = opening, fingerprint_of(model) | {"device": device}, (corpus, batch, seed, extra)
+            pool = _Pool(task, needs, min(room, actors or room, len(chunks)), say)
+            _read(chunks, work, pool, show_progress)
             reading = time.monotonic() - began
             run = _finish(work, pool, show_progress)
             seconds = run.provenance["wall_seconds"] + reading
@@ -138,10 +129,9 @@ def survey_on_ray(
             return run
 
 
-def _read(
-    chunks: Sequence[Chunk], contexts: int, work: Unfinished, pool: _Pool, show_progress: ShowStage
-) -> None:
+def _read(chunks: Sequence[Chunk], work: Unfinished, pool: _Pool, show_progress: ShowStage) -> None:
     """Have the chunks read that nobody has read yet, and save their sums."""
+    contexts = chunks[-1].last
     saved = work.notes(TEXT)  # of one process, which may have begun a chunk: whoever merges reads its rest
     begun = contexts if saved.get("finished") else saved.get("done", 0)
     missing = [chunk for chunk in chunks if chunk.first >= begun and not is_read(work, chunk)]
@@ -161,41 +151,28 @@ def _read(
 
 def _finish(work: Unfinished, pool: _Pool, show_progress: ShowStage) -> Run:
     """Have one worker merge all parts, make the stages after the text, and then the tables."""
-    ray = _imported_ray()
     loaded = ((name, work.load(name) or ({}, {})) for name in work.names())
-    parts = {name: ray.put((_arrays(state), notes)) for name, (state, notes) in loaded}
-
-    def hear() -> None:
-        show_progress("finishing", 0, 1)
-
-    hear()
-    [(_, run)] = pool.answers("finish", [(parts, work.fingerprint)], ["made the tables"], hear)
+    parts = {name: _imported_ray().put((_arrays(state), notes)) for name, (state, notes) in loaded}
+    calls, doing = [(parts, work.fingerprint)], ["made the tables"]
+    [(_, run)] = pool.answers("finish", calls, doing, lambda: show_progress("finishing", 0, 1))
     finished: Run = run
     return finished
 
 
-@dataclass(frozen=True)
-class Task:
-    """What every worker opens, with the fingerprint that it must have; corpus, batch, seed and added accumulators."""
-
-    opening: dict[str, Any]
-    expected: dict[str, Any]
-    threads: int
-    survey: tuple[Corpus, int | None, int, Sequence[Extra]]
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """Resources of one node that a worker takes."""
-        return {"CPU": 1, "GPU": 1} if self.opening["device"] == "cuda" else {"CPU": self.threads}
-
-
 class Worker:
-    """The actor. It opens the model with its first call, so that what is wrong with it is raised there."""
+    """The actor. It opens the model with its first call, so that what is wrong with it is raised there.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    Args:
+        opening, expected: what `opened` needs, and the fingerprint that the model must have.
+        survey: corpus, batch, seed and added accumulators.
+        threads: of torch.
+    """
+
+    def __init__(
+        self, opening: dict[str, Any], expected: dict[str, Any], survey: tuple[Any, ...], threads: int
+    ) -> None:
+        self.opening, self.expected, self.survey, self.threads = opening, expected, survey, threads
         self._plan: SurveyPlan | None = None
-        self._directions: torch.Tensor | None = None
 
     def ready(self) -> int:
         """Return the process id: there was room for this worker."""
@@ -203,28 +180,24 @@ class Worker:
 
     def plan(self) -> SurveyPlan:
         """Open the model, once, check that it is the driver's, and return the survey's plan; errors name the node."""
-        if self._plan is None:
-            task, node = self.task, _imported_ray().util.get_node_ip_address()
-            torch.set_num_threads(task.threads)
-            try:
-                model = opened(task.opening)
-            except TheodoliteError as error:
-                raise type(error)(f"on node {node}: {error}") from error
-            own = fingerprint_of(model)
-            differ = [
-                f"{name} is {own[name]}, not {of}" for name, of in task.expected.items() if own[name] != of
-            ]
-            if differ:
-                raise UsageError(f"node {node} would measure something else: {'; '.join(differ)}")
-            self._plan = SurveyPlan.of(model, *task.survey)
+        if self._plan is not None:
+            return self._plan
+        node = _imported_ray().util.get_node_ip_address()
+        torch.set_num_threads(self.threads)
+        try:
+            model = opened(self.opening)
+        except TheodoliteError as error:
+            raise type(error)(f"on node {node}: {error}") from error
+        own = fingerprint_of(model)
+        differ = [f"{name} is {own[name]}, not {of}" for name, of in self.expected.items() if own[name] != of]
+        if differ:
+            raise UsageError(f"node {node} would measure something else: {'; '.join(differ)}")
+        self._plan = SurveyPlan(model, *self.survey)
         return self._plan
 
-    def read(self, chunk: Chunk) -> tuple[int, Arrays]:
+    def read(self, chunk: Chunk) -> tuple[int, dict[str, Any]]:
         """Read a chunk; return the process id and the sums."""
-        new_pass = self.plan().new_pass
-        if chunk.first and self._directions is None:
-            self._directions = first_directions(new_pass)
-        steps = ChunkPass(new_pass, chunk, self._directions)
+        steps = self.plan().chunk_pass(chunk)
         steps.run(Progress(steps.total))
         return os.getpid(), _arrays(steps.state())
 
@@ -238,38 +211,55 @@ class Worker:
         return os.getpid(), plan.tables(Job(plan.stages(), work).run())
 
 
-def _arrays(state: dict[str, torch.Tensor]) -> Arrays:
+def _arrays(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state as it travels: NumPy's arrays, which Ray sends without a copy."""
     return {name: tensor.contiguous().numpy() for name, tensor in state.items()}
 
 
-def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
+def _tensors(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array) for name, array in arrays.items()}  # copied: Ray's are read-only
 
 
 class _Pool:
-    """Workers, started with the first call; Ray restarts one that dies, and gives it its call again."""
+    """Workers: Ray restarts one that dies, and gives it its call again.
 
-    def __init__(self, task: Task, count: int, say: Callable[[str], None]) -> None:
-        self._task, self._count, self._say = task, count, say
-        self._starting: dict[Any, Any] = {}  # reference to the first answer → worker
+    Args:
+        task: a worker's arguments but for the threads. needs: the resources of one node that a worker takes.
+    """
+
+    def __init__(
+        self, task: tuple[Any, ...], needs: dict[str, int], count: int, say: Callable[[str], None]
+    ) -> None:
+        ray = _imported_ray()
+        self._needs, self._say = needs, say
+        # However often a worker dies it is restarted; only what it dies of is given up.
+        how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
+        how |= {f"num_{name.lower()}s": amount for name, amount in needs.items()}
+        actor, given = ray.remote(Worker).options(**how), [ray.put(part) for part in task]
+        workers = [actor.remote(*given, torch.get_num_threads()) for _ in range(count)]
+        self._starting = {worker.ready.remote(): worker for worker in workers}
+        self._processes: dict[Any, int] = {}  # of the workers that have started
         self._idle: list[Any] = []
-        self._processes: dict[Any, int] = {}
 
     def answers(
         self, method: str, calls: Sequence[tuple[Any, ...]], doing: Sequence[str], hear: Callable[[], None]
     ) -> Iterator[tuple[int, Any]]:
         """Yield the number and the answer of each call, as they come; `hear` is called repeatedly, and may raise."""
-        if calls and not self._processes:
-            self._start()
-        left, given, under_way = set(range(len(calls))), dict[int, float](), dict[Any, Any]()
-        began, longest = time.monotonic(), 0.0
-        while left:
-            patience = max(PATIENCE, 3 * longest)
-            free = [call for call in left if time.monotonic() - given.get(call, -math.inf) > patience]
-            for call in sorted(free, key=lambda call: (given.get(call, 0.0), call))[: len(self._idle)]:
+        given, under_way = dict.fromkeys(range(len(calls)), -math.inf), dict[Any, Any]()
+        began = time.monotonic()
+        while given:
+            hear()
+            now = time.monotonic()
+            if not self._processes and now - began > LIMIT:
+                raise WorkError(
+                    f"waited {LIMIT / 60:g} minutes for a worker, {self._lacking()}: end what else runs there, give "
+                    "another address, or rerun when there is room"
+                )
+            due = [call for call in sorted(given, key=given.__getitem__) if now - given[call] > PATIENCE]
+            for call in due[: len(self._idle)]:
                 worker = self._idle.pop(0)
                 under_way[getattr(worker, method).remote(*calls[call])] = worker, call
-                given[call] = time.monotonic()
+                given[call] = now
             waiting = [*self._starting, *under_way]
             for reference in _imported_ray().wait(waiting, timeout=SECONDS, fetch_local=False)[0]:
                 if worker := self._starting.pop(reference, None):
@@ -278,36 +268,24 @@ class _Pool:
                     continue
                 worker, call = under_way.pop(reference)
                 self._idle.append(worker)
-                answer = self._answer(reference, doing[call]) if call in left else None
-                if answer is not None:
-                    longest = max(longest, time.monotonic() - given[call])
-                    left.remove(call)
-                    self._notice(worker, answer[0])
-                    yield call, answer[1]
-                else:
-                    given.pop(call)
-            hear()
-            if not self._processes and time.monotonic() - began > LIMIT:
-                raise WorkError(
-                    f"waited {LIMIT / 60:g} minutes for a worker, {self._lacking()}: end what else runs there, give "
-                    "another address, or rerun when there is room"
-                )
-
-    def _start(self) -> None:
-        ray = _imported_ray()
-        # However often a worker dies it is restarted; only what it dies of is given up.
-        how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
-        needs = {f"num_{name.lower()}s": count for name, count in self._task.needs.items()}
-        actor, task = ray.remote(Worker).options(**how, **needs), ray.put(self._task)
-        workers = [actor.remote(task) for _ in range(self._count)]
-        self._starting = {worker.ready.remote(): worker for worker in workers}
+                if call not in given:
+                    continue
+                answer = self._answer(reference, doing[call])
+                if answer is None:
+                    given[call] = -math.inf
+                    continue
+                del given[call]
+                before, self._processes[worker] = self._processes[worker], answer[0]
+                if answer[0] != before:
+                    self._say(f"the worker of process {before} died, and Ray restarted it")
+                yield call, answer[1]
 
     def _lacking(self) -> str:
         """Say what a worker needs, and what is free."""
         free, there = _imported_ray().available_resources(), _imported_ray().cluster_resources()
         needs = [
             f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
-            for name, count in self._task.needs.items()
+            for name, count in self._needs.items()
         ]
         return f"which needs of one node {' and '.join(needs)}"
 
@@ -333,12 +311,6 @@ class _Pool:
                 f"the same work ended {TRIES} worker processes, the last when it {doing}: if they ran out of memory, "
                 "use a smaller --batch or larger machines"
             ) from error
-
-    def _notice(self, worker: Any, process: int) -> None:
-        before = self._processes[worker]
-        self._processes[worker] = process
-        if process != before:
-            self._say(f"the worker of process {before} died, and Ray restarted it")
 
 
 @contextmanager
@@ -377,18 +349,17 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _offered(threads: int) -> tuple[str, int]:
-    """Return the kind of device and the number of workers: one per GPU, or one per `threads` cores of a node."""
+def _offered(threads: int) -> tuple[dict[str, int], int]:
+    """Return what a worker takes of one node, a GPU or `threads` cores, and for how many workers there is room."""
     nodes = [node["Resources"] for node in _imported_ray().nodes() if node["Alive"]]
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    if gpus:
-        return "cuda", gpus
+    if gpus := sum(int(node.get("GPU", 0)) for node in nodes):
+        return {"CPU": 1, "GPU": 1}, gpus
     workers = sum(int(node.get("CPU", 0)) // threads for node in nodes)
     if not workers:
         raise UsageError(
             f"no node of the Ray cluster has the {threads} CPUs that a worker is to use: set OMP_NUM_THREADS to fewer"
         )
-    return "cpu", workers
+    return {"CPU": threads}, workers
 
 
 def _imported_ray() -> ModuleType:

@@ -1,37 +1,52 @@
 """The survey: a model measured on a text, on random sequences and by its own weights.
 
 It can be interrupted at any moment: progress is saved at intervals, and the same call resumes it to the same result.
+Many processes can read a part of the text each, a shard; all write to `OUT.partial` the sums of their chunks, and once
+the text and how the model was opened, of which one of them makes the run.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+from torch import Tensor
+
 from theodolite.corpus.corpus import Corpus
-from theodolite.jobs.job import CHECKPOINT_SECONDS, Stage, States
-from theodolite.logits.attribution import PatternPass
-from theodolite.measure.extra import Extra
-from theodolite.models import OpenModel
+from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.errors import UsageError
+from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
+from theodolite.jobs.unfinished import Unfinished
+from theodolite.logits.attribution import AttributionPass, PatternPass
+from theodolite.logits.shares import SharesPass, sample_of
+from theodolite.measure.catalogue import taken
+from theodolite.measure.extra import Extra, check_extra
+from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
+from theodolite.models.token_texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
+from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chunks_of
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_model, describe_pass
-from theodolite.passes.run import Run
-from theodolite.passes.run_job import run_into
-from theodolite.passes.shards import read_shard
-from theodolite.passes.survey_pass import HeadsPass
-from theodolite.passes.survey_stages import (
-    PATTERNS_TITLE,
-    TEXT,
-    TEXT_TITLE,
-    WEIGHTS_TITLE,
-    SurveyPlan,
-)
-from theodolite.passes.tabulate import Facts, tabulate
+from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.passes.run import Run, finished_run, run_into
+from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
+from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
 from theodolite.passes.weights_pass import WeightsPass
+from theodolite.system import embedded
+from theodolite.system.choices import check_whole
+from theodolite.system.files import locked
 from theodolite.system.progress import ShowStage
+from theodolite.system.run_folders import is_run
+
+TEXT, TEXT_TITLE = "corpus", "reading contexts"
+WEIGHTS_TITLE = "reading weights"
+"""What is said while stages run that other jobs have too."""
+
+SURVEYED = "surveyed"
+"""The part of unfinished work that holds the text, and how the model was opened."""
 
 
 @overload
@@ -100,11 +115,263 @@ def survey(
             holds something else, or there is no such shard.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
-    plan = SurveyPlan.of(model, corpus, batch, seed, extra)
-    if shard is not None:
-        read_shard(plan, out, shard, checkpoint_seconds, show_progress)
+    plan = SurveyPlan(model, corpus, batch, seed, extra)
+    if shard is None:
+        return plan.run(out, checkpoint_seconds, show_progress)
+    plan.read_shard(out, shard, checkpoint_seconds, show_progress)
+    return None
+
+
+def merge(
+    folder: str | Path,
+    model: OpenModel | None = None,
+    *,
+    extra: Sequence[Extra] = (),
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    show_progress: ShowStage = lambda what, done, total: None,
+) -> Run:
+    """Make the run of a survey whose shards have all been read: what is left costs the same however long the text is.
+
+    Args:
+        folder: the `out` of `survey(…, shard=)`.
+        model: as the shards surveyed it; None opens it as they did.
+        extra: the accumulators that the shards were given.
+        checkpoint_seconds, show_progress: as for `survey`.
+
+    Returns:
+        The run, written to `folder`: the same bytes as of `survey` in one process. From disk, if it is there already.
+
+    Raises:
+        UsageError: there are no shards, some are missing, the model or the accumulators are not those of the shards, or
+            the model was in memory only and is not given.
+        WorkError: as `survey`.
+    """
+    folder = Path(folder)
+    work = Unfinished(folder, {})
+    if is_run(folder):
+        with work.claimed():
+            work.remove()  # left when the process was killed as it finished
+        return Run.load(folder)
+    surveyed = work.load(SURVEYED)
+    if surveyed is None:
+        raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
+    tensors, notes = surveyed
+    corpus = Corpus(**tensors, **notes["text"])
+    chunks, shards = chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"]
+    missing = [
+        f"{number}/{shards}"
+        for number in range(1, shards + 1)
+        if not all(is_read(work, chunk) for chunk in chunks_of_shard(chunks, (number, shards)))
+    ]
+    if missing:
+        raise UsageError(
+            f"{work.out} lacks {'shard' if len(missing) == 1 else 'shards'} {', '.join(missing)}: run what is missing "
+            "with --shard, then merge"
+        )
+    if model is None:
+        if notes["opening"] is None:
+            raise UsageError(f"the model of {folder} was in memory only: give it, merge(folder, model)")
+        model = opened(notes["opening"])
+    plan = SurveyPlan(model, corpus, notes["batch"], notes["seed"], extra)
+    return plan.run(folder, checkpoint_seconds, show_progress)
+
+
+class SurveyPlan:
+    """A survey as a list of stages, each made from the states of those before it, and its tables.
+
+    Args:
+        batch: contexts a forward pass; None: 4096 tokens' worth.
+        seed: of the kept sample and of the random sequences for induction.
+        extra: accumulators of the caller's.
+
+    Raises:
+        UsageError: the corpus does not fit the model, or an accumulator does not fit the survey.
+    """
+
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, batch: int | None, seed: int, extra: Sequence[Extra]
+    ) -> None:
+        check_fit(model, corpus)
+        model.check_weights()
+        check_extra(extra, taken)
+        self.model, self.corpus, self.seed, self.extra = model, corpus, seed, extra
+        self.batch = batch_of(corpus, batch)
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides every byte of the survey."""
+        added = {"extra": [accumulator.name for accumulator in self.extra]} if self.extra else {}
+        text = {"corpus": self.corpus.sha256, "batch": self.batch, "seed": self.seed}
+        return {**fingerprint_of(self.model), **text, **added}
+
+    def new_pass(self) -> SurveyPass:
+        """Return a pass that has read nothing yet."""
+        return SurveyPass(self.model, self.corpus, self.seed, self.batch, self.extra)
+
+    @functools.cached_property
+    def _directions(self) -> Tensor:
+        """The directions of the sketches, which every chunk must look along: those of the first batch."""
+        first = self.new_pass()
+        first.read(0, min(first.batch, first.total))
+        return first.sketches.state()["directions"]
+
+    def chunk_pass(self, chunk: Chunk) -> ChunkPass:
+        """Return the steps of one chunk, of which no other has been read."""
+        return ChunkPass(self.new_pass, chunk, self._directions if chunk.first else None)
+
+    def stages(self) -> list[Stage]:
+        """List all stages in order; only the first one's cost grows with the text."""
+        model, corpus, seed = self.model, self.corpus, self.seed
+
+        def means(states: States) -> tuple[Tensor, Tensor]:
+            mean, pos, _ = survey_means(states, self.trailing, corpus.leading)
+            return mean, pos.float()  # as the run has it, so that its readers get the same parts
+
+        def shares(states: States) -> SharesPass:
+            added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
+            return SharesPass(model, corpus, seed, *means(states))
+
+        def weights(states: States) -> WeightsPass:
+            mean, pos = means(states)
+            words = slice(pos.shape[1] - self.trailing)
+            return WeightsPass(
+                model,
+                inputs=states.of(f"{TEXT}.inputs"),
+                mean=mean,
+                pos=pos[:, words],
+                normed=states.of("shares")["normed"][:, words],
+                leading=corpus.leading,
+                grid=None if corpus.grid is None else corpus.grid.shape,
+            )
+
+        def attribution(states: States) -> AttributionPass:
+            return AttributionPass(model, seed, states.of("patterns")["scores"], *means(states))
+
+        return [
+            Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),
+            Stage("shares", "splitting logits", shares),
+            Stage("weights", WEIGHTS_TITLE, weights),
+            _patterns(model, corpus, seed),
+            Stage("attribution", "attributing patterns", attribution),
+        ]
+
+    def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
+        """Run all stages and make the tables; errors are those of `run_into`."""
+        return run_into(
+            self.stages(),
+            self.tables,
+            out,
+            self.fingerprint,
+            corpus=describe_corpus(self.corpus),
+            checkpoint_seconds=checkpoint_seconds,
+            show_progress=show_progress,
+        )
+
+    def tables(self, states: States) -> Run:
+        """Make the run from the states of all stages."""
+        model, corpus, seed = self.model, self.corpus, self.seed
+        provenance = describe_model(model) | describe_pass(model, corpus, seed, self.fingerprint)
+        sample = choose_sample(corpus, self.trailing, (model.layers + 1) * model.width, seed)
+        provenance["counts"] |= {
+            "sampled_contexts": sample.size,
+            "split_contexts": len(sample_of(corpus, seed)),
+        }
+        examples, pictures = corpus.contexts[:EXAMPLES], None
+        if corpus.images is not None:
+            pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
+        text = text_of_tokens(model, corpus)
+        facts = Facts(provenance, text, sample, corpus.labels, examples, pictures)
+        return tabulate(states, facts, self.extra)
+
+    def read_shard(
+        self,
+        out: str | Path | None,
+        shard: tuple[int, int],
+        checkpoint_seconds: float,
+        show_progress: ShowStage,
+    ) -> None:
+        """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
+        if out is None:
+            raise UsageError("a shard leaves its sums in a folder: say which, the same for all shards")
+        if self.corpus.images is not None:
+            raise UsageError("shards are of text, not of images: survey them in one process")
+        chunks = chunks_of(len(self.corpus.contexts), self.batch)
+        own = chunks_of_shard(chunks, shard)
+        work = Unfinished(out, self.fingerprint, describe_corpus(self.corpus))
+        if finished_run(work) is not None:
+            return
+        work.check()
+        work.save_once(SURVEYED, lambda: self._surveyed(shard[1]))
+        total = own[-1].last - own[0].first if own else 0
+        for chunk in own:
+            if is_read(work, chunk):
+                continue
+
+            def show(title: str, done: int, of: int, before: int = chunk.first - own[0].first) -> None:
+                show_progress(title, before + done, total)
+
+            stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
+            with locked(work.folder / chunk.name):
+                job = Job([stage], work, checkpoint_seconds, show)
+                job.run()
+                job.save()
+
+    def _surveyed(self, shards: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What `merge` needs to make the same plan."""
+        corpus = self.corpus
+        tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
+        tensors |= {} if corpus.lengths is None else {"lengths": corpus.lengths}
+        text = {name: getattr(corpus, name) for name in ("name", "label_names", "seed", "selection")}
+        how = {"batch": self.batch, "seed": self.seed, "shards": shards}
+        return tensors, {"text": text, "opening": opening_of(self.model), **how}
+
+
+def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence[Chunk]:
+    """Return the chunks of the k-th of n shards; `UsageError` where there is no such shard."""
+    number, count = shard
+    check_whole(shard=number, shards=count)
+    if not 1 <= number <= count:
+        raise UsageError(f"there is no shard {number} of {count}: give one of 1/{count} to {count}/{count}")
+    if count > len(chunks):
+        raise UsageError(
+            f"{count} shards are too many: this text is cut into {len(chunks)} chunks of whole batches (at most "
+            f"{CHUNKS}; --batch says how many contexts one has)"
+        )
+    return chunks[len(chunks) * (number - 1) // count : len(chunks) * number // count]
+
+
+def is_read(work: Unfinished, chunk: Chunk) -> bool:
+    """Whether the sums of the whole chunk are there."""
+    return bool(work.notes(chunk.name).get("finished"))
+
+
+def opening_of(model: OpenModel) -> dict[str, Any] | None:
+    """Return what `opened` needs to open the same model in another process; None where it cannot.
+
+    None where it was changed after it was opened, or is in memory only.
+    """
+    in_memory = model.sha256 is None and model.revision is None
+    if in_memory or model.interventions or model.weights().changed:
         return None
-    return plan.run(out, checkpoint_seconds, show_progress)
+    is_folder = Path(model.id).is_dir()  # which other processes may know by another relative path
+    source = str(Path(model.id).resolve()) if is_folder else model.id
+    spread = getattr(model.root, "hf_device_map", None) is not None  # by accelerate, over several devices
+    return {
+        "source": None if model.id == embedded.NAME else source,
+        "dtype": str(model.source.dtype).removeprefix("torch."),
+        "revision": model.revision,
+        "attention": model.source.attention,
+        "device": None if spread else model.device.type,
+        "device_map": "auto" if spread else None,
+        "id": model.id,
+    }
+
+
+def opened(opening: dict[str, Any]) -> OpenModel:
+    """Open the model that `opening_of` described; errors are those of `open_model`."""
+    how = {name: value for name, value in opening.items() if name not in ("source", "id")}
+    return replace(open_model(opening["source"], **how), id=opening["id"])
 
 
 @measures("model")
@@ -128,24 +395,24 @@ def survey_heads(
     fingerprint = {**fingerprint_of(model), "corpus": corpus.sha256, "heads": True}
     provenance = describe_model(model) | describe_pass(model, corpus, seed, fingerprint)
 
-    def weights(states: States) -> WeightsPass:
-        return WeightsPass(model, inputs=states.of(f"{TEXT}.inputs"))
-
-    def patterns(states: States) -> PatternPass:
-        return PatternPass(model, corpus.contexts.shape[1], seed)
-
     stages = [
         Stage(TEXT, TEXT_TITLE, lambda states: HeadsPass(model, corpus, seed, batch)),
-        Stage("weights", WEIGHTS_TITLE, weights),
-        Stage("patterns", PATTERNS_TITLE, patterns),
+        Stage(
+            "weights",
+            WEIGHTS_TITLE,
+            lambda states: WeightsPass(model, inputs=states.of(f"{TEXT}.inputs")),
+        ),
+        _patterns(model, corpus, seed),
     ]
+    facts = Facts(provenance)
     return run_into(
-        stages,
-        lambda states: tabulate(states, Facts(provenance)),
-        None,
-        fingerprint,
-        show_progress=show_progress,
+        stages, lambda states: tabulate(states, facts), None, fingerprint, show_progress=show_progress
     )
+
+
+def _patterns(model: OpenModel, corpus: Corpus, seed: int) -> Stage:
+    length = corpus.contexts.shape[1]
+    return Stage("patterns", "scoring head types", lambda states: PatternPass(model, length, seed))
 
 
 @measures("model")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from theodolite.models import OpenModel
 from theodolite.models.stored.factored import PrunedMatrix
-from theodolite.system.pruned_folders import ADAPTER_FILES
+from theodolite.system.checkpoint_folders import ADAPTER_FILES
 
 PREFIX = "base_model.model."  # of PEFT, before the names of the model's modules
 

@@ -44,6 +44,7 @@ from theodolite.prune.pruned import (
     low_rank_of,
     reader_of_low_rank,
 )
+from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, exists_already
 from theodolite.system.checksums import (
     CHECKSUMS,
     bytes_digest,
@@ -52,7 +53,6 @@ from theodolite.system.checksums import (
     write_json_checked,
 )
 from theodolite.system.files import folder_written_atomically
-from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already
 from theodolite.system.run_folders import differences
 
 WEIGHTS = "weights"

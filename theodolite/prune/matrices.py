@@ -33,8 +33,8 @@ from theodolite.prune.moments import Moments
 from theodolite.prune.options import PruningOptions, RankRatio, Sparsity
 from theodolite.prune.patterns import check_sparsity, pattern_of, precision_of
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
+from theodolite.system.checkpoint_folders import ADAPTER
 from theodolite.system.choices import check_number
-from theodolite.system.pruned_folders import ADAPTER
 
 Matrices = list[list[Matrix]]
 """Of every block."""

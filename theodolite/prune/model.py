@@ -33,9 +33,9 @@ from theodolite.prune.moments import InputMoments
 from theodolite.prune.options import DAMPING, ITERATIONS, RANK_RATIO, PruningOptions, RankRatio, Sparsity
 from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
 from theodolite.prune.sequential import BlockByBlock
+from theodolite.system.checkpoint_folders import SETTINGS, refuse_inside
 from theodolite.system.choices import ATTENTIONS, Attention
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import SETTINGS, refuse_inside
 
 SCHEMA_VERSION = 1
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
+from theodolite.system.checkpoint_folders import ADAPTER
 from theodolite.system.choices import check_number, check_whole
-from theodolite.system.pruned_folders import ADAPTER
 
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 

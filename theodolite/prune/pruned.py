@@ -20,8 +20,8 @@ from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.stored.factored import BLOCK, PrunedMatrix, is_factored, read_matrices
 from theodolite.sinks.interventions import Factors
+from theodolite.system.checkpoint_folders import SETTINGS
 from theodolite.system.checksums import CHECKSUMS, read_bytes_checked, read_checked, read_json_checked
-from theodolite.system.pruned_folders import SETTINGS
 
 TABLE = "pruning.parquet"
 

@@ -36,7 +36,7 @@ from theodolite.prune.patterns import (
     pattern_of,
     precision_of,
 )
-from theodolite.system.threads import using_threads
+from theodolite.system.processor import using_threads
 
 _CHECK_EVERY = 16
 """Each 16th iteration and the last are checked for a direction that the subspace misses."""

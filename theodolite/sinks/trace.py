@@ -37,8 +37,7 @@ from theodolite.passes.corpus_pass import (
     refuse_nonfinite_stream,
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.passes.run import Run
-from theodolite.passes.run_job import run_into
+from theodolite.passes.run import Run, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.system.progress import ShowStage
 

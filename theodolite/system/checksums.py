@@ -64,13 +64,10 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
     Raises:
         CorruptFile: it has changed since.
     """
-    try:
-        with _opened(path) as (file, notes, inside):
-            # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-            known = [each for each in (inside, sha256) if each is not None]
-    except ERRORS as error:
-        raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
+    with _opened(path) as (file, notes, inside):
+        # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    known = [each for each in (inside, sha256) if each is not None]
     if known and known != [digest(tensors)] * len(known):
         raise CorruptFile("its bytes are not those that were written")
     return tensors, notes
@@ -78,28 +75,26 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
 
 def read_notes_checked(path: Path) -> dict[str, Any]:
     """Read the notes without the tensors; `CorruptFile` where they have changed since."""
-    try:
-        with _opened(path) as (_, notes, _):
-            return notes
-    except ERRORS as error:
-        raise error if isinstance(error, CorruptFile) else CorruptFile(str(error)) from error
-
-
-ERRORS = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError)
-"""What files raise whose bytes are others."""
+    with _opened(path) as (_, notes, _):
+        return notes
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
-    """Open a file; yield it, its checked notes, and the checksum of its tensors, if it has one."""
-    check_headers([path])
-    with safetensors.safe_open(path, "pt") as file:
-        header = file.metadata() or {}
-        entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
-        notes = entry["notes"]
-        if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
-            raise CorruptFile("its notes are not those that were written")
-        yield file, notes, entry["sha256"]
+    """Open a file; yield it, its checked notes, and the checksum of its tensors, if it has one; or `CorruptFile`."""
+    try:
+        check_headers([path])
+        with safetensors.safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
+            notes = entry["notes"]
+            if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
+                raise CorruptFile("its notes are not those that were written")
+            yield file, notes, entry["sha256"]
+    except CorruptFile:
+        raise
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptFile(str(error)) from error
 
 
 def check_headers(paths: Iterable[Path]) -> None:

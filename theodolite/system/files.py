@@ -1,4 +1,4 @@
-"""Write files and folders as a whole, and report disk errors in one line."""
+"""Write files and folders as a whole, one process at a time, and report disk errors in one line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+from filelock import FileLock, Timeout
 
 from theodolite.errors import UsageError, WorkError
 
@@ -131,3 +132,28 @@ def disk_errors(target: Path) -> Iterator[None]:
         full = next((said for said in FULL if said in why), None)
         remedy = ": free space there and rerun to go on from what is saved, or choose another --out"
         raise WorkError(f"cannot write {target}: {full + remedy if full else why}") from error
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it.
+
+    Raises:
+        UsageError: another one is at work there.
+        WorkError: nothing can be written there.
+    """
+    lock = FileLock(out.with_name(out.name + ".lock"), blocking=False)
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            # To the lock, a place that takes no files looks like this.
+            if not Path(lock.lock_file).exists():
+                raise WorkError(f"cannot write {out}: no file can be made there") from None
+            raise UsageError(f"another process is writing to {out}: wait for it or choose another") from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, so that nobody's lock is removed
+        lock.release()

@@ -1,11 +1,38 @@
-"""Whether products in half precision are worth having where a model runs."""
+"""The processor: torch's threads, half precision, and the memory that is kept for the next tensor."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameters of glibc's `mallopt`."""
+
+
+def keep_pages() -> None:
+    """Keep freed memory for the next tensor instead of returning it to the system.
+
+    A statistic's temporaries are megabytes that live for milliseconds. By default the C library returns them at
+    once or keeps them, as the heap happens to lie; new pages cost a survey's pass up to a quarter of its time. It
+    is a setting of the whole process, so a library should not make it, and without glibc nothing is done.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def multiplies_halves(device: str | torch.device = "cpu") -> bool:
@@ -26,3 +53,42 @@ def say_if_slow(dtype: torch.dtype, device: str | torch.device, say: Callable[[s
             f"this processor has no instructions for {name}, and takes 5 to 80 times as long as for float32: "
             "--dtype float32 reads the same weights, in twice the memory"
         )
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Use `count` threads: how sums are split over threads changes their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """`work` of each item, in order; as many at a time as torch has threads, each on one of them.
+
+    Operations on one context are too short to be split over threads efficiently. `work` must not accumulate sums: the
+    order of the calls is not deterministic.
+    """
+    threads = torch.get_num_threads()
+    if min(threads, len(items)) < 2:
+        return [work(item) for item in items]
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def alone(item: Item) -> Result:
+        torch.set_num_threads(1)
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return work(item)
+
+    try:
+        return list(_workers(threads, os.getpid()).map(alone, items))
+    finally:
+        torch.set_num_threads(threads)  # new threads inherit the last value set by any thread
+
+
+@functools.cache
+def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+    """A persistent pool, so that threads keep their allocations. A forked process needs its own."""
+    return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")

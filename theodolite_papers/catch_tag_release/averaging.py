@@ -20,8 +20,8 @@ from theodolite.judging import Criterion, judge, mix_of
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
+from theodolite.system.processor import using_threads
 from theodolite.system.progress import shown
-from theodolite.system.threads import using_threads
 from theodolite.system.wording import counted, for_plotly, listed, number, percent, with_error
 from theodolite.theory import averaging_error, averaging_model, mean_after, stable_rank
 from theodolite.theory.averaging import ABSENT

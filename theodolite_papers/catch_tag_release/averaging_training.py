@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from theodolite.system.threads import using_threads
+from theodolite.system.processor import using_threads
 from theodolite.theory import mean_after
 from theodolite_papers.training.trainer import CLIP, updates
 

@@ -18,7 +18,6 @@ from theodolite import Run
 from theodolite.estimates import Estimate, jackknife_error
 from theodolite.judging import Criterion
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
-from theodolite.passes.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
 from theodolite.system.wording import percent, with_error
@@ -27,6 +26,7 @@ from theodolite.theory.regimes import UNDEFINED
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line, head_scatter
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.localization.head_predictions import SUFFIX, Prediction, from_increments, from_survey
 from theodolite_papers.localization.text_as_walk import text_walk
 
 Indices = npt.NDArray[np.int64]

@@ -42,8 +42,7 @@ from theodolite.system.files import (
     write_text,
 )
 from theodolite.system.interrupt import STOPPING, interruptible
-from theodolite.system.processor import multiplies_halves
-from theodolite.system.threads import using_threads
+from theodolite.system.processor import multiplies_halves, using_threads
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt

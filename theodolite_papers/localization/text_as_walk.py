@@ -14,13 +14,13 @@ from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.estimates import Estimates
 from theodolite.judging import Criterion
 from theodolite.measure import walks
-from theodolite.passes.walk_pass import TextWalk, read_walk
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
+from theodolite_papers.localization.walk_pass import TextWalk, read_walk
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {

@@ -28,11 +28,11 @@ from theodolite.system.files import (
     check_target,
     disk_errors,
     folder_written_atomically,
+    locked,
 )
 from theodolite.system.interrupt import STOPPING, interruptible
-from theodolite.system.locks import locked
+from theodolite.system.processor import using_threads
 from theodolite.system.run_folders import differences
-from theodolite.system.threads import using_threads
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 
 CHECKPOINT = "checkpoint"

@@ -14,7 +14,6 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.measure.walks import MEASURES
-from theodolite.passes.head_predictions import Prediction, from_increments, from_survey
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
@@ -29,6 +28,7 @@ from theodolite_papers.localization.head_behaviour import (
     others_median,
     rank_correlation_of_heads,
 )
+from theodolite_papers.localization.head_predictions import Prediction, from_increments, from_survey
 from theodolite_papers.localization.text_as_walk import text_walk
 
 

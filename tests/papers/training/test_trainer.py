@@ -17,7 +17,7 @@ from tests.papers.shared import hashes, quiet
 from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.checksums import read_checked
-from theodolite.system.locks import locked
+from theodolite.system.files import locked
 from theodolite_papers.training.models import LearningRate
 from theodolite_papers.training.tasks import Additions, train_task_model
 

@@ -38,7 +38,7 @@ from theodolite.models.stored.loading import (
     tower_of,
     without_progress_bars,
 )
-from theodolite.system.pruned_folders import adapter_in
+from theodolite.system.checkpoint_folders import adapter_in
 
 
 class CannotReadLazily(WorkError):

@@ -33,8 +33,14 @@ from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_
 from theodolite.models.stored.factored import is_factored, load_factored
 from theodolite.models.training.adapters import with_adapter_merged
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import at_home, local_folder, refuse_index, weight_files
-from theodolite.system.pruned_folders import ADAPTER_FILES, adapter_in
+from theodolite.system.checkpoint_folders import (
+    ADAPTER_FILES,
+    adapter_in,
+    at_home,
+    local_folder,
+    refuse_index,
+    weight_files,
+)
 
 # What the loaders of transformers raise on broken or unknown checkpoints.
 LOADING_ERRORS = (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from theodolite.models.stored.dequantised import has_own_class
 from theodolite.models.weights.replaced_weights import own_parameter
 from theodolite.system.checksums import digest
-from theodolite.system.threads import parallel_map
+from theodolite.system.processor import parallel_map
 
 
 @dataclass(frozen=True)

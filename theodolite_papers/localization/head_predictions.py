@@ -13,14 +13,14 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from theodolite import OpenModel
 from theodolite.errors import WorkError
-from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.run import Run
-from theodolite.passes.walk_pass import TextWalk
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.theory.spectrum import qk_moments
+from theodolite_papers.localization.walk_pass import TextWalk
 
 SUFFIX = {"weights": "", "text": "_data"}
 """Of the survey's columns and arrays, for the two predictions that it has."""

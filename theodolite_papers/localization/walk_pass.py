@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from theodolite import OpenModel
 from theodolite.accumulate.sums import State
 from theodolite.accumulate.walks import LAGS, WalkSums
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
