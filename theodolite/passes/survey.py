@@ -156,7 +156,8 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    corpus = Corpus(**tensors, **notes["text"])
+    contexts, labels = tensors["contexts"], tensors["labels"]
+    corpus = Corpus(contexts=contexts, labels=labels, lengths=tensors.get("lengths"), **notes["text"])
     chunks, shards = chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"]
     missing = [
         f"{number}/{shards}"
