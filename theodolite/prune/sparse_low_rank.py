@@ -24,10 +24,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.methods import GivenPattern
-from theodolite.prune.options import ITERATIONS, RANK_RATIO
-from theodolite.prune.patterns import (
+from theodolite.prune.methods import (
     AGREEMENT,
+    GivenPattern,
     Pattern,
     ThresholdTracker,
     check_sparsity,
@@ -36,6 +35,7 @@ from theodolite.prune.patterns import (
     pattern_of,
     precision_of,
 )
+from theodolite.prune.options import ITERATIONS, RANK_RATIO
 from theodolite.system.threads import using_threads
 
 _CHECK_EVERY = 16
