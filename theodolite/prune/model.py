@@ -366,8 +366,8 @@ class _Pruning:
             damping = moments.factor.damping
             raised = f"damping raised to {damping:g}" if damping > options.damping else ""
             return (sparsegpt_factored(weight, moments.factor, sparsity, pattern),), damping, raised
-        settings = {"seed": options.seed, "exact": options.exact}
-        split = oats(weight, moments.diagonal, sparsity, ratio, options.iterations, pattern, **settings)
+        parts = sparsity, ratio, options.iterations, pattern
+        split = oats(weight, moments.diagonal, *parts, seed=options.seed, exact=options.exact)
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
         low_rank = (split.left, split.right) if split.left.numel() else ()
         return (split.sparse, *low_rank), math.nan, stalled
