@@ -23,7 +23,6 @@ from theodolite.prune.methods import (
     magnitude,
     pattern_of,
     sparsegpt,
-    sparsegpt_factored,
     sparsity_of,
     wanda,
 )
@@ -260,7 +259,7 @@ def test_a_singular_hessian_without_damping_and_one_that_no_damping_makes_defini
     column = torch.arange(1, 9, dtype=torch.float64)
     factor = factor_hessian(torch.outer(column, column), damping=0)
     assert 0 < factor.damping < 1e-12
-    pruned = sparsegpt_factored(torch.from_numpy(weights(4, 8)), factor, 0.5)
+    pruned = sparsegpt(torch.from_numpy(weights(4, 8)), factor, 0.5)
     assert torch.isfinite(pruned).all()
     assert factor_hessian(torch.eye(4), damping=0).damping == 0
     assert factor_hessian(torch.from_numpy(hessian_of(20, "dead"))).dead.nonzero().flatten().tolist() == [

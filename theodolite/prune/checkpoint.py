@@ -303,7 +303,14 @@ class UnfinishedPruning(Unfinished):
         sums: dict[str, str] = {}
         with folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
-                self._write_factored(folder, model, set(pruned.table["parameter"]))
+                save_config(model.hf, folder)
+                names = set(pruned.table["parameter"])
+                tensors = dense_tensors(model.hf, names)
+                for layer in range(model.layers):
+                    if model.streamed is not None:
+                        tensors |= model.streamed.tensors(layer, names)
+                    shutil.copyfile(self.path(_name(layer)), folder / BLOCK.format(layer))
+                save_file(tensors, folder / DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     save_checkpoint(model, folder)
@@ -338,16 +345,6 @@ class UnfinishedPruning(Unfinished):
         self.remove()
         low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
-
-    def _write_factored(self, folder: Path, model: OpenModel, names: set[str]) -> None:
-        save_config(model.hf, folder)
-        tensors = dense_tensors(model.hf, names)
-        if model.streamed is not None:
-            for layer in range(model.layers):
-                tensors |= model.streamed.tensors(layer, names)
-        save_file(tensors, folder / DENSE, {"format": "pt"})
-        for layer in range(model.layers):
-            shutil.copyfile(self.path(_name(layer)), folder / BLOCK.format(layer))
 
 
 def _name(layer: int) -> str:

@@ -72,9 +72,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
     Raises:
         UsageError: values that are not finite, not a matrix, or an invalid sparsity or pattern.
     """
-    weight = checked_weight(weight)
-    n_of_m = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, n_of_m)
+    weight, n_of_m, share = _checked(weight, sparsity, pattern)
     scores = weight.abs().to(precision_of(weight))
     if n_of_m:
         mask = n_of_m.largest(scores)
@@ -102,12 +100,12 @@ def wanda(
     Raises:
         UsageError: as `magnitude`, or norms that are negative or of another shape.
     """
-    weight = checked_weight(weight)
+    weight, n_of_m, share = _checked(weight, sparsity, pattern)
     norms = checked_inputs("input_norm", input_norm, weight)
-    n_of_m = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, n_of_m)
     precision = precision_of(weight)
-    scores = weight.abs().to(precision) * _near_one(norms).to(precision)
+    # Divided by a power of two near the largest: exact, and in the range of float32; 2^1023 is the largest.
+    norms = norms * 2.0 ** min(-int(torch.frexp(norms.max()).exponent), 1000)
+    scores = weight.abs().to(precision) * norms.to(precision)
     mask = n_of_m.largest(scores) if n_of_m else largest(scores, count_left(weight.shape[1], share))
     return torch.where(mask, weight, 0)
 
@@ -225,9 +223,10 @@ def _check_symmetric(hessian: Float64[Tensor, "inputs inputs"]) -> None:
         raise UsageError("hessian is not symmetric: give the sum of x xᵀ")
 
 
+@torch.no_grad()
 def sparsegpt(
     weight: Tensor,
-    hessian: Tensor,
+    hessian: Tensor | HessianFactor,
     sparsity: float | None = None,
     pattern: GivenPattern = None,
     *,
@@ -236,12 +235,14 @@ def sparsegpt(
 ) -> Tensor:
     """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
 
-    Frantar & Alistarh 2023, algorithm 1. `factor_hessian` and `sparsegpt_factored` do it in two steps: the
-    first is shared by several matrices, and reports the damping.
+    Frantar & Alistarh 2023, algorithm 1, which carries what was removed forward through the Cholesky factor U of the
+    inverse, H⁻¹ = Uᵀ U. Here U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the
+    error over the others moves the next block by −Δ R_before R_block⁻¹: only diagonal blocks are inverted.
 
     Args:
         weight: (outputs, inputs).
-        hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens.
+        hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens; or its `factor_hessian`, which several
+            matrices may share, and which says the damping.
         sparsity: share removed of each block of inputs, in (0, 1).
         pattern: N:M; then selected group by group, after the updates from earlier groups.
         block: inputs per jointly selected block.
@@ -254,31 +255,12 @@ def sparsegpt(
     Raises:
         UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
     """
-    return sparsegpt_factored(weight, factor_hessian(hessian, damping), sparsity, pattern, block=block)
-
-
-@torch.no_grad()
-def sparsegpt_factored(
-    weight: Tensor,
-    factor: HessianFactor,
-    sparsity: float | None = None,
-    pattern: GivenPattern = None,
-    *,
-    block: int = INPUTS_AT_ONCE,
-) -> Tensor:
-    """Prune by `sparsegpt` with a factored Hessian.
-
-    The paper carries what was removed forward through the Cholesky factor U of the inverse, H⁻¹ = Uᵀ U. Here
-    U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the error over the others moves
-    the next block by −Δ R_before R_block⁻¹, which needs the inverse of diagonal blocks only.
-    """
-    weight = checked_weight(weight)
+    factor = hessian if isinstance(hessian, HessianFactor) else factor_hessian(hessian, damping)
+    weight, n_of_m, share = _checked(weight, sparsity, pattern)
     if len(factor.upper) != weight.shape[1]:
         raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
     if block < 1:
         raise UsageError(f"block is {block}: give a positive number of inputs")
-    n_of_m = pattern_of(pattern, weight.shape[1])
-    share = sparsity_of(sparsity, n_of_m)
     if n_of_m:
         block = max(block // n_of_m.of, 1) * n_of_m.of
     precision = precision_of(weight)
@@ -329,12 +311,6 @@ def _prune_block(
 def count_left(entries: int, sparsity: float) -> int:
     """Count the entries that are kept: the share to remove is rounded down."""
     return entries - int(sparsity * entries)
-
-
-def _near_one(norms: Float64[Tensor, " inputs"]) -> Float64[Tensor, " inputs"]:
-    """Divide norms by a power of two near the largest: exact, and in the range of float32."""
-    exponent = int(torch.frexp(norms.max()).exponent)
-    return norms * 2.0 ** min(-exponent, 1000)  # 2^1023 is the largest
 
 
 @dataclass(frozen=True)
@@ -405,6 +381,15 @@ def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
             f"pattern {pattern} removes {fixed:.4g} of the entries, not {sparsity:g}: pass sparsity {fixed:.4g} or None"
         )
     return fixed
+
+
+def _checked(
+    weight: Tensor, sparsity: float | None, pattern: GivenPattern
+) -> tuple[Tensor, Pattern | None, float]:
+    """Check a weight, and find the pattern and the share to remove."""
+    weight = checked_weight(weight)
+    n_of_m = pattern_of(pattern, weight.shape[1])
+    return weight, n_of_m, sparsity_of(sparsity, n_of_m)
 
 
 def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:

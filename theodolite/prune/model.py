@@ -47,7 +47,7 @@ from theodolite.prune.methods import (
     magnitude,
     pattern_of,
     precision_of,
-    sparsegpt_factored,
+    sparsegpt,
     wanda,
 )
 from theodolite.prune.options import DAMPING, ITERATIONS, RANK_RATIO, PruningOptions, RankRatio, Sparsity
@@ -365,7 +365,7 @@ class _Pruning:
             assert moments.factor is not None
             damping = moments.factor.damping
             raised = f"damping raised to {damping:g}" if damping > options.damping else ""
-            return (sparsegpt_factored(weight, moments.factor, sparsity, pattern),), damping, raised
+            return (sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
         parts = sparsity, ratio, options.iterations, pattern
         split = oats(weight, moments.diagonal, *parts, seed=options.seed, exact=options.exact)
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
