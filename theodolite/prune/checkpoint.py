@@ -21,6 +21,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
+from theodolite.models.stored.checkpoint_tensors import save_config
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
@@ -29,9 +30,8 @@ from theodolite.models.stored.factored import (
     packed_block,
     unpacked_block,
 )
+from theodolite.models.stored.lazy_weights import save_checkpoint
 from theodolite.models.stored.loading import without_progress_bars
-from theodolite.models.stored.streamed import save_checkpoint
-from theodolite.models.stored.streamed_blocks import save_config
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.prune.adapter import has_layer, write_adapter
 from theodolite.prune.pruned import (
