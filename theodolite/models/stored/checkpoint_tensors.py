@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
 from theodolite.models.guard import MAKING
@@ -38,6 +38,7 @@ from theodolite.models.stored.factored import is_factored
 from theodolite.models.stored.loading import (
     architecture_of,
     config_of,
+    file_of,
     has_adapter,
     on_meta,
     refuse_more_layers,
@@ -145,7 +146,7 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        file = file_of(source, name, revision)
         if file is not None:
             if name == SAFE_WEIGHTS_NAME:
                 return [file]
