@@ -199,30 +199,51 @@ def test_blocks_and_a_forward_can_be_said():
     survey(by_forward, Corpus.from_ids(token_ids()))
 
 
-def test_what_cannot_be_opened_is_said_in_a_line():
-    gpt = GPT()
-    for call, line in (
-        (lambda: open_module(gpt), "say how many token ids there are, vocabulary=…"),
+class _Length:
+    def __len__(self) -> int:
+        return VOCABULARY
+
+
+def _broken(module: nn.Module, ids: Tensor) -> Tensor:
+    raise ZeroDivisionError("division by zero")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"vocabulary": None}, "say how many token ids there are, vocabulary=…"),
+        ({"vocabulary": 0}, "vocabulary is 0: give a whole number of tokens, 1 or more"),
+        ({"vocabulary": "50"}, "vocabulary is '50': give a whole number"),
+        ({"longest": -1}, "longest is -1: give a whole number"),
+        ({"forward": 3}, "forward is 3: give a function"),
+        ({"forward": _broken}, "GPT cannot run on contexts of 3 tokens: ZeroDivisionError: division by zero"),
+        ({"tokenizer": _Length()}, "the tokenizer, _Length, cannot be called"),
+        ({"image": (3, 4, 4)}, "a module reads tokens or images"),
+        ({"blocks": 3}, "blocks is int: give the name of their list"),
+        ({"blocks": nn.ModuleList()}, "blocks is ModuleList: give the name of their list"),
+        ({"blocks": []}, "blocks is list: give the name of their list"),
+        ({"blocks": "no"}, "GPT has no module for blocks=['no']"),
         (
-            lambda: open_module(nn.Linear(3, 3), vocabulary=5),
-            "Linear cannot run on contexts of 3 tokens: RuntimeError: ",
+            {"attention": "self_attn"},
+            "GPT: nothing that attends is called attention='self_attn'; its attention modules are called attention",
         ),
-        (
-            lambda: open_module(nn.Embedding(5, 3), vocabulary=5),
-            "Embedding computes no attention that could be read",
-        ),
-        (lambda: open_module(gpt, vocabulary=VOCABULARY, blocks="no"), "GPT has no module for blocks=['no']"),
-        (lambda: open_module(gpt, vocabulary=5, image=(3, 4, 4)), "a module reads tokens or images"),
-        (lambda: open_model(gpt), "GPT"),
-        (
-            lambda: open_module(gpt, vocabulary=VOCABULARY).hf,
-            "GPT is a module of its own, and this needs a model of",
-        ),
-    ):
-        with pytest.raises(UsageError) as raised:
-            call()
-        assert str(raised.value).startswith(line)
-        assert "\n" not in str(raised.value)
+        ({"module": nn.Linear(3, 3)}, "Linear cannot run on contexts of 3 tokens: RuntimeError: "),
+        ({"module": nn.Embedding(VOCABULARY, 3)}, "Embedding computes no attention that could be read"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_in_a_line(wrong, line):
+    with pytest.raises(UsageError) as raised:
+        # Where the tests check types, they would refuse some of these first.
+        inspect.unwrap(open_module)(**{"module": GPT(), "vocabulary": VOCABULARY, **wrong})
+    assert str(raised.value).startswith(line)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_model_of_transformers_or_holds_no_numbers_is_refused():
+    with pytest.raises(UsageError, match=r"^GPT"):
+        open_model(GPT())
+    with pytest.raises(UsageError, match=r"^GPT is a module of its own, and this needs a model of"):
+        _ = open_module(GPT(), vocabulary=VOCABULARY).hf
     broken = GPT()
     broken.head.weight.data[0, 0] = torch.nan
     with pytest.raises(WorkError, match=r"tensor head\.weight holds NaN"):
@@ -449,38 +470,6 @@ def test_one_of_two_attentions_is_chosen(kind):
         entropy(weights).tolist(), rel=1e-5
     )
     assert set(heads["spectrum_of"]) == {"projection" if kind == "self_attn" else "none"}
-
-
-def test_wrong_arguments_are_said_in_a_line():
-    gpt = GPT()
-
-    def broken(module: nn.Module, ids: Tensor) -> Tensor:
-        raise ZeroDivisionError("division by zero")
-
-    class Length:
-        def __len__(self) -> int:
-            return VOCABULARY
-
-    for wrong, line in (
-        ({"vocabulary": 0}, "vocabulary is 0: give a whole number of tokens, 1 or more"),
-        ({"vocabulary": "50"}, "vocabulary is '50': give a whole number"),
-        ({"longest": -1}, "longest is -1: give a whole number"),
-        ({"forward": 3}, "forward is 3: give a function"),
-        ({"forward": broken}, "GPT cannot run on contexts of 3 tokens: ZeroDivisionError: division by zero"),
-        ({"tokenizer": Length()}, "the tokenizer, Length, cannot be called"),
-        ({"blocks": 3}, "blocks is int: give the name of their list"),
-        ({"blocks": gpt.transformer["h"]}, "blocks is ModuleList: give the name of their list"),
-        ({"blocks": []}, "blocks is list: give the name of their list"),
-        (
-            {"attention": "self_attn"},
-            "GPT: nothing that attends is called attention='self_attn'; its attention modules are called attention",
-        ),
-    ):
-        with pytest.raises(UsageError) as raised:
-            # Where the tests check types, they would refuse some of these first.
-            inspect.unwrap(open_module)(gpt, **{"vocabulary": VOCABULARY, **wrong})
-        assert str(raised.value).startswith(line)
-        assert "\n" not in str(raised.value)
 
 
 def test_contexts_longer_than_the_positions_are_refused_in_a_line():
