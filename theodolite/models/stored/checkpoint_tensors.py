@@ -199,7 +199,7 @@ def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tens
 
     Yields the dictionary that holds each, its name there, and the tensor.
     """
-    stored = [
+    stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()
         for tensors, computed in (

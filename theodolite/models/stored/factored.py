@@ -69,7 +69,8 @@ def packed_block(
     matrices: Sequence[PrunedMatrix], notes: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The matrices of a block with some notes, as tensors and notes of a file."""
-    tensors, headers = {}, []
+    tensors: dict[str, Tensor] = {}
+    headers = []
     for of in matrices:
         values, bits = packed(of.sparse)
         parts = {"values": values, "bits": bits, "rows": of.rows, "left": of.left, "right": of.right}
