@@ -24,7 +24,7 @@ from theodolite.errors import WorkError
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra, survey
 from theodolite.report.content import flowing, layers_table, tiles
-from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import PLOTLY, write_report
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import summarise

@@ -27,10 +27,10 @@ from theodolite.report.data import (
     column,
     columns_of,
     entropy_share,
+    grid_of,
     layer_mean,
     offered,
     opening_head,
-    provenance,
 )
 from theodolite.system.wording import (
     MISSING,
@@ -145,7 +145,7 @@ def flowing(token: object) -> str:
 
 def sink_texts(run: Run) -> list[list[Token]]:
     """The example contexts, each a list of tokens in order; empty where the run has none."""
-    if run.examples is None or not len(run.examples) or grid_described(provenance(run, "corpus") or {}):
+    if run.examples is None or not len(run.examples) or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")

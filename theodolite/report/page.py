@@ -22,24 +22,14 @@ from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, style
-from theodolite.report.exhibit import Exhibit, Option
-from theodolite.report.exhibits import exhibits, measure_glossary
+from theodolite.report.drawing.heads import head_measures
+from theodolite.report.exhibit import SECTIONS, Exhibit, Option
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.key_numbers import beside_untrained, untrained_run
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
-
-SECTIONS = {  # identifier → name in the contents
-    "position": "Position",
-    "context": "Context",
-    "depth": "Through the layers",
-    "heads": "All heads",
-    "constituents": "Constituents",
-    "head": "One head",
-    "sinks": "Sinks",
-    "outliers": "Outliers",
-}
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 HEALTH = "Health"
@@ -115,7 +105,8 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """The page as one string of HTML."""
     blocks = {
-        section: [block_of(exhibit.of(run)) for exhibit in exhibits(run, section)] for section in SECTIONS
+        section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
+        for section in SECTIONS
     }
     untrained = untrained_run(run)
     tiles, findings = content.tiles(run), summarise(run)
@@ -142,7 +133,7 @@ def render(run: Run) -> str:
             "tiles": tiles,
             "untrained": beside_untrained(run, untrained) if untrained else None,
             "blocks": blocks,
-            "glossary": measure_glossary(run),
+            "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
             "sink_threshold": SINK_THRESHOLD,
