@@ -33,6 +33,7 @@ from theodolite.system.wording import visible
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 HEALTH = "Health"
+TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
 
@@ -139,10 +140,7 @@ def render(run: Run) -> str:
             "sink_threshold": SINK_THRESHOLD,
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
-            "outliers": content.outlier_table(run),
-            "layers": content.layers_table(run),
-            "heads": content.heads_table(run),
-            "attribution": content.attribution_table(run),
+            **{name: content.run_table(run, name) for name in TABLES},
             "errors": any(tile.error for tile in tiles),
             "first_head": content.first_head(run),
             "cards": script_json(content.head_cards(run)),
