@@ -6,12 +6,15 @@ Weights are random but not small, and biases, norms and sinks are random too: at
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate.utils.other
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -113,4 +116,19 @@ def sharp_gpt2(folder: Path, **sizes: Any) -> Path:
         for block in model.transformer.h:
             block.attn.c_attn.weight.mul_(40)
     model.save_pretrained(folder)
+    return folder
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    """The folder, whose config says something else."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """The folder, whose tensors are changed in place by a function of their dictionary."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

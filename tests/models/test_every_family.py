@@ -23,8 +23,7 @@ from theodolite.models.stored.checkpoint_tensors import build_skeleton
 from theodolite.models.stored.loading import on_meta
 from theodolite.models.weights.copies import stop_at_tap
 from theodolite.models.weights.head_weights import HeadWeights, read_head_weights, through_tap
-from theodolite.models.weights.replaced_weights import replaced
-from theodolite.models.weights.weight_map import find_projections
+from theodolite.models.weights.weight_map import find_projections, replaced
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import nn
 
 from tests import checkpoints
+from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import Seen
 from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
@@ -32,25 +32,18 @@ def _refused(source, error: type[TheodoliteError], words: str, opening=open_mode
     assert "\n" not in str(caught.value)
 
 
-def _edited(folder: Path, **changes: object) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return folder
-
-
-def _with_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def _pickled(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
-def _holding(value: float) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors["transformer.h.1.attn.c_attn.weight"][3, 5].fill_(value)
+def _holding(value: float) -> Callable[[Path], object]:
+    name = "transformer.h.1.attn.c_attn.weight"
+    return lambda folder: with_tensors(folder, lambda tensors: tensors[name][3, 5].fill_(value))
+
+
+def _configured(**changes: object) -> Callable[[Path], object]:
+    return lambda folder: edited(folder, **changes)
 
 
 def _truncated(folder: Path) -> None:
@@ -62,31 +55,23 @@ LACKED = "transformer.h.2.attn.c_attn.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[TheodoliteError], str]] = {
     "pickled": (_pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), UsageError, "holds no weights"),
-    "NaN": (
-        lambda folder: _with_tensors(folder, _holding(float("nan"))),
-        WorkError,
-        r"transformer.h.1.attn.c_attn.weight holds NaN",
-    ),
-    "infinite": (
-        lambda folder: _with_tensors(folder, _holding(float("inf"))),
-        WorkError,
-        r"transformer.h.1.attn.c_attn.weight holds infinite",
-    ),
+    "NaN": (_holding(float("nan")), WorkError, r"transformer.h.1.attn.c_attn.weight holds NaN"),
+    "infinite": (_holding(float("inf")), WorkError, r"transformer.h.1.attn.c_attn.weight holds infinite"),
     "a tensor lacks": (
-        lambda folder: _with_tensors(folder, lambda tensors: tensors.pop(LACKED)),
+        lambda folder: with_tensors(folder, lambda tensors: tensors.pop(LACKED)),
         WorkError,
         "lacks 1 of the model's tensors .*h.2.attn.c_attn.weight",
     ),
     "fewer layers": (
-        lambda folder: _edited(folder, n_layer=2),
+        _configured(n_layer=2),
         WorkError,
         "tensors of layers that its config.json does not have .*h.2.",
     ),
-    "other shapes": (lambda folder: _edited(folder, n_embd=64), UsageError, "cannot open"),
+    "other shapes": (_configured(n_embd=64), UsageError, "cannot open"),
     "truncated": (_truncated, UsageError, "cannot open"),
     "no json": (lambda folder: (folder / "config.json").write_text("{not json"), UsageError, "cannot open"),
     "unknown family": (
-        lambda folder: _edited(folder, model_type="perceiver9", architectures=["Perceiver9LM"]),
+        _configured(model_type="perceiver9", architectures=["Perceiver9LM"]),
         UsageError,
         "cannot open",
     ),
@@ -123,7 +108,7 @@ def test_what_is_no_checkpoint(tmp_path, opening):
 
 def test_code_that_a_checkpoint_brings_is_not_run(broken, tmp_path):
     marker = tmp_path / "ran"
-    _edited(broken, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"})
+    edited(broken, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"})
     (broken / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
     _refused(broken, UsageError, "cannot open")
     assert not marker.exists()
@@ -354,10 +339,9 @@ def test_a_model_shows_itself_in_a_line(opened):
 def test_fewer_positions_than_the_sequence_of_verification(tmp_path, opening):
     """Oracle: a model with more positions, of which it keeps the first."""
     folder = checkpoints.write("gpt2", tmp_path / "whole")
-    few = _edited(shutil.copytree(folder, tmp_path / "few"), n_positions=9)
-    tensors = load_file(few / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("wpe.weight"))
-    save_file(tensors | {name: tensors[name][:9].clone()}, few / "model.safetensors", {"format": "pt"})
+    few = edited(shutil.copytree(folder, tmp_path / "few"), n_positions=9)
+    name = "transformer.wpe.weight"
+    with_tensors(few, lambda tensors: tensors.update({name: tensors[name][:9].clone()}))
     model = opening(few)
     assert model.longest == 9
     assert torch.equal(model.head_weights(1).w_q, opening(folder).head_weights(1).w_q)
@@ -379,14 +363,12 @@ KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
 )
 def test_configs_that_cannot_be_are_refused(opening, family, changes, words, tmp_path):
     """Windows in which tokens see nothing, and an unknown kind of RoPE, named beside those that are known."""
-    _refused(_edited(checkpoints.write(family, tmp_path / "m"), **changes), UsageError, words, opening)
+    _refused(edited(checkpoints.write(family, tmp_path / "m"), **changes), UsageError, words, opening)
 
 
 def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
     folder = checkpoints.write("gpt2", tmp_path / "m")
-    tensors = load_file(folder / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("0.attn.c_attn.weight"))
-    save_file(tensors | {name: tensors[name] * 1e7}, folder / "model.safetensors", {"format": "pt"})
+    with_tensors(folder, lambda tensors: tensors["transformer.h.0.attn.c_attn.weight"].mul_(1e7))
     with pytest.raises(
         WorkError, match=r"c_attn\.weight holds infinite values in float16: try --dtype float32"
     ):

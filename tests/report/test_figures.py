@@ -19,7 +19,7 @@ from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
 from theodolite.report.content import first_head
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.payload import figure_json
 
 OF_TEXT = [name for name in figures.FIGURES if name not in OF_IMAGES]

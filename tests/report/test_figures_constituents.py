@@ -18,8 +18,7 @@ from theodolite.passes.run import Run
 from theodolite.report import figures, style
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
-from theodolite.report.exhibits import EXHIBITS
-from theodolite.report.exhibits.constituents import CONSTITUENT_EXHIBITS
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.payload import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
 from theodolite_papers.drawing import TILE_HEADROOM, positional_tiles
@@ -100,7 +99,7 @@ def test_a_panel_s_title_fits_a_phone(run: Run, score: float) -> None:
 
 
 def test_heads_that_pay_a_pattern_what_uniform_attention_does_are_noise(run: Run) -> None:
-    exhibit = next(exhibit for exhibit in CONSTITUENT_EXHIBITS if exhibit.key == "attribution-previous")
+    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.key == "attribution-previous")
     rows = run.attribution["pattern"] == "previous"
     noise = run.attribution.assign(score=run.attribution["score"].where(~rows, 0.021))  # uniform: 0.020
     one = noise.assign(score=noise["score"].where(~(rows & (noise["head"] == 1)), 0.0401))

@@ -23,8 +23,8 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.passes.run import Run
 from theodolite.passes.survey import spectra, survey
-from theodolite.report.content import flowing, layers_table, tiles
-from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.content import flowing, run_table, tiles
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import PLOTLY, write_report
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import summarise
@@ -214,7 +214,7 @@ def test_columns_of_nan_make_a_page(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run) -> None:
-    table = layers_table(run)
+    table = run_table(run, "layers")
     assert table is not None
     names = [name for name, _ in table.headings]
     assert len(names) == len([name for name in run.layers if not name.endswith("_se")])

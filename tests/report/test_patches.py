@@ -16,7 +16,7 @@ from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import figures
 from theodolite.report.content import sink_texts, text_line
-from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import render
 
 OF_IMAGES = ["patch_components", "patch_frequencies", "received_on_pictures", "norms_on_pictures"]

@@ -284,7 +284,6 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     weights = model.weights()
     origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
-    assert model.source.of_copy is not None
     source = model.source.of_copy(hf)
     return OpenModel.of(
         source,

@@ -18,8 +18,8 @@ from theodolite.models.calls import Call, Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
+from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
 from theodolite.models.stored.dequantised import refuse_unreadable_layers
-from theodolite.models.stored.streamed_blocks import StreamedBlocks
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind

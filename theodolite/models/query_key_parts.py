@@ -162,7 +162,7 @@ class _LayerVisitor:
             call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
             try:
                 with tapped(self.model.root, stop_at_tap):
-                    layer_pass = self._layer_pass(layer, attention, call)
+                    layer_pass = self._layer_pass(layer, call)
                     with without_autocast():
                         self.visit(layer_pass)
             finally:
@@ -172,8 +172,8 @@ class _LayerVisitor:
 
         return hook
 
-    def _layer_pass(self, layer: int, attention: nn.Module, call: Call) -> LayerPass:
-        entered, stream = call.hidden, self.stream
+    def _layer_pass(self, layer: int, call: Call) -> LayerPass:
+        structure, entered, stream = self.model.structure, call.hidden, self.stream
         assert stream is not None
         norm = None
         if not _equal(entered, stream):
@@ -182,10 +182,9 @@ class _LayerVisitor:
                 self.candidates, key=lambda of: (of[1] is not call.entered, isinstance(of[0], FunctionNorm))
             )
             norm = next((module for module, output in candidates if _equal(output, call.entered)), None)
-        name, inputs = self.model.structure.names[layer], call_until_tap(attention, call)
-        return LayerPass(
-            layer, name, stream, entered, norm, attention, call, inputs, self.model.structure.cross
-        )
+        attention, name = structure.attention_at(layer), structure.names[layer]
+        inputs = call_until_tap(attention, call)
+        return LayerPass(layer, name, stream, entered, norm, attention, call, inputs, structure.cross)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -213,101 +212,86 @@ def split_queries_and_keys(
         WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
     """
     try:
-        return _Splitter(layer_pass, parts, dtype).split(check_all)
+        return _split(layer_pass, parts, dtype, check_all)
     except WorkError as error:
         raise WorkError(
             f"layer {layer_pass.layer} ({layer_pass.name}): its logits cannot be split: {error}"
         ) from error
 
 
-class _Splitter:
-    def __init__(self, layer_pass: LayerPass, parts: Decomposition, dtype: torch.dtype) -> None:
-        if layer_pass.cross:
-            raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-        self.layer_pass = layer_pass
-        self.parts = parts
-        self.dtype = dtype
-        self.device = layer_pass.stream.device
-        self.norm = self._frozen_norm()
-        entered = layer_pass.entered.to(dtype)
-        self.attention = FrozenAttention(layer_pass.attention, layer_pass.call, entered)
-        self.at_zero = self._send(torch.zeros_like(entered if self.attention.per_context else entered[:1]))
+def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool) -> SplitQueriesAndKeys:
+    if of.cross:
+        raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
+    norm, entered = _frozen_norm(of, dtype), of.entered.to(dtype)
+    attention = FrozenAttention(of.attention, of.call, entered)
+    batch = entered if attention.per_context else entered[:1]
 
-    def split(self, check_all: bool) -> SplitQueriesAndKeys:
-        parts, layer_pass = self.parts, self.layer_pass
-        contexts, length, _ = layer_pass.stream.shape
-        named = {
-            "mean": self._image(parts.mean.expand(1, length, -1)),
-            "pos": self._image(parts.pos.unsqueeze(0)),
-            "ctx": self._image(parts.ctx.unsqueeze(1).expand(-1, length, -1)),
-            "bias": self._bias(),
-        }
-        checked = contexts if check_all or self.attention.per_context else 1
-        resid = self._image(parts.resid[:checked])
-        totals = tuple(t.to(self.dtype) for t in (layer_pass.inputs.query, layer_pass.inputs.key))
-        rounding, both = 0.0, []
-        for side in range(2):
-            exact = [part[side].expand_as(totals[side]) for part in named.values()]
-            remainder = totals[side] - sum(exact)
-            off = resid[side][:checked] - remainder[:checked]
-            rounding = max(rounding, relative_error(totals[side][:checked] + off, totals[side][:checked]))
-            named_side = dict(zip(named, exact, strict=True)) | {"resid": remainder}
-            both.append(torch.stack([named_side[name] for name in PARTS]))
-        if not rounding <= _tolerance(layer_pass.stream, layer_pass.inputs.query):
-            raise WorkError(
-                "queries and keys of this family are no affine function of its residual stream "
-                f"(relative error {rounding:.1e})"
-            )
-        return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
+    def send(entering: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = attention(entering)
+        return inputs.query.to(dtype), inputs.key.to(dtype)
 
-    def _frozen_norm(self) -> FrozenNorm | None:
-        layer_pass = self.layer_pass
-        if layer_pass.entered.shape != layer_pass.stream.shape:
-            raise WorkError(
-                "attention does not read the residual stream as it is, but something else of another width"
-            )
-        if layer_pass.norm is None:
-            if not _equal(layer_pass.entered, layer_pass.stream):
-                raise WorkError("no module of the block turns the residual stream into what enters attention")
-            return None
-        copy, stream = copy_in_dtype(layer_pass.norm, self.dtype), layer_pass.stream
-        # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        norm_dtype = self.dtype if copy is not layer_pass.norm else stream.dtype
-        return FrozenNorm.verified(
-            lambda x: copy(x.to(norm_dtype)).to(x.dtype),
-            stream.to(self.dtype),
-            layer_pass.entered,
-            type(layer_pass.norm).__name__,
-            _tolerance(stream, layer_pass.entered),
-        )
+    at_zero = send(torch.zeros_like(batch))
 
-    def _image(self, part: Tensor) -> tuple[Tensor, Tensor]:
+    def linear(entering: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = send(entering.expand(entered.shape) if attention.per_context else entering)
+        return query - at_zero[0], key - at_zero[1]
+
+    def image(part: Tensor) -> tuple[Tensor, Tensor]:
         """What a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
-        part = part.to(self.device, self.dtype)
-        if self.norm is None:
-            return self._linear(part)
-        direction, scale = self.norm.direction(part), self.norm.scale
-        if self.attention.per_context or len(part) > 1:
-            return self._linear(direction * (scale if len(part) == 1 else scale[: len(part)]))
+        part = part.to(of.stream.device, dtype)
+        if norm is None:
+            return linear(part)
+        direction, scale = norm.direction(part), norm.scale
+        if attention.per_context or len(part) > 1:
+            return linear(direction * (scale if len(part) == 1 else scale[: len(part)]))
         # The same in all contexts but for the scale of each token: projected once, scaled after.
-        query, key = self._linear(direction)
+        query, key = linear(direction)
         return query * scale.unsqueeze(1), key * scale.unsqueeze(1)
 
-    def _bias(self) -> tuple[Tensor, Tensor]:
-        if self.norm is None or not self.norm.bias.any():
-            return self.at_zero
-        entered = self.layer_pass.entered if self.attention.per_context else self.layer_pass.entered[:1]
-        return self._send(self.norm.bias.expand_as(entered))
+    contexts, length, _ = of.stream.shape
+    named = {
+        "mean": image(parts.mean.expand(1, length, -1)),
+        "pos": image(parts.pos.unsqueeze(0)),
+        "ctx": image(parts.ctx.unsqueeze(1).expand(-1, length, -1)),
+        "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
+    }
+    checked = contexts if check_all or attention.per_context else 1
+    resid = image(parts.resid[:checked])
+    rounding, both = 0.0, []
+    for side, own in enumerate((of.inputs.query, of.inputs.key)):
+        total = own.to(dtype)
+        exact = {name: part[side].expand_as(total) for name, part in named.items()}
+        remainder = total - sum(exact.values())
+        off = resid[side][:checked] - remainder[:checked]
+        rounding = max(rounding, relative_error(total[:checked] + off, total[:checked]))
+        both.append(torch.stack([{**exact, "resid": remainder}[name] for name in PARTS]))
+    if not rounding <= _tolerance(of.stream, of.inputs.query):
+        raise WorkError(
+            "queries and keys of this family are no affine function of its residual stream "
+            f"(relative error {rounding:.1e})"
+        )
+    return SplitQueriesAndKeys(both[0], both[1], of.inputs, rounding)
 
-    def _linear(self, entered: Tensor) -> tuple[Tensor, Tensor]:
-        if self.attention.per_context:
-            entered = entered.expand(self.layer_pass.entered.shape)
-        query, key = self._send(entered)
-        return query - self.at_zero[0], key - self.at_zero[1]
 
-    def _send(self, entered: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = self.attention(entered)
-        return inputs.query.to(self.dtype), inputs.key.to(self.dtype)
+def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+    if of.entered.shape != of.stream.shape:
+        raise WorkError(
+            "attention does not read the residual stream as it is, but something else of another width"
+        )
+    if of.norm is None:
+        if not _equal(of.entered, of.stream):
+            raise WorkError("no module of the block turns the residual stream into what enters attention")
+        return None
+    copy = copy_in_dtype(of.norm, dtype)
+    # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
+    norm_dtype = dtype if copy is not of.norm else of.stream.dtype
+    return FrozenNorm.verified(
+        lambda x: copy(x.to(norm_dtype)).to(x.dtype),
+        of.stream.to(dtype),
+        of.entered,
+        type(of.norm).__name__,
+        _tolerance(of.stream, of.entered),
+    )
 
 
 def _tolerance(*computed: Tensor) -> float:

@@ -38,16 +38,15 @@ class Source:
         run: the trunk on a batch, without an output head where it has one.
         predict: the next-token logits of a batch; None where there is no output head.
         reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
-        family: what the model is called among its kind.
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
         probe: a pass over it, or over two such contexts; an encoder reads one token more, so that a decoder's attention
             to it shows.
+        of_copy: the same of a copy of the root.
         attends: which of its attention is looked at, in such a pass.
         attention: of an encoder-decoder, or of a module of one's own, the same by a name of its own.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
-        of_copy: the same of a copy of the root.
     """
 
     root: nn.Module
@@ -55,15 +54,14 @@ class Source:
     run: Callable[[Inputs], Any]
     predict: Callable[[Tensor], Float[Tensor, "contexts positions vocabulary"]] | None
     reads: str
-    family: str
     vocabulary: int | None
     longest: int | None
     sample: Callable[[int], Tensor]
     probe: Callable[[int], Run]
+    of_copy: Callable[[Any], Source]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: str | None = None
     blocks: tuple[str, ...] | None = None
-    of_copy: Callable[[Any], Source] | None = None
 
     @classmethod
     def of_transformers(
@@ -99,9 +97,6 @@ class Source:
         def run(batch: Tensor) -> Any:
             return (entry or trunk)(**given(batch))
 
-        def probe(length: int) -> Run:
-            return lambda: run(sample(length))
-
         def predict(batch: Tensor) -> Tensor:
             return model(**given(batch)).logits
 
@@ -111,11 +106,10 @@ class Source:
             run=run,
             predict=None if model.get_output_embeddings() is None else predict,
             reads=name,
-            family=model.config.model_type,
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
-            probe=probe,
+            probe=lambda length: lambda: run(sample(length)),
             of_copy=cls.of_transformers,
         )
 
@@ -167,7 +161,6 @@ class Source:
             run=trunk,
             predict=None if vocabulary is None else predict,
             reads="pixel_values" if vocabulary is None else "input_ids",
-            family=type(module).__name__,
             vocabulary=vocabulary,
             longest=longest,
             sample=sample,
@@ -182,7 +175,6 @@ class Source:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         """What runs it is of the copy, too."""
-        assert self.of_copy is not None
         return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
@@ -198,6 +190,11 @@ class Source:
     def name(self) -> str:
         """The class of the model."""
         return type(self.root).__name__
+
+    @property
+    def family(self) -> str:
+        """What the model is called among its kind."""
+        return self.root.config.model_type if isinstance(self.root, PreTrainedModel) else self.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,7 +261,6 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
         run=run,
         predict=None,
         reads="input_ids",
-        family=model.config.model_type,
         vocabulary=vocabulary,
         longest=longest,
         sample=sample,

@@ -31,6 +31,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel, open_model
+from theodolite.models.stored.checkpoint_tensors import save_config
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
@@ -41,9 +42,8 @@ from theodolite.models.stored.factored import (
     read_matrices,
     unpacked_block,
 )
+from theodolite.models.stored.lazy_weights import save_checkpoint
 from theodolite.models.stored.loading import without_progress_bars
-from theodolite.models.stored.streamed import save_checkpoint
-from theodolite.models.stored.streamed_blocks import save_config
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already

@@ -27,10 +27,10 @@ from theodolite.report.data import (
     column,
     columns_of,
     entropy_share,
+    grid_of,
     layer_mean,
     offered,
     opening_head,
-    provenance,
 )
 from theodolite.system.wording import (
     MISSING,
@@ -98,27 +98,24 @@ def tiles(run: Run) -> list[Tile]:
     """The key numbers that this run has."""
     model = published.closest(run)
     reference = published.AVERAGES[model]
-    numbers: list[Tile] = []
-
-    def add_tile(name: str, label: str, note: str, *, share: bool = False) -> None:
-        mean_and_error = layer_mean(run, name)
-        if mean_and_error is None:
-            return
-        mean, error = mean_and_error
-        value, spread = rounded_with_error(*((100 * mean, 100 * error) if share else mean_and_error))
-        if not spread:
-            value = percent(mean) if share else number(mean, TILE_DIGITS)
-        elif share:
-            spread += "\u00a0%"
-        numbers.append(Tile(label, value, note, spread))
-
-    add_tile("rank", "positional rank", f"{model} {reference.rank[0]:g}")
+    numbers = []
     norm = f"{model} {percent(reference.relative_norm[0])}"
-    add_tile("relative_norm", "relative norm of the positional basis", norm, share=True)
     smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}; not published for other models"
-    add_tile("low_frequency_10", "smoothness of the positional basis", smooth, share=True)
-    add_tile("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}")
-    add_tile("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}")
+    for name, label, note in (
+        ("rank", "positional rank", f"{model} {reference.rank[0]:g}"),
+        ("relative_norm", "relative norm of the positional basis", norm),
+        ("low_frequency_10", "smoothness of the positional basis", smooth),
+        ("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}"),
+        ("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}"),
+    ):
+        if (mean_and_error := layer_mean(run, name)) is None:
+            continue
+        mean, error = mean_and_error
+        in_percent = name in ("relative_norm", "low_frequency_10")
+        value, spread = rounded_with_error(*((100 * mean, 100 * error) if in_percent else mean_and_error))
+        if not spread:
+            value = percent(mean) if in_percent else number(mean, TILE_DIGITS)
+        numbers.append(Tile(label, value, note, f"{spread}\u00a0%" if spread and in_percent else spread))
     share = entropy_share(run)
     if share is not None:
         numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
@@ -145,7 +142,7 @@ def flowing(token: object) -> str:
 
 def sink_texts(run: Run) -> list[list[Token]]:
     """The example contexts, each a list of tokens in order; empty where the run has none."""
-    if run.examples is None or not len(run.examples) or grid_described(provenance(run, "corpus") or {}):
+    if run.examples is None or not len(run.examples) or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
@@ -197,15 +194,6 @@ def sink_tokens(run: Run) -> Table | None:
     return Table(names, [row[3] for row in rows[:SINK_TOKENS]])
 
 
-def outlier_table(run: Run) -> Table | None:
-    """The outlier dimensions with the largest values."""
-    if run.outliers is None or not len(run.outliers):
-        return None
-    order, directions = ["maximum", "layer", "dimension"], [False, True, True]
-    largest = run.outliers.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
-    return frame_table(largest, columns_of(run, "outliers"))
-
-
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
     """A data frame as a table, numbers short; None where it is empty.
 
@@ -228,39 +216,33 @@ def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
     return name.replace("_", " "), ""
 
 
-def layers_table(run: Run) -> Table | None:
-    """The layer table, each value with its standard error in one cell; sorting goes by the value."""
-    frame = run.layers
-    measured = [name for name in frame if name[-3:] != "_se" or name.removesuffix("_se") not in frame]
-    if (table := frame_table(frame[measured], columns_of(run, "layers"))) is None:
-        return None
-    for index, name in enumerate(measured):
-        for row, error in zip(table.rows, frame.get(f"{name}_se", ()), strict=False):
-            if (value := row[index].value) is not None:
-                row[index] = Cell(with_error(value, float(error)), value)
-    return table
+def run_table(run: Run, name: str) -> Table | None:
+    """A table of the run; None where it is empty.
 
-
-def attribution_table(run: Run) -> Table | None:
-    """The attribution table with the head's name in place of its layer and number."""
-    return _with_head_names(run.attribution, columns_of(run, "attribution"))
-
-
-def heads_table(run: Run) -> Table | None:
-    """The head table with the head's name in place of its layer and number; sorting goes by both."""
-    return _with_head_names(run.heads, columns_of(run, "heads"))
-
-
-def _with_head_names(frame: pd.DataFrame | None, described: Mapping[str, Column]) -> Table | None:
+    Layers: each value with its standard error in one cell, sorted by the value. Outliers: the largest.
+    Heads and attribution: the head's name in place of its layer and number, sorted by both.
+    """
+    frame, described = getattr(run, name), columns_of(run, name)
     if frame is None or not len(frame):
         return None
-    table = frame_table(frame.drop(columns=["layer", "head"]), described)
-    if table is None:
+    if name == "outliers":
+        order, directions = ["maximum", "layer", "dimension"], [False, True, True]
+        return frame_table(
+            frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS), described
+        )
+    if name == "layers":
+        measured = [one for one in frame if one[-3:] != "_se" or one.removesuffix("_se") not in frame]
+        if (table := frame_table(frame[measured], described)) is not None:
+            for index, one in enumerate(measured):
+                for row, error in zip(table.rows, frame.get(f"{one}_se", ()), strict=False):
+                    if (value := row[index].value) is not None:
+                        row[index] = Cell(with_error(value, float(error)), value)
+        return table
+    if (table := frame_table(frame.drop(columns=["layer", "head"]), described)) is None:
         return None
-    pairs = [(int(layer), int(head)) for layer, head in zip(frame["layer"], frame["head"], strict=True)]
-    names = [Cell(head_name(layer, head), float(layer * 10_000 + head)) for layer, head in pairs]
-    rows = [[name, *row] for name, row in zip(names, table.rows, strict=True)]
-    return Table([("head", "block and head, both counted from 0"), *table.headings], rows)
+    for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
+        row.insert(0, Cell(head_name(int(layer), int(head)), float(layer * 10_000 + head)))
+    return Table([("head", "block and head, both counted from 0"), *table.headings], table.rows)
 
 
 def _cell(value: Any) -> Cell:

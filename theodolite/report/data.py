@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.corpus.groups import GROUPS
+from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion, Estimate, Estimates
 from theodolite.measure.catalogue import declared
@@ -189,6 +190,11 @@ def provenance(run: Run, *path: str) -> Any:
             return None
         value = value[step]
     return value
+
+
+def grid_of(run: Run) -> PatchGrid | None:
+    """How the tokens of the run's images lie; None where it has read text, or nothing."""
+    return grid_described(provenance(run, "corpus") or {})
 
 
 def entropy_limits(run: Run) -> Floats:

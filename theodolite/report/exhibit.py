@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.passes.run import Run
-from theodolite.report.data import array, column, evenly
+from theodolite.report.data import array, blocks, column, evenly, heads_per_block, residual_layers
 from theodolite.report.drawing.grammar import Sketch, Sketched
 from theodolite.report.style import Patch
+from theodolite.system.wording import head_name
+
+Drawing = TypeVar("Drawing", bound=Callable[..., go.Figure])
 
 GRID = 13  # residual layers drawn small, side by side: all of the papers' twelve-block models
 
@@ -93,35 +97,88 @@ class Exhibit:
     wide: bool = False
 
 
+Draw = Callable[..., go.Figure | Sketch]
+Picker = Callable[[Run, Draw], Choice]
+
+SECTIONS = {  # of the page: identifier → name in the contents
+    "position": "Position",
+    "context": "Context",
+    "depth": "Through the layers",
+    "heads": "All heads",
+    "constituents": "Constituents",
+    "head": "One head",
+    "sinks": "Sinks",
+    "outliers": "Outliers",
+}
+
+
 @dataclass(frozen=True)
 class SurveyExhibit:
-    """One figure of the report, of any survey that has what it needs.
+    """One figure of the page, and of `report.figures`: a function of a run, declared by `exhibit`.
 
-    `needs`: names such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
+    Attributes:
+        needs: such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
+        shows, look_for, source, unhealthy: its caption.
+        key: the function's name with hyphens where it has no other.
+        picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
+        alone: whether `report.figures` has it.
+        given: further arguments of the function, or functions of the run that give them.
     """
 
     key: str
     section: str
     title: str
     needs: tuple[str, ...]
-    draw: Callable[[Run], go.Figure]
+    function: Callable[..., go.Figure]
     shows: str
     look_for: str
     source: str
     unhealthy: str = ""
-    choice: Callable[[Run], Choice] | None = None
+    picker: Picker | None = None
+    small: bool = False
     wide: bool = False
     when: Callable[[Run], bool] | None = None
+    alone: bool = True
+    given: dict[str, Any] = field(default_factory=dict)
 
     def available(self, run: Run) -> bool:
         """True when the run has every number that the figure needs."""
         return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        """What the function takes besides the run."""
+        return {name: value(run) if callable(value) else value for name, value in self.given.items()}
+
+    def draw(self, run: Run) -> go.Figure:
+        """The figure as a page first has it."""
+        return self.function(run, **self.arguments(run))
+
     def of(self, run: Run) -> Exhibit:
         """The exhibit of one run."""
-        choice = None if self.choice is None else self.choice(run)
+        given = self.arguments(run)
+        sketch = self.function.sketch if isinstance(self.function, Sketched) else self.function
+        choice = self.picker and self.picker(run, lambda **chosen: sketch(run, **given | chosen))
+        if choice and self.small:
+            choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
         caption = self.shows, self.look_for, self.source, self.unhealthy
         return Exhibit(self.key, self.title, self.draw(run), *caption, choice, self.wide)
+
+
+DECLARED: list[SurveyExhibit] = []
+"""All exhibits of the modules imported so far; `figures.EXHIBITS` has those of the page, in its order."""
+
+
+def exhibit(
+    section: str, title: str, *needs: str, key: str = "", **more: Any
+) -> Callable[[Drawing], Drawing]:
+    """Declare a function of a run to be a figure of the page; `more`: of `SurveyExhibit`."""
+
+    def declare(function: Drawing) -> Drawing:
+        name = key or function.__name__.replace("_", "-")
+        DECLARED.append(SurveyExhibit(name, section, title, needs, function, **more))
+        return function
+
+    return declare
 
 
 def _has(run: Run, need: str) -> bool:
@@ -151,12 +208,23 @@ def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: boo
     return by_name("layer", names, draw, grid=grid, start=count // 2)
 
 
-def by_layer_of(
-    count: Callable[[Run], int],
-    draw: Sketched[[Run, int]] | Callable[[Run, int], go.Figure],
-    *,
-    grid: bool = False,
-) -> Callable[[Run], Choice]:
-    """A picker over the layers that a run has."""
-    drawn: Callable[[Run, int], go.Figure | Sketch] = draw.sketch if isinstance(draw, Sketched) else draw
-    return lambda run: by_layer(count(run), lambda layer: drawn(run, layer), grid=grid)
+def by_residual_layer(run: Run, draw: Draw) -> Choice:
+    """A picker over the residual layers of a run."""
+    return by_layer(residual_layers(run), lambda layer: draw(layer=layer))
+
+
+def by_block(run: Run, draw: Draw) -> Choice:
+    """A picker over the blocks of a run."""
+    return by_layer(blocks(run), lambda layer: draw(layer=layer))
+
+
+def by_head(run: Run, draw: Draw) -> Choice:
+    """What the page's pickers of one head choose."""
+    places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
+    options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
+
+    def of_head(key: str) -> go.Figure | Sketch:
+        layer, head = map(int, key.split(","))
+        return draw(layer=layer, head=head)
+
+    return Choice("head", options, of_head, "head")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,43 +27,37 @@ from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers, patches, sinks
-from theodolite.report.exhibits import EXHIBITS
+from theodolite.report.exhibit import DECLARED, SECTIONS, SurveyExhibit, by_block
 from theodolite.system.wording import head_name, listed
 
-_P = ParamSpec("_P")
-_EXHIBITS = {exhibit.key: exhibit for exhibit in EXHIBITS}
+MODULES = (patches, geometry, layers, split, heads, sinks)
+_PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
+_SECTIONS = list(SECTIONS)
+EXHIBITS = sorted(DECLARED, key=lambda one: (_SECTIONS.index(one.section), _PLACES[one.function.__module__]))
+"""All of them in the order of the page."""
+
+_OF_FUNCTION: dict[str, list[SurveyExhibit]] = {}
+for _exhibit in EXHIBITS:
+    if _exhibit.alone:
+        _OF_FUNCTION.setdefault(_exhibit.function.__name__, []).append(_exhibit)
+
 _CHOICES: dict[str, Sequence[object]] = {
     "pattern": tuple(ATTENTION_PATTERNS),
-    "cutoff": geometry.CUTOFFS,
+    "cutoff": split.CUTOFFS,
     "suffix": ("", "_data"),
     "name": ("spectrum", "spectrum_data"),
 }
 """What the arguments that are no places may be."""
 
-_OF_BLOCKS = (split.head_shares, patches.received_on_pictures)
-"""What is drawn of a block and not of a residual layer."""
-
-_KEYS = {"cosine_previous": "cosine"}  # figures that the page knows by another name than the function's
-
 
 def available(run: Run) -> list[str]:
     """The names of the figures that this run has the numbers for, in the order of the page."""
-    keys = {exhibit.key.removesuffix("-data") for exhibit in EXHIBITS if exhibit.available(run)}
-    keys |= {"attribution"} if any(key.startswith("attribution-") for key in keys) else set()
-    return [name for name in FIGURES if _key(name) in keys]
-
-
-def _key(name: str) -> str:
-    return _KEYS.get(name, name.replace("_", "-"))
+    return [name for name, of in _OF_FUNCTION.items() if any(one.available(run) for one in of)]
 
 
 def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
     """Title of a figure drawn with these arguments, and what to look for."""
-    key, subject = _key(name), ""
-    if "pattern" in arguments:
-        key += f"-{arguments['pattern']}"
-    if arguments.get("suffix") or arguments.get("name") == "spectrum_data":
-        key += "-data"
+    subject = ""
     if "head" in arguments:
         subject = head_name(arguments["layer"], arguments["head"])
     elif "layer" in arguments:
@@ -72,7 +66,8 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
         subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
     elif "cutoff" in arguments:
         subject = f"K = {arguments['cutoff']}"
-    exhibit = _EXHIBITS[key]
+    of = _OF_FUNCTION[name]
+    exhibit = next((one for one in of if one.given and one.given.items() <= arguments.items()), of[0])
     return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"
 
 
@@ -97,58 +92,28 @@ def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
             )
 
 
-FIGURES: dict[str, Callable[..., go.Figure]] = {}
-"""All of them by name, in the order of the page, which is that of their definitions below."""
-
-
-def _standalone(draw: Callable[_P, go.Figure]) -> Callable[_P, go.Figure]:
+def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
+    draw = exhibit.function
     signature = inspect.signature(draw)
 
     @functools.wraps(draw)
-    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
+    def drawn(*args: Any, **kwargs: Any) -> go.Figure:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        of_block = "head" in bound.arguments or draw in _OF_BLOCKS
+        of_block = "head" in bound.arguments or exhibit.picker is by_block
         _check(bound.arguments, of_block=of_block)
         words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
         return style.alone(draw(*args, **kwargs), *words)
 
-    FIGURES[draw.__name__] = drawn
     return drawn
 
 
-patch_components = _standalone(patches.patch_components)
-patch_frequencies = _standalone(patches.patch_frequencies)
-received_on_pictures = _standalone(patches.received_on_pictures)
-norms_on_pictures = _standalone(patches.norms_on_pictures)
-spiral = _standalone(geometry.spiral)
-waves = _standalone(geometry.waves)
-singular_values = _standalone(geometry.singular_values)
-gram = _standalone(geometry.gram)
-dct = _standalone(geometry.dct)
-rank = _standalone(layers.rank)
-stable_rank = _standalone(layers.stable_rank)
-relative_norm = _standalone(layers.relative_norm)
-low_frequency = _standalone(layers.low_frequency)
-similarity = _standalone(layers.similarity)
-incoherence = _standalone(layers.incoherence)
-clusters = _standalone(layers.clusters)
-norm = _standalone(layers.norm)
-cosine_previous = _standalone(layers.cosine_previous)
-rank_collapse = _standalone(layers.rank_collapse)
-head_map = _standalone(heads.head_map)
-entropy_by_position = _standalone(heads.entropy_by_position)
-regime_plane = _standalone(heads.regime_plane)
-head_shares = _standalone(split.head_shares)
-attribution = _standalone(split.attribution)
-inherited_smoothness = _standalone(geometry.inherited_smoothness)
-constituents = _standalone(split.constituents)
-spectrum = _standalone(heads.spectrum)
-propagation = _standalone(heads.propagation)
-head_entropy = _standalone(heads.head_entropy)
-sinks_by_position = _standalone(sinks.sinks_by_position)
-massive_activations = _standalone(layers.massive_activations)
-outlier_dimensions = _standalone(layers.outlier_dimensions)
-outlier_shares = _standalone(layers.outlier_shares)
+FIGURES = {name: _standalone(of[0]) for name, of in _OF_FUNCTION.items()}
+"""All of them by name, in the order of the page."""
 
+globals().update(FIGURES)
 __all__ = ["FIGURES", "available", *FIGURES]
+
+
+def __getattr__(name: str) -> Callable[..., go.Figure]:  # for type checkers, which do not see the update
+    raise AttributeError(f"no figure {name!r}: there are {listed(list(FIGURES), 60)}")

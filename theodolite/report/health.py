@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.corpus.patches import grid_described
 from theodolite.judging import HOLDS, Criterion, Estimate, judge
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
@@ -24,6 +23,7 @@ from theodolite.report.data import (
     array,
     column,
     entropy_share,
+    grid_of,
     head_labels,
     layer_average,
     limit_of,
@@ -248,7 +248,7 @@ def _positional(run: Run) -> Outcome | None:
 
 def of_plane(run: Run) -> str:
     """What is said of the frequencies of patches, which lie in rows and columns."""
-    return " of rows and of columns" if grid_described(provenance(run, "corpus") or {}) else ""
+    return " of rows and of columns" if grid_of(run) else ""
 
 
 LEAST_SIDE = 10
@@ -270,7 +270,7 @@ def above_noise(run: Run) -> npt.NDArray[np.bool_]:
 
 
 def _smooth(run: Run) -> Outcome | None:
-    grid = grid_described(provenance(run, "corpus") or {})
+    grid = grid_of(run)
     if column(run.layers, "low_frequency_10") is None or (
         grid and min(grid.rows, grid.columns) <= LEAST_SIDE
     ):

@@ -22,27 +22,18 @@ from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, style
-from theodolite.report.exhibit import Exhibit, Option
-from theodolite.report.exhibits import exhibits, measure_glossary
+from theodolite.report.drawing.heads import head_measures
+from theodolite.report.exhibit import SECTIONS, Exhibit, Option
+from theodolite.report.figures import EXHIBITS
 from theodolite.report.key_numbers import beside_untrained, untrained_run
 from theodolite.report.payload import figure_json, script_json
 from theodolite.report.summary import Finding, health_line, summarise
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
 
-SECTIONS = {  # identifier → name in the contents
-    "position": "Position",
-    "context": "Context",
-    "depth": "Through the layers",
-    "heads": "All heads",
-    "constituents": "Constituents",
-    "head": "One head",
-    "sinks": "Sinks",
-    "outliers": "Outliers",
-}
-
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 HEALTH = "Health"
+TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
 
@@ -115,7 +106,8 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """The page as one string of HTML."""
     blocks = {
-        section: [block_of(exhibit.of(run)) for exhibit in exhibits(run, section)] for section in SECTIONS
+        section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
+        for section in SECTIONS
     }
     untrained = untrained_run(run)
     tiles, findings = content.tiles(run), summarise(run)
@@ -142,16 +134,13 @@ def render(run: Run) -> str:
             "tiles": tiles,
             "untrained": beside_untrained(run, untrained) if untrained else None,
             "blocks": blocks,
-            "glossary": measure_glossary(run),
+            "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
             "sink_threshold": SINK_THRESHOLD,
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
-            "outliers": content.outlier_table(run),
-            "layers": content.layers_table(run),
-            "heads": content.heads_table(run),
-            "attribution": content.attribution_table(run),
+            **{name: content.run_table(run, name) for name in TABLES},
             "errors": any(tile.error for tile in tiles),
             "first_head": content.first_head(run),
             "cards": script_json(content.head_cards(run)),

@@ -25,8 +25,7 @@ from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import Answer
 from theodolite.models.doors.taps import intervened
 from theodolite.models.guard import guarded
-from theodolite.models.weights.replaced_weights import replaced
-from theodolite.models.weights.weight_map import Projection, find_projections
+from theodolite.models.weights.weight_map import Projection, find_projections, replaced
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""

@@ -6,7 +6,6 @@ The oracles are the quantisers' own dequantised weights, PEFT's merged ones, and
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 import warnings
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from tests.checkpoints import edited
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.logits.constituents import constituents
@@ -153,15 +153,14 @@ def test_what_is_unpacked_at_the_first_pass(static, checkpoint, tmp_path):
         "weights": {"dynamic": False, "strategy": "channel", **eight},
         "input_activations": {"dynamic": not static, "strategy": "tensor" if static else "token", **eight},
     }
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {
+    method = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
-    (path / "config.json").write_text(json.dumps(config))
+    edited(path, quantization_config=method)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the library, as it is imported
         model = open_model(path)

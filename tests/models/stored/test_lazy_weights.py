@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from benchmarks.large_checkpoints import write_layout
 from tests import checkpoints, vision
 from tests.calls import call
+from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import check_read_by_layers, same_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
@@ -49,6 +49,15 @@ def _assert_the_models_own(folder: Path) -> None:
     check_read_by_layers(open_model(folder, device="cpu"), folder)
 
 
+def _spoil_all_but(folder: Path, part: str) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if part not in name:
+                tensor.fill_(math.nan)
+
+    with_tensors(folder, spoil)
+
+
 @pytest.mark.parametrize("family", OTHERS)
 def test_names_that_transformers_changes_on_loading(family, tmp_path):
     config_class = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
@@ -64,7 +73,7 @@ def test_a_backbone_read_as_another_head_would_have_it(checkpoint, tmp_path):
     checkpoints.build("gpt2").base_model.save_pretrained(tmp_path)
     _assert_the_models_own(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    edited(tmp_path, architectures=["GPT2LMHeadModel"])
     _assert_the_models_own(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({k: v for k, v in config.items() if k not in ("architectures", "dtype")})
@@ -81,17 +90,13 @@ def test_half_precision(tmp_path):
 def test_other_tensors_are_not_read(checkpoint, tmp_path):
     """What is not of the attention may be NaN: it is not looked at. What is, may not, and is named."""
     folder = shutil.copytree(checkpoint("llama3"), tmp_path / "broken")
-    weights = load_file(folder / "model.safetensors")
     expected = spectra(open_model(folder, device="cpu"))
-    for name, tensor in weights.items():
-        if "self_attn" not in name:
-            tensor.fill_(math.nan)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _spoil_all_but(folder, "self_attn")
     with pytest.raises(WorkError, match="holds NaN"):
         open_model(folder)
     assert spectra(_opened(folder)).heads.equals(expected.heads)
-    weights["model.layers.1.self_attn.k_proj.weight"][2, 3] = math.inf
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with_tensors(folder, lambda tensors: tensors[name][2, 3].fill_(math.inf))
     opened = _opened(folder)
     opened.head_weights(0)
     with pytest.raises(WorkError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight holds infinite"):
@@ -166,17 +171,18 @@ def test_a_transformers_whose_loader_is_another_opens_the_whole_model(checkpoint
 def test_quantised_attention_is_not_taken_for_weights(checkpoint, tmp_path):
     """Where only experts are quantised, attention is read as it is; what has no config is in test_quantised.py."""
     folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "experts")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if ".experts." in name]:
-        weights[name + "_blocks"] = weights.pop(name).to(torch.uint8)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
+    edited(folder, quantization_config=method)
+
+    def four_bits(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name + "_blocks"] = tensors.pop(name).to(torch.uint8)
+
+    with_tensors(folder, four_bits)
     expected = spectra(open_model(checkpoint("gpt_oss"), device="cpu"))
     assert spectra(_opened(folder)).heads.equals(expected.heads)
-    weights["model.layers.0.self_attn.q_proj.weight_scale_inv"] = torch.ones(1)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1)}
+    with_tensors(folder, lambda tensors: tensors.update(scale))
     said: list[str] = []
     with pytest.raises((UsageError, WorkError)):  # no such checkpoint is opened whole here
         open_weights(folder, say=said.append)
@@ -228,11 +234,7 @@ def test_memory_does_not_grow_with_layers(tmp_path):
 def test_the_command_reads_by_layers(checkpoint, tmp_path):
     """Also what is not of the attention being NaN shows that the command does not open the model."""
     folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
-    weights = load_file(folder / "model.safetensors")
-    for name, tensor in weights.items():
-        if ".attn." not in name:
-            tensor.fill_(math.nan)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _spoil_all_but(folder, ".attn.")
     rows = json.loads(call("spectra", folder, "--json")[1])["heads"]
     expected = spectra(open_model(checkpoint("gpt2"), device="cpu")).heads
     assert [row["trace"] for row in rows] == pytest.approx(expected.trace.tolist(), rel=1e-12)

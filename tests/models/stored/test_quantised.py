@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.checkpoints import edited, with_tensors
 from theodolite.errors import WorkError
 from theodolite.models import open_model
 from theodolite.models.stored.lazy_weights import open_weights
@@ -22,11 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def written(source: Path, folder: Path, change: Callable[[Tensors], object]) -> Path:
-    shutil.copytree(source, folder)
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return with_tensors(shutil.copytree(source, folder), change)
 
 
 def stored_as(dtype: torch.dtype) -> Callable[[Tensors], object]:
@@ -98,9 +93,8 @@ def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(checkpoint, t
     folder = written(checkpoint("mistral"), tmp_path / "model", eight_bits)
     with pytest.raises(WorkError, match="no quantization_config"):
         open_model(folder)
-    config = json.loads((folder / "config.json").read_text())
     method = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    edited(folder, quantization_config=method)
     for opener in (open_model, open_weights):
         read = opener(folder).head_weights(1).w_q.mT.flatten(0, 1)
         torch.testing.assert_close(read, blocks[f"{Q}.weight"].double(), rtol=1e-6, atol=1e-9)

@@ -1,5 +1,7 @@
 """A checkpoint read in parts: a model without its weights, and the tensors of some modules at a time put into it.
 
+Blocks have theirs while they run or are asked for, and are written one at a time (`StreamedBlocks`).
+
 The parameters of the skeleton are on the meta device, which holds shapes and no numbers; the buffers that it computes
 by itself (angles of rotary positions) are there. To see who calls the attention, and with what, a forward pass is run
 while each parameter is one row repeated (stride 0), which takes no memory whatever the shape.
@@ -10,20 +12,24 @@ the few that are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import copy
+import functools
+import json
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
 from theodolite.models.guard import MAKING
@@ -32,13 +38,17 @@ from theodolite.models.stored.factored import is_factored
 from theodolite.models.stored.loading import (
     architecture_of,
     config_of,
+    file_of,
     has_adapter,
     on_meta,
     refuse_more_layers,
+    refuse_nonfinite_weights,
     tower_of,
     without_progress_bars,
 )
+from theodolite.models.structure import Structure
 from theodolite.system.checkpoint_folders import adapter_in
+from theodolite.system.files import write_text
 
 
 class CannotReadLazily(WorkError):
@@ -63,11 +73,7 @@ class CheckpointTensors:
     names: dict[str, str]
     changes: list[Any]
 
-    def load(self, module: str, device: torch.device | str = "cpu") -> None:
-        """Give a module of the skeleton its tensors; errors as of `load_if`."""
-        self.load_if(lambda name: name.startswith(module + "."), module, device)
-
-    def load_if(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
+    def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
 
         Raises:
@@ -140,7 +146,7 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        file = file_of(source, name, revision)
         if file is not None:
             if name == SAFE_WEIGHTS_NAME:
                 return [file]
@@ -181,23 +187,19 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
     """While open, every tensor that a checkpoint holds is one row repeated, of numbers up to `scale`; 0 gives zeros."""
     filled_with: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
-    stored = stored_tensors(model)
-    for tensors, name, tensor in stored:
-        tensors[name] = filled_with.setdefault(tensor, _repeated(tensor, scale))
-    try:
-        with _OneRow():
-            yield
-    finally:
-        restore_tensors(stored)
+    with put_back(model) as stored, _OneRow():
+        for tensors, name, tensor in stored:
+            tensors[name] = filled_with.setdefault(tensor, _repeated(tensor, scale))
+        yield
 
 
-StoredTensor = tuple[dict[str, Any], str, Tensor]
-"""Where a module has a tensor: its dictionary, the name in it, and what is there."""
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
+    """On leaving, a module has the floating-point tensors again that it has now and that checkpoints hold.
 
-
-def stored_tensors(module: nn.Module) -> list[StoredTensor]:
-    """The parameters of a module, and those of its buffers that checkpoints hold, if they are floating-point."""
-    return [
+    Yields the dictionary that holds each, its name there, and the tensor.
+    """
+    stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()
         for tensors, computed in (
@@ -207,12 +209,11 @@ def stored_tensors(module: nn.Module) -> list[StoredTensor]:
         for name, tensor in tensors.items()
         if tensor is not None and name not in computed and tensor.is_floating_point()
     ]
-
-
-def restore_tensors(stored: list[StoredTensor]) -> None:
-    """Let the modules have the tensors again that `stored_tensors` found."""
-    for tensors, name, tensor in stored:
-        tensors[name] = tensor
+    try:
+        yield stored
+    finally:
+        for tensors, name, tensor in stored:
+            tensors[name] = tensor
 
 
 def _repeated(tensor: Tensor, scale: float) -> Tensor:
@@ -237,3 +238,117 @@ class _OneRow(TorchFunctionMode):
             rows = row.expand(*row.shape[:-1], len(args[1]))
             return rows.clone() if bias is None else rows + bias
         return func(*args, **kwargs)
+
+
+class StreamedBlocks:
+    """The blocks of a skeleton, which have their tensors while they are `present`.
+
+    Attributes:
+        names: of the blocks, in the order of the layers.
+    """
+
+    def __init__(self, tensors: CheckpointTensors, structure: Structure, device: torch.device) -> None:
+        self._tensors, self._structure, self._device = tensors, structure, device
+        name_of = {module: name for name, module in tensors.model.named_modules()}
+        if structure.free or len(set(structure.blocks)) < len(structure.blocks):
+            raise CannotReadLazily("its layers are no modules of their own")
+        self.names = [name_of[block] for block in structure.blocks]
+        self._users = [0] * len(self.names)
+        self._edit: Callable[[int], None] | None = None
+
+    @contextmanager
+    def present(self, layer: int) -> Iterator[None]:
+        """While open, the tensors of a block are there."""
+        block, first, name = self._structure.blocks[layer], not self._users[layer], self.names[layer]
+        self._users[layer] += 1
+        try:
+            with put_back(block) if first else nullcontext():
+                if first:
+                    # What is read within a pass without gradients is written to after it, too.
+                    with torch.inference_mode(False), torch.no_grad():
+                        self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
+                        if self._edit is not None:
+                            self._edit(layer)
+                yield
+        finally:
+            self._users[layer] -= 1
+
+    def load_rest(self) -> None:
+        """Read, for good, what lies outside the blocks.
+
+        Raises:
+            CannotReadLazily: the checkpoint does not hold all of it.
+            WorkError: a weight is NaN or infinite.
+        """
+        model = self._tensors.model
+        self._tensors.load(self._is_outside, "what is outside of its blocks", self._device)
+        model.tie_weights()
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        missing = [n for n, tensor in model.state_dict().items() if tensor.is_meta and self._is_outside(n)]
+        if missing:
+            raise CannotReadLazily(f"the weights do not hold {missing[0]}")
+        refuse_nonfinite_weights(model)
+
+    def _is_outside(self, name: str) -> bool:
+        return not name.startswith(tuple(block + "." for block in self.names))
+
+    def read_as_they_run(self) -> None:
+        """From now on, a pass of the model reads each block as it gets there."""
+
+        def run(own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
+            with self.present(layer):
+                return own(*args, **kwargs)
+
+        for layer, block in enumerate(self._structure.blocks):
+            block.__dict__["forward"] = functools.partial(run, block.forward, layer)
+
+    @contextmanager
+    def edited(self, edit: Callable[[int], None]) -> Iterator[None]:
+        """While open, `edit` is called with a layer whose tensors have just been read, to change them."""
+        self._edit = edit
+        try:
+            yield
+        finally:
+            self._edit = None
+
+    def tensors(self, layer: int, without: Container[str] = ()) -> dict[str, Tensor]:
+        """Copies of what a checkpoint holds of a block, by the model's names, but for some of them."""
+        with self.present(layer):
+            block = self._structure.blocks[layer].state_dict()
+            named = {f"{self.names[layer]}.{name}": tensor for name, tensor in block.items()}
+            return {name: tensor.cpu().clone() for name, tensor in named.items() if name not in without}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that `transformers` opens into a folder, a file of each block and one of the rest."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model, files = self._tensors.model, len(self.names) + 1
+        tied = model.all_tied_weights_keys  # of tied tensors, the one is written that others follow
+        save_config(model, folder)
+        places: dict[str, str] = {}
+        size = 0
+        for number in range(files):
+            name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+            if number < len(self.names):
+                own = self.tensors(number)
+            else:
+                rest = model.state_dict().items()
+                own = {n: tensor.cpu() for n, tensor in rest if self._is_outside(n) and n not in tied}
+            tensors = {name: t.contiguous() for name, t in revert_weight_conversion(model, own).items()}
+            save_file(tensors, folder / name, {"format": "pt"})
+            places |= dict.fromkeys(tensors, name)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        write_text(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write what a checkpoint says of the model beside its weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

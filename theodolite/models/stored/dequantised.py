@@ -187,7 +187,7 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         raise _unreadable(name, layer, "it does not say how wide its input is")
     tensors = [*layer.parameters(), *layer.buffers()]
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    with _without_bias(layer), _silent(layer):
+    with _without_bias(layer), without_cast_warnings():
         dtype = _dtype_of(name, layer, torch.zeros(1, width, device=device))
 
         def answer(rows: Tensor) -> Tensor:
@@ -197,18 +197,6 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
         if answer(torch.zeros(1, width)).any():
             raise _unreadable(name, layer, "it adds something to its product")
         yield answer, width
-
-
-@contextmanager
-def _silent(layer: nn.Module) -> Iterator[None]:
-    """While open, its library warns of nothing: bitsandbytes says at each call that rows are cast."""
-    logger = logging.getLogger(type(layer).__module__.partition(".")[0])
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextmanager

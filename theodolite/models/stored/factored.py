@@ -64,30 +64,19 @@ class PrunedMatrix:
         low_rank = self.left.to(device).double() @ self.right.to(device).double()
         return (sparse.double() + low_rank).to(sparse.dtype)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What is written of it, by the last part of its name."""
-        values, bits = packed(self.sparse)
-        parts = {"values": values, "bits": bits, "rows": self.rows, "left": self.left, "right": self.right}
-        return {name: tensor.cpu().contiguous() for name, tensor in parts.items() if tensor is not None}
-
 
 def packed_block(
     matrices: Sequence[PrunedMatrix], notes: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The matrices of a block with some notes, as tensors and notes of a file."""
-    tensors = {
-        f"{matrix.key}/{name}": tensor for matrix in matrices for name, tensor in matrix.tensors().items()
-    }
-    headers = [
-        {
-            "key": matrix.key,
-            "parameter": matrix.parameter,
-            "expert": matrix.expert,
-            "dimension": matrix.dimension,
-            "shape": list(matrix.sparse.shape),
-        }
-        for matrix in matrices
-    ]
+    tensors: dict[str, Tensor] = {}
+    headers = []
+    for of in matrices:
+        values, bits = packed(of.sparse)
+        parts = {"values": values, "bits": bits, "rows": of.rows, "left": of.left, "right": of.right}
+        tensors |= {f"{of.key}/{n}": part.cpu().contiguous() for n, part in parts.items() if part is not None}
+        header = {name: getattr(of, name) for name in ("key", "parameter", "expert", "dimension")}
+        headers.append({**header, "shape": list(of.sparse.shape)})
     return tensors, {"matrices": headers, "notes": notes}
 
 

@@ -1,15 +1,17 @@
-"""A checkpoint opened for its weights only: read from its safetensors files, those of one attention module at a time.
+"""A checkpoint opened to be read in parts from its safetensors files; what cannot be is opened whole, and it says why.
 
-The model is a skeleton whose parameters stay on the meta device (`checkpoint_tensors.py`). While a layer's heads are
-looked at, the tensors of its attention module are there, and nothing else; neither embeddings nor feed-forward parts
-are read. What cannot be read so is opened whole, and the reason is said.
+The model is a skeleton whose parameters stay on the meta device (`checkpoint_tensors.py`). Opened for its weights only,
+it has the tensors of one attention module while that layer's heads are looked at, and nothing else. Opened to be run,
+it has what lies outside the blocks (embeddings, the last norm, the head) for good, and a block's tensors while that
+runs or is asked for: the memory of a block and of its activations, whatever its size. All of it is on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +30,27 @@ from theodolite.models.source import Source
 from theodolite.models.stored.checkpoint_tensors import (
     CannotReadLazily,
     CheckpointTensors,
+    StreamedBlocks,
     checkpoint_tensors,
     filled_with_rows,
-    restore_tensors,
-    stored_tensors,
+    put_back,
 )
 from theodolite.models.stored.loading import (
     LOADING_ERRORS,
     Checkpoint,
+    load_tokenizer,
     reason_of,
     refuse_nonfinite_weights,
+    usable_device,
     without_progress_bars,
 )
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.models.weights.copies import run_until_tap, stop_at_tap
+from theodolite.system import embedded
 from theodolite.system.choices import Attention, check_dtype
+from theodolite.system.processor import say_if_slow
 
 OTHER_WEIGHTS = 2**-6
 """Size of other weights in the modules that are not read, to see whether queries and keys depend on them."""
@@ -76,42 +82,124 @@ def open_weights(
     """
     check_dtype(dtype)
     try:
-        return _open_lazily(path_or_id, dtype, revision, attention, show_progress)
+        checkpoint = Checkpoint.at(path_or_id, revision)
+        with _read_in_parts():
+            checkpoint = checkpoint.of_one_commit()
+            reader = Reader.of(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
+            for layer in (reader.structure.attending[0], reader.structure.attending[-1]):
+                with reader.loaded(layer):
+                    pass
+        reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
+        return reader.opened(_load_layer=reader.loaded, **checkpoint.identity(show_progress))
     except CannotReadLazily as reason:
         model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision, attention=attention)
         say(f"opened whole, since {reason}")
         return model
 
 
-def _open_lazily(
+@known_state()
+def open_streamed(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> OpenModel:
+    """Open a checkpoint whose blocks are read from its files as they run, for `prune_model`.
+
+    Every block is read once on opening: its weights are finite, and the attention of the first and the last that
+    attend is verified as `open_weights` does. A checkpoint that cannot be read so is opened whole.
+
+    Args:
+        path_or_id, dtype, device, revision: as in `open_model`.
+        say: told in a line why the model was opened whole, if it was, and of a dtype in which this processor is slow.
+        show_progress: told (0, 1) before each block is read, then (bytes done, bytes in all) while the files are
+            hashed; it may raise to stop.
+
+    Raises:
+        UsageError, WorkError: as `open_model` does.
+    """
+    check_dtype(dtype)
+    target = usable_device(device)
+    try:
+        with _read_in_parts():
+            model = _open_streamed(path_or_id, dtype, target, revision, show_progress)
+    except CannotReadLazily as reason:
+        model = open_model(path_or_id, dtype=dtype, device=device, revision=revision, say=say)
+        say(f"opened whole, since {reason}")
+        return model
+    say_if_slow(model.hf.dtype, target, say)
+    return model
+
+
+def _open_streamed(
     path_or_id: str | Path | None,
     dtype: str | torch.dtype,
+    device: torch.device,
     revision: str | None,
-    attention: Attention | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    checkpoint = Checkpoint.at(path_or_id, revision)
-    with read_in_parts():
-        checkpoint = checkpoint.of_one_commit()
-        tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
-        reader = Reader.of(tensors, attention)
-        attending = reader.structure.attending
-        for layer in (attending[0], attending[-1]):
-            with reader.loaded(layer):
-                pass
-    reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
-    return OpenModel.of(
-        reader.source,
-        reader.structure,
-        reader.calls,
-        reader.inputs,
+    checkpoint = Checkpoint.at(path_or_id, revision).of_one_commit()
+    tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
+    if tensors.model.config.is_encoder_decoder:
+        raise CannotReadLazily("encoder and decoder read each other")
+    reader = Reader.of(tensors, None)
+    blocks = StreamedBlocks(tensors, reader.structure, device)
+    blocks.load_rest()
+    attending = reader.structure.attending
+    for layer in range(len(blocks.names)):
+        show_progress(0, 1)
+        with blocks.present(layer):
+            refuse_nonfinite_weights(reader.structure.blocks[layer], blocks.names[layer] + ".")
+            if layer in (attending[0], attending[-1]):
+                reader.verify(layer)
+    blocks.read_as_they_run()
+    there = {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()}
+    return replace(reader, calls=there).opened(
+        tokenizer=load_tokenizer(checkpoint.place, checkpoint.revision),
         **checkpoint.identity(show_progress),
-        _load_layer=reader.loaded,
+        streamed=blocks,
+        _load_layer=blocks.present,
     )
 
 
+def instead_of_offloaded(model: OpenModel) -> OpenModel:
+    """The checkpoint of a model with offloaded blocks, opened to be run a block at a time; any other model as it is.
+
+    Raises:
+        UsageError: its blocks cannot be read so, or its files have changed.
+    """
+    blocks = (block.parameters() for block in model.structure.blocks)
+    offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
+    if not offloaded or model.interventions or not model.weights().of_files:
+        return model
+    place = None if model.id == embedded.NAME else model.id
+    try:
+        with _read_in_parts():
+            streamed = _open_streamed(
+                place, model.source.dtype, model.device, model.revision, lambda done, total: None
+            )
+    except CannotReadLazily as reason:
+        raise UsageError(
+            f"blocks of {model.id} are offloaded, and cannot be read as they run, since {reason}: open it on one device"
+        ) from None
+    if streamed.sha256 != model.sha256:
+        raise UsageError(f"the files of {model.id} have changed since it was opened: open it anew")
+    return streamed
+
+
+def save_checkpoint(model: OpenModel, folder: Path) -> None:
+    """Write the model as `transformers` opens it; of a streamed one, a block is in memory at a time."""
+    if model.streamed is None:
+        model.hf.save_pretrained(folder)
+    else:
+        model.streamed.save(folder)
+
+
 @contextmanager
-def read_in_parts() -> Iterator[None]:
+def _read_in_parts() -> Iterator[None]:
     """While open, what keeps a checkpoint from being read in parts is raised as `CannotReadLazily`, quietly."""
     try:
         with without_progress_bars():
@@ -164,6 +252,10 @@ class Reader:
             other_calls = capture_current_calls(structure, several_tokens)
         return cls(tensors, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
+    def opened(self, **rest: Any) -> OpenModel:
+        """The model, with other attributes."""
+        return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
+
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
         """While open, the weights of one attention module are there; they are finite, and the module is verified.
@@ -172,14 +264,11 @@ class Reader:
             WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
         """
         module, name = self.structure.attention_at(layer), self.structure.names[layer]
-        stored = stored_tensors(module)
-        try:
-            self.tensors.load(name)
+        with put_back(module):
+            self.tensors.load(lambda of: of.startswith(name + "."), name)
             refuse_nonfinite_weights(module, name + ".")
             self.verify(layer)
             yield
-        finally:
-            restore_tensors(stored)
 
     def verify(self, layer: int) -> None:
         """Verify an attention module whose weights are there.

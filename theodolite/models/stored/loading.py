@@ -11,7 +11,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -131,18 +131,18 @@ def commit_of(name: str, revision: str | None) -> str | None:
         UsageError: its index names something else than safetensors of its own.
         OSError: there is no such model or revision; without a network, the cache has none.
     """
-    config = cached_file(name, CONFIG_NAME, revision=revision)
-    commit = extract_commit_hash(config, None)
-    index = cached_file(
-        name,
-        SAFE_WEIGHTS_INDEX_NAME,
-        revision=commit,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
+    index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
     if index is not None:
         refuse_index(Path(index).parent)
     return commit
+
+
+def file_of(source: str | Path, name: str, revision: str | None, **options: Any) -> str | None:
+    """Where a file of a checkpoint lies on this machine, fetched if need be; None where it has none of that name."""
+    return cached_file(
+        source, name, revision=revision, _raise_exceptions_for_missing_entries=False, **options
+    )
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
@@ -172,7 +172,9 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
             continue  # it is another one from layer to layer
         if isinstance(size, int) and size < 1:
             raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
-    for rope in _rope_parameters(text):
+    rope_parameters = getattr(text, "rope_parameters", None)
+    of_all = rope_parameters if isinstance(rope_parameters, dict) else {}
+    for rope in [of_kind for of_kind in of_all.values() if isinstance(of_kind, dict)] or [of_all]:
         if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
             raise UsageError(
                 f"cannot open {source}: its config.json says rope_type = {kind!r}; transformers "
@@ -196,18 +198,14 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
         )
 
 
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Of all layers, or of each kind of layers."""
-    given = getattr(config, "rope_parameters", None)
-    of_kinds = (
-        [value for value in given.values() if isinstance(value, dict)] if isinstance(given, dict) else []
-    )
-    return of_kinds or ([given] if isinstance(given, dict) else [])
-
-
 def config_of(source: str | Path, revision: str | None) -> Any:
     """The config of a checkpoint. Which code computes its attention is not its to say: it may name a download."""
-    _refuse_many_labels(Path(source) / "config.json")
+    path = Path(source) / CONFIG_NAME
+    # The one number for which a config takes memory as soon as it is made: a name for each label.
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # `AutoConfig` says what is wrong
+        labels = json.loads(path.read_text(encoding="utf-8")).get("num_labels")
+        if isinstance(labels, int) and labels > MOST_LABELS:
+            raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     config._attn_implementation = None
     return config
@@ -233,18 +231,6 @@ def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> An
     part._attn_implementation = None
     say(f"{name} has two towers: this is the one of {'text' if chosen == 'text' else 'images'} ({of_tower})")
     return part
-
-
-def _refuse_many_labels(path: Path) -> None:
-    """The one number for which a config takes memory as soon as it is made: a name for each label."""
-    if not path.is_file():
-        return
-    try:
-        labels = json.loads(path.read_text(encoding="utf-8")).get("num_labels")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return  # who reads the rest says what is wrong
-    if isinstance(labels, int) and labels > MOST_LABELS:
-        raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
 
 
 def on_meta(
@@ -285,9 +271,8 @@ def load(
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
-    skeleton = on_meta(
-        source, architecture, config
-    )  # refuses what is larger than its files, before it is read
+    # Refuses what is larger than its files, before it is read.
+    skeleton = on_meta(source, architecture, config)
     if folder.is_dir():
         refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
@@ -297,9 +282,8 @@ def load(
         return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
     with ExitStack() as stack:
         scratch = None
-        if (
-            device_map is not None
-        ):  # what is offloaded in another form than the checkpoint's (most experts) goes there
+        if device_map is not None:
+            # What is offloaded in another form than the checkpoint's (most experts) goes there.
             scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
         with MAKING:
             model, info = (architecture or AutoModel).from_pretrained(
@@ -329,10 +313,7 @@ def load(
 
 def has_adapter(source: str | Path, revision: str | None) -> bool:
     """Whether there is one beside the weights: `transformers` then loads both, if it finds PEFT."""
-    name = "adapter_config.json"
-    return (
-        cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None
-    )
+    return file_of(source, "adapter_config.json", revision) is not None
 
 
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
@@ -372,13 +353,10 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
         if not torch.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
+            why = " values: the checkpoint is broken, nothing to measure"
             if kind == "infinite" and parameter.dtype == torch.float16:
-                raise WorkError(
-                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
-                )
-            raise WorkError(
-                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
-            )
+                why = " values in float16: try --dtype float32"
+            raise WorkError(f"tensor {prefix}{name} holds {kind}{why}")
 
 
 def hash_checkpoint(

@@ -8,7 +8,7 @@ every change by chance; the name of changed weights is a SHA-256.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.models.stored.dequantised import has_own_class
-from theodolite.models.weights.replaced_weights import own_parameter
+from theodolite.models.weights.weight_map import own_parameter
 from theodolite.system.checksums import digest
 from theodolite.system.processor import parallel_map
 
@@ -64,12 +64,19 @@ def _crc(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], int]:
     return name, str(tensor.dtype), tuple(tensor.shape), zlib.crc32(values.data)
 
 
-def _weights(model: nn.Module) -> Mapping[str, Tensor]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and the buffers that checkpoints hold, each once; what an intervention has replaced, as it was."""
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in _tensors(model):
-        if not tensor.is_meta:
-            found.setdefault(id(tensor), (name, tensor))
+    for path, module in model.named_modules():
+        held = {
+            name: own_parameter(module, name, parameter)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        held |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in held.items():
+            if tensor is not None and not tensor.is_meta:
+                found.setdefault(id(tensor), (f"{path}.{name}", tensor))
     return dict(part for named in found.values() for part in _parts(*named))
 
 
@@ -81,13 +88,3 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     parts: Any = tensor
     for part in parts.__tensor_flatten__()[0]:
         yield from _parts(f"{name}.{part}", getattr(tensor, part))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{name}", own_parameter(module, name, parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer

@@ -48,7 +48,13 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         elif isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
         elif callable(getattr(inner, "get_base_model", None)):
-            _refuse_learned_prompts(inner)
+            for config in inner.peft_config.values():
+                if getattr(config, "is_prompt_learning", False):
+                    # They come before every text, and the base model knows nothing of them.
+                    raise UsageError(
+                        f"{type(inner).__name__} has learned prompts ({config.peft_type.value}), which are outside of "
+                        "the model that theodolite reads: give model.get_base_model() to measure it without them"
+                    )
             inner = inner.get_base_model()
         else:
             raise UsageError(
@@ -60,16 +66,6 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
             'set_attention_type("original_full") first'
         )
     return inner
-
-
-def _refuse_learned_prompts(model: Any) -> None:
-    """Raise `UsageError` where PEFT has learned what comes before every text: the base model knows nothing of it."""
-    for config in model.peft_config.values():
-        if getattr(config, "is_prompt_learning", False):
-            raise UsageError(
-                f"{type(model).__name__} has learned prompts ({config.peft_type.value}), which are outside of the "
-                "model that theodolite reads: give model.get_base_model() to measure it without them"
-            )
 
 
 def autocast_dtype(model: nn.Module) -> torch.dtype | None:

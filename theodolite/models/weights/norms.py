@@ -47,24 +47,22 @@ def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
     Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
     (DeepSeek's) is not among them: without it, other weights would be read.
     """
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                outputs[name] = output
+    def keep(norm: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs[norm] = output
 
-        return hook
-
-    hooks = [child.register_forward_hook(keep(name)) for name, child in norms_inside(module)]
+    norms = norms_inside(module)
+    hooks = [norm.register_forward_hook(keep) for _, norm in norms]
     row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with removed_on_leaving(hooks):
         inputs = run_until_tap(module, call, as_sequences(row, module))
     tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
     return [
         name
-        for name, output in outputs.items()
-        if any(_is_repeated(output, values) for values in tapped_values)
+        for name, norm in norms
+        if norm in outputs and any(_is_repeated(outputs[norm], values) for values in tapped_values)
     ]
 
 
@@ -243,15 +241,17 @@ class FrozenAttention:
         self._dtype = entered.dtype if self._module is not module else call.entered.dtype
         if self._module is not module:
             make_norms_modules(self._module, [norm for _, norm in norms_inside(self._module)])
-        reads_one = self._reads(entered[:1])
+        self.per_context = False
+        try:
+            self(entered[:1])
+        except WorkError:
+            self.per_context = True
         norms = {norm: name for name, norm in norms_inside(self._module)}
-        self.per_context = bool(norms) or not reads_one
-        if norms:
-            if self._module is module:
-                raise WorkError("there are norms inside, and the weights are not here to be copied")
-            self._freeze(norms, entered)
-
-    def _freeze(self, norms: dict[nn.Module, str], entered: Tensor) -> None:
+        if not norms:
+            return
+        if self._module is module:
+            raise WorkError("there are norms inside, and the weights are not here to be copied")
+        self.per_context = True
         calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
         def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
@@ -272,13 +272,6 @@ class FrozenAttention:
                     raise
                 continue  # of a weight, say: the whole is verified after all
             self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
-
-    def _reads(self, hidden: Tensor) -> bool:
-        try:
-            self(hidden)
-        except WorkError:
-            return False
-        return True
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
         """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
@@ -38,86 +38,61 @@ def read_output_weights(
     Raises:
         WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
     """
-    answers = _Answers()
-    width = call.width
+    width, heads, features, positions = call.width, 0, 0, 1
+    given = torch.zeros(1, 0)
+
+    def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
+        """What is given in place of the heads' outputs, the same at all positions; zeros where nothing is."""
+        nonlocal heads, features
+        batch, heads, queries, _width = inputs.query.shape
+        shape = (batch, queries, heads, inputs.value.shape[-1])
+        features = shape[2] * shape[3]
+        if not given.numel():
+            return inputs.value.new_zeros(shape)
+        return given.to(inputs.value).unsqueeze(1).expand(-1, queries, -1).reshape(shape)
+
     with without_interventions(), torch.inference_mode():
-        with tapped(model, answers.give):
-            attention = _ControlledAttention(structure.attention_at(layer), call, answers)
-            attention.find_positions()
-            passes_on = attention.passes_on(width)
-            weights = (
-                None if passes_on else _linear_part(attention.send, answers.features, width, attention.rows)
-            )
+        with tapped(model, give):
+            module = copy_in_dtype(structure.attention_at(layer), torch.float64)
+            if module is not structure.attention_at(layer):
+                module.eval()
+
+            def send(outputs: Tensor, hidden: Tensor) -> Tensor:
+                """What leaves the module, which reads `hidden`, with these heads' outputs; each row is a sequence."""
+                nonlocal given
+                given = outputs
+                sequences = as_sequences(hidden, module).expand(-1, positions, -1)
+                return call.output(module, sequences)[:, 0].double().cpu()
+
+            nothing = torch.zeros(1, 0), torch.zeros(1, width)
+            try:
+                send(*nothing)  # tells as well how many heads there are, and how wide
+            except (RuntimeError, ValueError, TypeError):
+                positions = call.hidden.shape[1]  # it takes as many as the call has: patches of an image
+                if positions == 1:
+                    raise
+                send(*nothing)
+            outputs = _random(2, features).to(dtype_of(module)).double()
+            result = send(outputs, torch.zeros(2, width))
+            passes_on = result.shape == outputs.shape and torch.equal(result, outputs)
+            weights = None if passes_on else _linear_part(send, features, width, max(1, ROWS // positions))
         if passes_on:
             output_module = _output_module(model, structure, layer, run)
             if output_module is None:
-                weights = torch.eye(answers.features, dtype=torch.float64)
+                weights = torch.eye(features, dtype=torch.float64)
             else:
-                weights = _linear_part(_sender(output_module), answers.features, width)
+                taken_on = copy_in_dtype(output_module, torch.float64)
+                weights = _linear_part(
+                    lambda rows, _: taken_on(as_sequences(rows, taken_on))[:, 0].double().cpu(),
+                    features,
+                    width,
+                )
     if weights is None:
         raise WorkError(
             f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
             "outputs (a gate or a norm comes between), so it has no W_O"
         )
-    return weights.unflatten(0, (answers.heads, -1))
-
-
-class _Answers:
-    """A tap function that returns `outputs`; zeros where there are none."""
-
-    def __init__(self) -> None:
-        self.outputs = torch.zeros(1, 0)
-        self.heads = self.features = 0
-
-    def give(self, _: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """The tap function."""
-        batch, self.heads, queries, _width = inputs.query.shape
-        shape = (batch, queries, self.heads, inputs.value.shape[-1])
-        self.features = shape[2] * shape[3]
-        if not self.outputs.numel():
-            return inputs.value.new_zeros(shape)
-        # The same at all positions.
-        return self.outputs.to(inputs.value).unsqueeze(1).expand(-1, queries, -1).reshape(shape)
-
-
-class _ControlledAttention:
-    """A float64 copy of an attention module whose tap returns chosen outputs; it must be made under the tap."""
-
-    def __init__(self, module: nn.Module, call: Call, answers: _Answers) -> None:
-        self._module = copy_in_dtype(module, torch.float64)
-        if self._module is not module:
-            self._module.eval()
-        self._call = call
-        self._answers = answers
-        self._positions = 1
-
-    @property
-    def rows(self) -> int:
-        """How many may be sent at once."""
-        return max(1, ROWS // self._positions)
-
-    def find_positions(self) -> None:
-        """Sequences of one token, or of as many as the call has where it takes no others: patches of an image."""
-        sent = torch.zeros(1, 0), torch.zeros(1, self._call.width)
-        try:
-            self.send(*sent)  # tells as well how many heads there are, and how wide
-        except (RuntimeError, ValueError, TypeError):
-            self._positions = self._call.hidden.shape[1]
-            if self._positions == 1:
-                raise
-            self.send(*sent)
-
-    def send(self, outputs: Float[Tensor, "rows features"], hidden: Float[Tensor, "rows width"]) -> Tensor:
-        """What leaves the module that reads `hidden` while its heads' outputs are `outputs`; each row a sequence."""
-        self._answers.outputs = outputs
-        sequences = as_sequences(hidden, self._module).expand(-1, self._positions, -1)
-        return self._call.output(self._module, sequences)[:, 0].double().cpu()
-
-    def passes_on(self, width: int) -> bool:
-        """Whether the module returns its heads' outputs as they are."""
-        outputs = _random(2, self._answers.features).to(dtype_of(self._module)).double()
-        result = self.send(outputs, torch.zeros(2, width))
-        return result.shape == outputs.shape and torch.equal(result, outputs)
+    return weights.unflatten(0, (heads, -1))
 
 
 def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
@@ -146,11 +121,6 @@ def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run)
             "it has no one W_O"
         )
     return output_modules[0] if output_modules else None
-
-
-def _sender(module: nn.Module) -> Sender:
-    module = copy_in_dtype(module, torch.float64)
-    return lambda rows, _: module(as_sequences(rows, module))[:, 0].double().cpu()
 
 
 def _linear_part(

@@ -25,11 +25,24 @@ from theodolite.measure.head_matrices import (
     HeadMatrix,
     head_matrices,
 )
+from theodolite.measure.head_roles import ATTENTION_PATTERNS
+from theodolite.measure.publications import SONG
 from theodolite.passes.run import Run
-from theodolite.report import style
-from theodolite.report.data import Floats, column, head_grid, heads_per_block, need_column
-from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, bars, heat, panels, saturation
+from theodolite.report import published, style
+from theodolite.report.data import Floats, blocks, column, head_grid, heads_per_block, need_column
+from theodolite.report.drawing.grammar import (
+    Panel,
+    Sketch,
+    Sketched,
+    bars,
+    heat,
+    level,
+    line,
+    panels,
+    saturation,
+)
 from theodolite.report.drawing.prompt import token_axis, token_names
+from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
 from theodolite.system.wording import head_name, number, percent
 
 GROUP_COLOURS = {
@@ -70,7 +83,41 @@ COLUMNS = (
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
 LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
+CUTOFFS = (10, 5, 3, 1)
+INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2
+    "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
+    "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
+    "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
+}
 
+_LOOK_FOR = {
+    "previous": "position: long alone, short when ablated. RoPE and ALiBi put relative position in every group.",
+    "induction": "context: long alone, short when ablated: the head matches tokens, wherever they are.",
+    "same": "context: long alone, near uniform attention when ablated: the head matches tokens.",
+}
+_ALONE = (
+    "Mean attention {} on repeated random sequences. Black: using only this group of the logits' constituents. "
+    "Blue: without it. Solid line: the head itself; dotted: uniform attention."
+)
+_GROUPS = (
+    " Position: query or key supplies position, neither supplies context. Context: the reverse. Cross: one each. "
+    "Constant: mean and bias only. pos-pos, cvec-cvec: without mean and bias."
+)
+
+
+@exhibit(
+    "constituents",
+    "Constituents of the logits, by head",
+    "heads.share_position",
+    shows="One bar per head: what varies its logits across keys. Position: query or key supplies position, neither "
+    "supplies context. Context: the reverse. Constant: mean and bias only. Shares sum to 1; negative ones cancel "
+    "others.",
+    look_for="heads of one colour: blue reads position, red tokens. Grey depends on no token; with RoPE, on distance.",
+    source=f"{SONG}, section 5.2, with constituents that sum to the logits",
+    picker=by_block,
+    small=True,
+    wide=True,
+)
 @Sketched
 def head_shares(run: Run, layer: int = 0) -> Sketch:
     """Share of the logits' variance of every head of one block by constituent, stacked; negative ones below 0."""
@@ -126,6 +173,17 @@ def _percentage(share: float) -> str:
     return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= NAMED else ""
 
 
+@exhibit(
+    "head",
+    "Constituents of its logits",
+    "constituents.share",
+    shows="Share of the logits' variance across keys, in per cent, by constituent of the query (rows) and the key "
+    "(columns); blank below 0.5 %. Negative shares cancel others; hover for standard errors over contexts.",
+    look_for="one strong cell: pos · pos is a positional head, resid · resid matches tokens; a strong mean or bias "
+    "row: every query prefers the same keys.",
+    source=f"{SONG}, section 5.2, with constituents that sum to the logits",
+    picker=by_head,
+)
 @Sketched
 def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """Shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
@@ -244,6 +302,65 @@ def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) 
             (float(uniform), {"width": 1.2, "dash": "dot", "color": style.GREY}),
         ],
     )
+
+
+for _number, (_name, _pattern) in enumerate(ATTENTION_PATTERNS.items()):
+    exhibit(
+        "constituents",
+        f"What makes {_pattern.role.plural}",
+        "attribution.score",
+        key=f"attribution-{_name}",
+        shows=_ALONE.format(_pattern.target) + ("" if _number else _GROUPS),
+        look_for=_LOOK_FOR[_name],
+        source=f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
+        when=lambda run, pattern=_name: bool(standing_out(run, pattern)),
+        given={"pattern": _name},
+    )(attribution)
+
+
+def _by_cutoff(run: Run, draw: Draw) -> Choice:
+    options = [Option(str(cutoff), str(cutoff)) for cutoff in CUTOFFS]
+    return Choice("K", options, lambda key: draw(cutoff=int(key)))
+
+
+@exhibit(
+    "constituents",
+    "Smoothness inherited by the logits",
+    "heads.pwp_low_frequency_10",
+    shows="Share of energy in the K × K lowest frequencies: of the positional basis (PPᵀ), of the same through the "
+    "heads' weights (PWPᵀ), and of the logits (QK); medians over a layer's heads; hover for their range.",
+    look_for="PWPᵀ as high as PPᵀ: heads inherit the smoothness and attend to neighbouring positions alike.",
+    source=f"{SONG}, section 4.2 and Table 3",
+    picker=_by_cutoff,
+)
+@Sketched
+def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
+    """Share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and the QK logits over a layer's heads.
+
+    Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
+    """
+    need_column(run.heads, f"pwp_low_frequency_{cutoff}")
+    layers = blocks(run)
+    traces: list[dict[str, Any]] = []
+    for name, (table, prefix, colour, paper) in INHERITED.items():
+        frame = getattr(run, table)
+        values = column(frame, f"{prefix}{cutoff}")
+        if values is None:
+            continue
+        of_layer = pd.Series(values).groupby(frame["layer"].to_numpy(dtype=int))
+        medians, spans = of_layer.median(), zip(of_layer.min(), of_layer.max(), strict=True)
+        spread = "<br>%{customdata} by head" if table == "heads" else ""
+        hover = f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>"
+        told = [f"{number(low)} to {number(high)}" for low, high in spans]
+        published_at = level(
+            [0, layers], paper[cutoff], "GPT-2", f"{name}, Table 3", colour, showlegend=not traces
+        )
+        index = medians.index.to_numpy(dtype=np.int32)
+        traces += line(index, medians, name, colour, width=2.2, marker=5, hover=hover, customdata=told)
+        traces += published_at
+    axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
+    layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
+    return Sketch(traces, "layer", "share of energy", layout=layout)
 
 
 def qk_panels(

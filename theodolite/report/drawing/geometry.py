@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.measure.publications import SONG
 from theodolite.passes.run import Run
-from theodolite.report import published, style
-from theodolite.report.data import Floats, array, blocks, column, evenly, need, need_column, provenance
-from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, level, line
+from theodolite.report import style
+from theodolite.report.data import Floats, array, column, evenly, grid_of, need, provenance
+from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
+from theodolite.report.exhibit import by_residual_layer, exhibit
 from theodolite.report.style import order_colour
-from theodolite.system.wording import for_plotly, number
+from theodolite.system.wording import for_plotly
 
 SPIRAL_POSITIONS = 160
 SPIRAL_CONTEXTS = 250
@@ -24,12 +25,6 @@ GRAM_CELLS = 900_000
 CURVES = 13
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4
-CUTOFFS = (10, 5, 3, 1)
-INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2
-    "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
-    "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
-    "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
-}
 
 
 def _components(run: Run, layer: int) -> tuple[Any, Any]:
@@ -39,6 +34,21 @@ def _components(run: Run, layer: int) -> tuple[Any, Any]:
     return positions, basis[positions].astype(np.float32)
 
 
+@exhibit(
+    "position",
+    "The positional basis and the context vectors of every layer",
+    "arrays.positional_pca",
+    shows="Each layer's mean vector per position (violet: early, green: late) on its two main directions, and context "
+    "vectors (red) on the same plane; every axis has its own scale.",
+    look_for="a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of "
+    "it.",
+    source=f"{SONG}, Fig. 1",
+    unhealthy="a curve that breaks up or folds into a point before the last layer: position has been lost.",
+    picker=by_residual_layer,
+    small=True,
+    wide=True,
+    when=lambda run: grid_of(run) is None,
+)
 @Sketched
 def spiral(run: Run, layer: int = 0) -> Sketch:
     """Positional basis and cvecs of one layer on the positional basis' first two principal components.
@@ -67,6 +77,17 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
     return Sketch(traces, "component 1", "component 2", 400, layout)
 
 
+@exhibit(
+    "position",
+    "Principal components of the positional basis",
+    "arrays.positional_pca",
+    shows="The first three principal components of the positional basis against position.",
+    look_for="cosine-like curves, each oscillating faster than the one before.",
+    source=f"{SONG}, section 3",
+    unhealthy="jagged lines: neighbouring positions have unrelated vectors.",
+    picker=by_residual_layer,
+    when=lambda run: grid_of(run) is None,
+)
 @Sketched
 def waves(run: Run, layer: int = 0) -> Sketch:
     """The positional basis' first three principal components against position: waves of rising frequency."""
@@ -79,83 +100,15 @@ def waves(run: Run, layer: int = 0) -> Sketch:
     return Sketch(traces, "position", "projection", 340)
 
 
-def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
-    """Which positions and contexts of a Gram matrix are kept, so that all layers stay under GRAM_CELLS."""
-    layers, size, _ = need(run, "gram").shape
-    positions = len(need(run, "gram_position"))
-    share = min(1.0, max(48, int((GRAM_CELLS / layers) ** 0.5)) / size)
-    contexts = evenly(size - positions, max(0, int((size - positions) * share)))
-    return evenly(positions, max(2, int(positions * share))), [positions + i for i in contexts]
-
-
-def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str]:
-    """One distinct name a row: its position, or its number and label as a context."""
-    shown_positions, labels = need(run, "gram_position"), array(run, "gram_label")
-    names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
-
-    def of_context(number: int) -> str:
-        label = -1 if labels is None else int(labels[number])
-        return f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else "")
-
-    of_positions = [f"position {int(shown_positions[index])}" for index in positions]
-    return of_positions + [of_context(index - len(shown_positions)) for index in contexts]
-
-
-@Sketched
-def gram(run: Run, layer: int = 0) -> Sketch:
-    """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
-
-    Song & Zhong 2024, Fig. 2. Positions first, then contexts ordered by label.
-    """
-    positions, contexts = _gram_rows(run)
-    rows = [*positions, *contexts]
-    ticks = [(len(positions) / 2, "positions →")]
-    if contexts:
-        ticks.append((len(positions) + len(contexts) / 2, "contexts, by label"))
-    return cosine_map.sketch(
-        need(run, "gram")[layer][np.ix_(rows, rows)],
-        _gram_names(run, positions, contexts),
-        "cosine",
-        ticks,
-        [len(positions)] if contexts else [],
-        height=440,
-        yaxis={"tickangle": -90},
-    )
-
-
-@Sketched
-def dct(run: Run, layer: int = 0) -> Sketch:
-    """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.
-
-    Song & Zhong 2024, Fig. 3, right.
-    """
-    return spectrum_sketch(need(run, "dct")[layer], "frequency", "frequency")
-
-
-def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
-    """The magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: the axes."""
-    magnitudes = np.abs(coefficients)
-    largest = magnitudes.max()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
-    ticks = {
-        "tickvals": list(range(-DCT_DECADES, 1)),
-        "ticktext": ["≤ 1/10 000", "1/1000", "1/100", "1/10", "1"],
-    }
-    cells = heat(
-        np.clip(decades, -DCT_DECADES, 0),
-        -DCT_DECADES,
-        0,
-        "frequencies %{y}, %{x}<br>magnitude %{customdata:.4g}<extra></extra>",
-        bar=style.colour_bar("share of the largest", **ticks),
-        cells=True,
-        customdata=magnitudes.astype(np.float32),
-    )
-    axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
-    layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
-    return Sketch([cells], x, y, 440, layout)
-
-
+@exhibit(
+    "position",
+    "Singular values of the positional basis",
+    "arrays.singular_values",
+    shows="Singular values over the largest (violet: early layers, green: late); large dot: the ScreeNOT rank.",
+    look_for="a sharp drop after about ten values.",
+    source=f"{SONG}, Fig. 3, left",
+    unhealthy="a slow decline without a knee: no low-dimensional positional structure.",
+)
 def singular_values(run: Run) -> go.Figure:
     """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
 
@@ -187,31 +140,100 @@ def singular_values(run: Run) -> go.Figure:
     return style.figure(traces, *titles, height=360, layout={"yaxis": powers})
 
 
-@Sketched
-def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
-    """Share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and the QK logits over a layer's heads.
+def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
+    """Which positions and contexts of a Gram matrix are kept, so that all layers stay under GRAM_CELLS."""
+    layers, size, _ = need(run, "gram").shape
+    positions = len(need(run, "gram_position"))
+    share = min(1.0, max(48, int((GRAM_CELLS / layers) ** 0.5)) / size)
+    contexts = evenly(size - positions, max(0, int((size - positions) * share)))
+    return evenly(positions, max(2, int(positions * share))), [positions + i for i in contexts]
 
-    Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
+
+def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str]:
+    """One distinct name a row: its position, or its number and label as a context."""
+    shown_positions, labels = need(run, "gram_position"), array(run, "gram_label")
+    names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
+
+    def of_context(number: int) -> str:
+        label = -1 if labels is None else int(labels[number])
+        return f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else "")
+
+    of_positions = [f"position {int(shown_positions[index])}" for index in positions]
+    return of_positions + [of_context(index - len(shown_positions)) for index in contexts]
+
+
+@exhibit(
+    "position",
+    "Normalised Gram matrix of positions and contexts",
+    "arrays.gram",
+    "arrays.gram_position",
+    shows="Cosines between all pairs: positions first, then contexts ordered by label.",
+    look_for="smooth shading among positions, near zero between positions and contexts, a block per label of contexts.",
+    source=f"{SONG}, Fig. 2",
+    unhealthy="fractures among positions, or strong colour between positions and contexts.",
+    picker=by_residual_layer,
+)
+@Sketched
+def gram(run: Run, layer: int = 0) -> Sketch:
+    """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
+
+    Song & Zhong 2024, Fig. 2. Positions first, then contexts ordered by label.
     """
-    need_column(run.heads, f"pwp_low_frequency_{cutoff}")
-    layers = blocks(run)
-    traces: list[dict[str, Any]] = []
-    for name, (table, prefix, colour, paper) in INHERITED.items():
-        frame = getattr(run, table)
-        values = column(frame, f"{prefix}{cutoff}")
-        if values is None:
-            continue
-        of_layer = pd.Series(values).groupby(frame["layer"].to_numpy(dtype=int))
-        medians, spans = of_layer.median(), zip(of_layer.min(), of_layer.max(), strict=True)
-        spread = "<br>%{customdata} by head" if table == "heads" else ""
-        hover = f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>"
-        told = [f"{number(low)} to {number(high)}" for low, high in spans]
-        published_at = level(
-            [0, layers], paper[cutoff], "GPT-2", f"{name}, Table 3", colour, showlegend=not traces
-        )
-        index = medians.index.to_numpy(dtype=np.int32)
-        traces += line(index, medians, name, colour, width=2.2, marker=5, hover=hover, customdata=told)
-        traces += published_at
-    axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
-    layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
-    return Sketch(traces, "layer", "share of energy", layout=layout)
+    positions, contexts = _gram_rows(run)
+    rows = [*positions, *contexts]
+    ticks = [(len(positions) / 2, "positions →")]
+    if contexts:
+        ticks.append((len(positions) + len(contexts) / 2, "contexts, by label"))
+    return cosine_map.sketch(
+        need(run, "gram")[layer][np.ix_(rows, rows)],
+        _gram_names(run, positions, contexts),
+        "cosine",
+        ticks,
+        [len(positions)] if contexts else [],
+        height=440,
+        yaxis={"tickangle": -90},
+    )
+
+
+@exhibit(
+    "position",
+    "Frequencies of the positional Gram matrix",
+    "arrays.dct",
+    shows="The lowest 10 × 10 coefficients of the 2-D cosine transform of the positions' Gram matrix (log scale).",
+    look_for="energy concentrated in the top left corner.",
+    source=f"{SONG}, Fig. 3, right",
+    unhealthy="energy far from the corner: a rough positional basis, as in models trained on addition.",
+    picker=by_residual_layer,
+    when=lambda run: grid_of(run) is None,
+)
+@Sketched
+def dct(run: Run, layer: int = 0) -> Sketch:
+    """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.
+
+    Song & Zhong 2024, Fig. 3, right.
+    """
+    return spectrum_sketch(need(run, "dct")[layer], "frequency", "frequency")
+
+
+def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
+    """The magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: the axes."""
+    magnitudes = np.abs(coefficients)
+    largest = magnitudes.max()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
+    ticks = {
+        "tickvals": list(range(-DCT_DECADES, 1)),
+        "ticktext": ["≤ 1/10 000", "1/1000", "1/100", "1/10", "1"],
+    }
+    cells = heat(
+        np.clip(decades, -DCT_DECADES, 0),
+        -DCT_DECADES,
+        0,
+        "frequencies %{y}, %{x}<br>magnitude %{customdata:.4g}<extra></extra>",
+        bar=style.colour_bar("share of the largest", **ticks),
+        cells=True,
+        customdata=magnitudes.astype(np.float32),
+    )
+    axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
+    layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
+    return Sketch([cells], x, y, 440, layout)

@@ -15,31 +15,24 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
+from theodolite.measure.publications import DARCET, SONG
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, need, provenance
+from theodolite.report.data import Floats, grid_of, need
 from theodolite.report.drawing.geometry import spectrum_sketch
 from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
+from theodolite.report.exhibit import by_block, by_residual_layer, exhibit
 from theodolite.system.wording import for_plotly
 
+BEFORE = "Cells above a picture: [CLS], then registers."
 COMPONENTS = 3
 MAP, PICTURE = 270, 180  # pixels: the height of a row of maps, and of one of pictures
 STRIP = 1.6  # cells: how far above a picture the tokens before its patches are
 LEAST_RATIO = 2.0  # of a norm to the layer's median: where none is above, colours end there
 MOST_PIXELS = 224  # of a side: larger pictures are thinned
 GAPS = (0.03, 0.1)
-
-
-def grid_of(run: Run) -> PatchGrid | None:
-    """How the tokens of the run's images lie; None where it has read text, or nothing."""
-    return grid_described(provenance(run, "corpus") or {})
-
-
-def is_of_text(run: Run) -> bool:
-    """Whether the positions of the run lie in a line."""
-    return grid_of(run) is None
 
 
 def _need_grid(run: Run) -> PatchGrid:
@@ -49,6 +42,18 @@ def _need_grid(run: Run) -> PatchGrid:
     return grid
 
 
+@exhibit(
+    "position",
+    "The positional basis over rows and columns",
+    "arrays.example_picture",
+    "arrays.positional_pca",
+    shows="The first three principal components of each layer's mean vector per patch, each on its own scale.",
+    look_for="smooth slopes and waves over rows and columns: neighbouring patches have similar vectors.",
+    source=f"{SONG}, section 3, for a grid",
+    unhealthy="a chequered or speckled map: neighbouring patches have unrelated vectors.",
+    picker=by_residual_layer,
+    wide=True,
+)
 def patch_components(run: Run, layer: int = 0) -> go.Figure:
     """Draw the positional basis' first principal components over the rows and columns of the patches."""
     grid, basis = _need_grid(run), need(run, "positional_pca")[layer]
@@ -62,6 +67,17 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
     return panels(shown, COMPONENTS, height=MAP, gaps=GAPS)
 
 
+@exhibit(
+    "position",
+    "Frequencies of the positional basis over rows and columns",
+    "arrays.example_picture",
+    "arrays.dct",
+    shows="The lowest 10 × 10 frequencies of the positions' directions over rows and columns (log scale).",
+    look_for="energy concentrated in the top left corner.",
+    source=f"{SONG}, Fig. 3, right, for a grid",
+    unhealthy="energy far from the corner: a rough positional basis.",
+    picker=by_residual_layer,
+)
 @Sketched
 def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
     """Draw how much of the positional basis each frequency of rows and columns holds, over the largest."""
@@ -70,6 +86,17 @@ def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
     return spectrum_sketch(lowest, "frequency of columns", "frequency of rows")
 
 
+@exhibit(
+    "sinks",
+    "Sinks on the pictures",
+    "arrays.example_picture",
+    "arrays.example_received",
+    shows=f"The mean attention that each token receives, for the head of the block where that is highest. {BEFORE}",
+    look_for="a few patches of plain background that receive most of it; with registers, these instead.",
+    source=DARCET,
+    picker=by_block,
+    wide=True,
+)
 def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """Draw on a few images the attention that each token receives, from the head of a block that pays it most."""
     received = need(run, "example_received")[layer]
@@ -77,6 +104,17 @@ def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     return _on_pictures(run, received, (0.0, most), "receives %{z:.3f}", "attention received")
 
 
+@exhibit(
+    "outliers",
+    "Norms on the pictures",
+    "arrays.example_picture",
+    "arrays.example_norm",
+    shows=f"The norm of each token's hidden state over the median of these images' patches. {BEFORE}",
+    look_for="single patches far above the others in the middle and late layers, where the picture shows nothing.",
+    source=DARCET,
+    picker=by_residual_layer,
+    wide=True,
+)
 def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """Draw on a few images each token's norm at one layer, over the median of the layer's patches."""
     grid, norms = _need_grid(run), need(run, "example_norm")[layer]
