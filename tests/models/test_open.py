@@ -186,15 +186,8 @@ def test_the_text_side_of_whisper():
 
 
 def test_attention_is_asked_for_where_there_are_several(tmp_path):
-    folder = _small("t5gemma2", tmp_path / "merged")
-    _refused(
-        folder, UsageError, "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"
-    )
-    folder = _small("gpt2", tmp_path / "one")
-    with pytest.raises(
-        UsageError, match="GPT2LMHeadModel is no encoder-decoder, and attends in one way only"
-    ):
-        open_model(folder, attention="encoder")
+    words = "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"
+    _refused(_small("t5gemma2", tmp_path), UsageError, words)
     with pytest.raises(UsageError, match="unknown attention both: use decoder, encoder, cross"):
         check_attention("both")
 
@@ -240,11 +233,8 @@ def _small(name, folder):
 
 
 def test_blocks_that_attend_twice_are_refused(tmp_path):
-    _refused(
-        _small("longcat_flash", tmp_path),
-        UsageError,
-        "LongcatFlashForCausalLM has a block that attends twice",
-    )
+    words = "LongcatFlashForCausalLM has a block that attends twice"
+    _refused(_small("longcat_flash", tmp_path), UsageError, words)
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -373,22 +363,23 @@ def test_fewer_positions_than_the_sequence_of_verification(tmp_path, opening):
     assert torch.equal(model.head_weights(1).w_q, opening(folder).head_weights(1).w_q)
 
 
-@pytest.mark.parametrize("window", [0, -3])
-def test_a_window_in_which_tokens_see_nothing_is_refused(tmp_path, window):
-    folder = _edited(checkpoints.write("mistral", tmp_path / "m"), sliding_window=window)
-    with pytest.raises(
-        UsageError, match=rf"sliding_window = {window}; use a number above 0, or null for none"
-    ):
-        open_model(folder)
+ROPE = {"rope_type": "magic", "rope_theta": 10_000.0}
+KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
 
 
-@pytest.mark.parametrize("opening", [open_model, open_weights])
 @pytest.mark.filterwarnings("ignore")
-def test_an_unknown_kind_of_rope_is_named_beside_those_that_are_known(tmp_path, opening):
-    folder = checkpoints.write("llama3", tmp_path / "m")
-    _edited(folder, rope_parameters={"rope_type": "magic", "rope_theta": 10_000.0})
-    with pytest.raises(UsageError, match=r"rope_type = 'magic'; transformers .* knows default, .*llama3"):
-        opening(folder)
+@pytest.mark.parametrize(
+    ("opening", "family", "changes", "words"),
+    [
+        (open_model, "mistral", {"sliding_window": 0}, "sliding_window = 0; use a number above 0, or null"),
+        (open_model, "mistral", {"sliding_window": -3}, "sliding_window = -3; use a number above 0, or null"),
+        (open_model, "llama3", {"rope_parameters": ROPE}, KNOWN),
+        (open_weights, "llama3", {"rope_parameters": ROPE}, KNOWN),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(opening, family, changes, words, tmp_path):
+    """Windows in which tokens see nothing, and an unknown kind of RoPE, named beside those that are known."""
+    _refused(_edited(checkpoints.write(family, tmp_path / "m"), **changes), UsageError, words, opening)
 
 
 def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
@@ -419,14 +410,19 @@ def test_no_depth_and_no_dtype_makes_a_wrong_attention_pass(wrong):
         verification.check_recomputed("layer 39", own, wrong * own, [1.0] * 40)
 
 
-def test_two_places_are_refused(checkpoint):
-    with pytest.raises(UsageError, match="--device and --device-map both say where the model goes: give one"):
-        open_model(checkpoint("gpt2"), device="cpu", device_map="auto")
-
-
-def test_a_device_without_numbers_is_refused(checkpoint):
-    with pytest.raises(UsageError, match="cannot use device meta, which holds no numbers: use --device cpu"):
-        open_model(checkpoint("gpt2"), device="meta")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"device": "cpu", "device_map": "auto"},
+            "--device and --device-map both say where the model goes: give one",
+        ),
+        ({"device": "meta"}, "cannot use device meta, which holds no numbers: use --device cpu"),
+        ({"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way only"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, words, checkpoint):
+    _refused(checkpoint("gpt2"), UsageError, words, **options)
 
 
 def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_short_texts(tmp_path):

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from theodolite import __version__
-from theodolite.cli.commands import RayCommand, with_option_groups
+from theodolite.cli.commands import RayCommand, add_commands, with_option_groups
 from theodolite.cli.compare import compare_command
-from theodolite.cli.entry_points import add_commands
 from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.exclude import exclude_command
 from theodolite.cli.explain import explain_command

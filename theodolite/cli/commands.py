@@ -1,4 +1,9 @@
-"""How a function becomes a command where Typer alone does not suffice."""
+"""Make commands that Typer alone cannot: options in dataclasses, an optional value, commands of other packages.
+
+Those are named by an installed distribution in the group `theodolite.commands`. An entry point's name is the command's;
+its object is a `typer.Typer`, which becomes a group of commands, or a function. One that cannot be loaded says so where
+it is called and in the list of commands, and leaves the others alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 
+import typer
 from typer.core import TyperCommand
+
+from theodolite.cli.screen import one_line_errors
+from theodolite.errors import UsageError, first_line
 
 
 class RayCommand(TyperCommand):
@@ -26,7 +36,7 @@ class RayCommand(TyperCommand):
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that Typer can read: in the place of a parameter whose type is a dataclass, its fields as options."""
+    """Return a command for Typer in which the fields of a dataclass parameter are options."""
     signature, types = inspect.signature(command), get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in types.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
@@ -53,3 +63,48 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     flat.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return flat
+
+
+GROUP = "theodolite.commands"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add every command of other packages to `app`, in the order of their names; names that it has stay its own."""
+    names = {command.name for command in app.registered_commands}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        if entry.name in names:
+            continue
+        names.add(entry.name)
+        try:
+            added = _loaded(entry)
+        except Exception as error:
+            package = entry.dist.name if entry.dist else entry.value
+            problem = f"{package}: the command {entry.name!r} cannot be loaded"
+            problem += f" ({type(error).__name__}: {first_line(error)})"
+            app.command(entry.name, help=problem)(_refusing(problem))
+            continue
+        if isinstance(added, typer.Typer):
+            app.add_typer(added, name=entry.name)
+        else:
+            app.command(entry.name)(added)
+
+
+def _loaded(entry: EntryPoint) -> typer.Typer | Callable[..., None]:
+    """Load an entry point's object, and let Typer read it: an option that it cannot read is an error here."""
+    added = entry.load()
+    if not isinstance(added, typer.Typer):
+        if not callable(added):
+            raise TypeError(f"{entry.value} is neither a function nor a typer.Typer")
+        added = with_option_groups(added)
+        alone = typer.Typer()
+        alone.command(entry.name)(added)
+    typer.main.get_command(added if isinstance(added, typer.Typer) else alone)
+    return added
+
+
+def _refusing(problem: str) -> Callable[[], None]:
+    def refuse() -> None:
+        with one_line_errors():
+            raise UsageError(problem)
+
+    return refuse

@@ -113,7 +113,7 @@ def compare_command(
 
 @dataclass(frozen=True)
 class _Passes:
-    """How a candidate is opened, surveyed and traced: with progress bars, in folders that can be resumed."""
+    """Open, survey and trace one model, with progress bars, in folders that can be resumed."""
 
     folder: Path
     text: Text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """What a shell offers as the value of an option that is one of these words."""
+    """Return a completion function that offers these words as values of an option."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
@@ -60,7 +60,7 @@ Models = Annotated[
 
 
 def contexts_help(default: int) -> str:
-    """What `--contexts` says of itself."""
+    """Return the help of `--contexts`."""
     return f"Maximum number of contexts [default: {default}; with --per-label, as many as the labels give]."
 
 
@@ -94,7 +94,7 @@ class Opening:
     ] = None
 
     def check(self, *models: str | None) -> None:
-        """Refuse what need not be opened to be refused, before any library of models is imported.
+        """Check the options before any library of models is imported.
 
         Raises:
             UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
@@ -167,7 +167,7 @@ class Opening:
             )
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """The model without its @REVISION, and how it is opened."""
+        """Return the model's name without @REVISION, and the options for opening it."""
         options = {"dtype": self.dtype, "revision": self.revision, "attention": self.attention}
         if model is None or Path(model).exists():
             return model, options
@@ -224,20 +224,20 @@ class Text:
 
     @property
     def columns(self) -> Columns:
-        """The columns of a table."""
+        """The table columns to read."""
         from theodolite.corpus.documents import Columns
 
         return Columns(self.text_column, self.label_column, self.label_rows)
 
     @property
     def of_images(self) -> bool:
-        """Whether it is a folder of images, or a data set that was saved; of those of the hub nothing is known yet."""
+        """Whether the corpus is a folder or a saved data set of images; False for data sets of the hub."""
         from theodolite.corpus.pictures import holds_images
 
         return self.corpus is not None and holds_images(Path(self.corpus))
 
     def check(self) -> None:
-        """Refuse what need not be read to be refused, before any library of models is imported.
+        """Check the options before any library of models is imported.
 
         Raises:
             UsageError: a text that is not there, a number out of range, options that do not go together.
@@ -251,7 +251,7 @@ class Text:
         check_spec(self.corpus, self.columns, self.per_label)
 
     def check_stream(self) -> None:
-        """As `check`, and refuse what says how contexts are chosen, where the text is one sequence.
+        """Check the options of a text that is read as one sequence, which has no contexts to choose.
 
         Raises:
             UsageError: as `check`; options of contexts.
@@ -322,7 +322,7 @@ class Text:
 
 
 def _labels_line(corpus: Corpus) -> str:
-    """How many labels a balanced corpus has, and how many were left out."""
+    """Say how many labels a balanced corpus has, and how many were left out."""
     balanced = corpus.selection
     line = (
         f"{counted(len(corpus.label_names), 'label')} with {counted(balanced['per_label'], 'context')} each"
@@ -376,10 +376,10 @@ def say_where(page: Path, as_json: bool) -> None:
 
 
 def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:
-    """Where a result goes without --out."""
+    """Return the folder of a result where --out is not given."""
     return Path("runs") / f"{short_name(model.id)}-{short_name(corpus.name)}{kind}"
 
 
 def short_name(name: str) -> str:
-    """The last part of a path or a hub name."""
+    """Return the last part of a path or a hub name."""
     return Path(name).name or name

@@ -32,7 +32,7 @@ class _CalibrationText(Text):
     default_contexts: ClassVar[int] = 128  # as in Zhang et al. 2025, appendix D
 
     def check(self) -> None:
-        """As for any text; refuse the part of a data set on which pruned models are judged."""
+        """Check the options, and refuse a data set's test part, on which pruned models are judged."""
         from theodolite.corpus.spec import PRESETS
 
         super().check()
@@ -99,7 +99,7 @@ class _Pruning:
     ] = False
 
     def options(self, *, streamed: bool, **others: Any) -> PruningOptions:
-        """With those that stand elsewhere on the command line, checked."""
+        """Return all options of the pruning, checked; `others` are those from elsewhere on the command line."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
         options = PruningOptions(**given, **others).checked(streamed=streamed)

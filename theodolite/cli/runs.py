@@ -60,7 +60,7 @@ def runs_command(
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """One run: folder, kind, model, corpus and date, and all that may differ, by the names of options."""
+    """Describe one run by folder, kind, model, corpus, date and every option."""
     provenance = provenance_at(folder)
     model, corpus = provenance["model"], provenance.get("corpus") or {}
     fingerprint = provenance.get("fingerprint") or {}

@@ -28,7 +28,7 @@ _SMALLER = "use a smaller --batch or --length, or --dtype bfloat16"
 
 
 def escape_unwritable() -> None:
-    """From now on what a terminal's encoding lacks is written as JSON writes it (`\\u03c1`), and ends no command."""
+    """Write characters that the terminal's encoding lacks as JSON escapes (`\\u03c1`) instead of failing."""
     codecs.register_error("as_json", _as_json)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -42,7 +42,7 @@ def _as_json(error: UnicodeError) -> tuple[str, int]:
 
 
 def refuse_lost_folder() -> None:
-    """End where the current folder was removed: libraries underneath would end the process without a word of ours."""
+    """End with one line where the current folder was removed: libraries would end the process without a message."""
     try:
         os.getcwd()
     except OSError:
@@ -87,7 +87,7 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
 
 
 def _reader_left() -> bool:
-    """Whether what reads our results has ended, as `| head` does, and not what a worker writes to."""
+    """Whether the reader of standard output has ended, as `| head` does."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -57,7 +57,7 @@ Shard = Annotated[
 
 @dataclass(frozen=True)
 class Cluster:
-    """Options of the Ray cluster whose workers run the model, if one does."""
+    """Options of a Ray cluster that runs the model."""
 
     ray: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class Cluster:
     ] = None
 
     def opening(self, given: Opening) -> Opening:
-        """How the model is opened here: with workers, which have devices of their own, on the CPU."""
+        """Return the options for opening the model here: on the CPU where Ray workers run it."""
         if self.ray is None:
             refuse_unread("without --ray there are no workers", {"--actors": self.actors})
             return given
@@ -129,7 +129,7 @@ def survey_command(
 
 
 def shard_of(given: str) -> tuple[int, int]:
-    """K and N of `K/N`; `UsageError` where it is none."""
+    """Parse K/N as two numbers; `UsageError` where it is something else."""
     number, slash, count = given.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise UsageError(f"--shard {visible(given, 40)}: give K/N, such as 1/8 to 8/8")
@@ -170,7 +170,7 @@ def _survey_one(
     shard: tuple[int, int] | None = None,
     of: str = "",
 ) -> tuple[Run, Path] | None:
-    """One model's run and its report, or None of a shard; `of`: what the bars call it."""
+    """Survey one model and write its report; None for a shard. `of`: its name in the progress bars."""
     from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
@@ -186,8 +186,16 @@ def _survey_one(
         else:
             from theodolite.passes.on_ray import survey_on_ray
 
-            on = {"address": cluster.ray, "actors": cluster.actors, "say": say_dimly}
-            run = survey_on_ray(opened, corpus, folder, show_progress=show, **on, **how)
+            run = survey_on_ray(
+                opened,
+                corpus,
+                folder,
+                address=cluster.ray,
+                actors=cluster.actors,
+                show_progress=show,
+                say=say_dimly,
+                **how,
+            )
     if shard is not None:
         number, count = shard
         say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")

@@ -1,1 +1,4 @@
-"""From statistics and weights to tables and arrays. No model and no corpus is known here."""
+"""From statistics and weights to columns and arrays; `column.py` says how one is declared, and how it is found.
+
+No model and no corpus is known here.
+"""

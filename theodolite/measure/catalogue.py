@@ -57,6 +57,12 @@ def own_extra() -> tuple[type[Extra], ...]:
     return tuple(sorted(found - {Extra}, key=lambda one: one.name))
 
 
+def own_sums(layers: int, heads: int) -> list[Extra]:
+    """New accumulators of `own_extra`, for a model of so many blocks and heads of the widest block."""
+    kinds: tuple[Any, ...] = own_extra()
+    return [kind(layers, heads) for kind in kinds]
+
+
 @functools.cache
 def arrays() -> dict[str, Array]:
     """Every array of a run by name."""

@@ -6,7 +6,7 @@ A caller's is given as `survey(…, extra=[…])`. One that is defined in a modu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class Extra(LayerSums):
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
         """A block's queries, keys and values."""
 
-    def columns(self, state: State) -> dict[str, Sequence[float]]:
+    def columns(self, state: State) -> Mapping[str, Sequence[float]]:
         """Every declared column, from the state of the whole text: N values of layers, L · H of heads."""
         raise NotImplementedError
 

@@ -35,12 +35,12 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """What its part of unfinished work is called."""
+        """The name of its part of unfinished work."""
         return f"chunk-{self.number:03d}"
 
 
 def chunks_of(contexts: int, batch: int) -> list[Chunk]:
-    """The chunks of a text, as many of the same size as there are batches, at most `CHUNKS`."""
+    """Cut a text into chunks of whole batches, at most `CHUNKS` of them."""
     size = batch * math.ceil(contexts / (CHUNKS * batch))
     firsts = range(0, contexts, size)
     return [Chunk(number, first, min(first + size, contexts)) for number, first in enumerate(firsts)]
@@ -70,7 +70,7 @@ class ChunkPass:
         )
 
     def state(self) -> State:
-        """The sums, without most of what is zero."""
+        """Return the sums, packed."""
         return packed(self._pass.state())
 
     def restore(self, state: State) -> None:
@@ -79,14 +79,14 @@ class ChunkPass:
 
 
 def first_directions(new_pass: NewPass) -> Tensor:
-    """The directions of the sketches as the first batch of the text gives them."""
+    """Read the first batch of the text for the directions of the sketches."""
     first = new_pass()
     first.read(0, min(first.batch, first.total))
     return first.sketches.state()["directions"]
 
 
 class TextInChunks:
-    """A survey's pass over a text: every chunk that another process has not left in `work` is read here.
+    """Read a survey's text: every chunk whose sums no other process has left in `work`.
 
     State: the sums of the chunks so far, and under `chunk` those of the chunk that is being read.
     """
@@ -114,7 +114,7 @@ class TextInChunks:
             progress.checkpoint(chunk.last)
 
     def _saved(self, chunk: Chunk) -> State | None:
-        """What a process has left that read the whole chunk."""
+        """Return the sums that another process has left of the chunk; None where there are none."""
         if self._part is not None:
             return None
         state, notes = self._work.load(chunk.name) or ({}, {})
@@ -133,7 +133,7 @@ class TextInChunks:
         return self._part.state()
 
     def state(self) -> State:
-        """The sums so far."""
+        """Return the sums so far."""
         part = {} if self._part is None else joined({"chunk": self._part.state()})
         return self._whole.state() | part
 
@@ -146,7 +146,7 @@ class TextInChunks:
 
 
 def packed(state: State) -> State:
-    """A state without the rows along dimension 1 that are zero in all layers; `unpacked` puts them back.
+    """Leave out the rows along dimension 1 that are zero in all layers; `unpacked` puts them back.
 
     A chunk of a text fills few groups of contexts and few places of the sample, and these are most of a state.
     """
@@ -162,7 +162,7 @@ def packed(state: State) -> State:
 
 
 def unpacked(state: State) -> State:
-    """What `packed` was given."""
+    """Return the state that `packed` was given."""
     tensors: State = {}
     for name, tensor in state.items():
         if name.endswith((" rows", " size")):

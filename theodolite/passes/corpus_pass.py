@@ -30,10 +30,10 @@ TOKENS_A_BATCH = 4096
 
 
 class Accumulator(Protocol):
-    """What can be saved and gone on with."""
+    """Has a resumable state."""
 
     def state(self) -> State:
-        """Everything seen so far."""
+        """Return all sums so far."""
 
     def restore(self, state: State) -> None:
         """Continue from what `state` gave."""
@@ -69,7 +69,7 @@ class CorpusPass(Hooks):
 
     @measures("self.model")
     def state(self) -> State:
-        """Everything seen so far, as `accumulator.tensor` → tensor."""
+        """Return all sums so far, as `accumulator.tensor` → tensor."""
         return joined({name: accumulator.state() for name, accumulator in self.accumulators.items()})
 
     @measures("self.model")
@@ -133,7 +133,7 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
 
 
 def _check_images(model: OpenModel, images: Images) -> None:
-    """Refuse images of which the model does not make the tokens that they are said to have."""
+    """Raise `UsageError` unless the model makes as many tokens of an image as its grid has."""
     if model.vocabulary is not None:
         raise UsageError(f"{model.id} reads {model.source.reads}, not images: give it text")
     blank = torch.zeros(1, *images.pixels(slice(0, 1)).shape[1:])
@@ -152,7 +152,7 @@ def _check_images(model: OpenModel, images: Images) -> None:
 
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:
-    """What decides every byte of the result, but for the text and how it is read."""
+    """Return what decides every byte of the result, except the text and how it is read."""
     weights = model.weights()
     return {
         "versions": versions(),
@@ -166,7 +166,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
 
 
 def batch_of(corpus: Corpus, batch: int | None) -> int:
-    """The contexts of a forward pass: as asked for, or 4096 tokens' worth.
+    """Return the number of contexts per forward pass: as asked, or 4096 tokens' worth.
 
     Raises:
         UsageError: none would be read, or part of one.
@@ -189,7 +189,7 @@ def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
 def next_token_losses(
     logits: Float[Tensor, "contexts positions vocabulary"], ids: Int[Tensor, "contexts positions"]
 ) -> Float[Tensor, "contexts predicted"]:
-    """Nats for each next token (T − 1 a context, from position 1 on), in float32 or better, one context at a time."""
+    """Return the loss of each next token in nats (T − 1 per context, from position 1), in float32 or better."""
     losses = [
         torch.nn.functional.cross_entropy(
             row[:-1].to(torch.promote_types(row.dtype, torch.float32)),

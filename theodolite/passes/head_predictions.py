@@ -1,4 +1,4 @@
-"""What the spectra of the weights predict of every head's propagation ρ_1 … ρ_T, if tokens walk at random.
+"""Predict every head's signal propagation ρ_1 … ρ_T from the spectra of its weights, for tokens that walk at random.
 
 Predictions are from W_QK alone, from W_QK Σ̂ with the covariance of what the head reads, and from W_QK Σ̂ with that of
 its increments.
@@ -28,7 +28,7 @@ SUFFIX = {"weights": "", "text": "_data"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one source says of all heads in the order of the table `heads`.
+    """The prediction from one source for all heads, in the order of the table `heads`.
 
     Attributes:
         curve: ρ_1 … ρ_T, (heads, T); NaN where the family's queries and keys have no W_QK.
@@ -42,7 +42,7 @@ class Prediction:
 
 
 def from_survey(run: Run, source: str) -> Prediction:
-    """What the survey itself predicts, from `weights` or from `text`."""
+    """Return the survey's own prediction, from `weights` or from `text`."""
     suffix = SUFFIX[source]
     layer, head = (torch.tensor(run.heads[name].to_numpy()) for name in ("layer", "head"))
     return Prediction(
@@ -54,7 +54,7 @@ def from_survey(run: Run, source: str) -> Prediction:
 
 @measures("model")
 def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction:
-    """Predictions from the second moment of the increments x_{t+1} − x_t of what each attention module reads.
+    """Predict from the second moment of the increments x_{t+1} − x_t of each attention module's input.
 
     Args:
         walk: what `read_walk` has seen of a text. length: T of the predicted curves.

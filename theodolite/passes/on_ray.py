@@ -74,7 +74,7 @@ def survey_on_ray(
     show_progress: ShowStage = lambda what, done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """As `survey`, with the model run by workers on a Ray cluster (`pip install theodolite[ray]`).
+    """Survey a model with workers on a Ray cluster (`pip install theodolite[ray]`).
 
     Every worker opens the checkpoint itself, by the same path or hub name, on a GPU of its own if the cluster has
     GPUs, else on as many cores as PyTorch uses here (`OMP_NUM_THREADS`). Tables and arrays have the bytes of those of
@@ -185,7 +185,7 @@ class Task:
 
     @property
     def needs(self) -> dict[str, int]:
-        """Of the resources of one node."""
+        """Resources of one node that a worker takes."""
         return {"CPU": 1, "GPU": 1} if self.opening["device"] == "cuda" else {"CPU": self.threads}
 
 
@@ -198,11 +198,11 @@ class Worker:
         self._directions: torch.Tensor | None = None
 
     def ready(self) -> int:
-        """The process: there was room for this worker."""
+        """Return the process id: there was room for this worker."""
         return os.getpid()
 
     def plan(self) -> SurveyPlan:
-        """The survey, of a model that was opened once and found to be the driver's; errors name the node."""
+        """Open the model, once, check that it is the driver's, and return the survey's plan; errors name the node."""
         if self._plan is None:
             task, node = self.task, _imported_ray().util.get_node_ip_address()
             torch.set_num_threads(task.threads)
@@ -220,7 +220,7 @@ class Worker:
         return self._plan
 
     def read(self, chunk: Chunk) -> tuple[int, Arrays]:
-        """The sums of a chunk, and the process that read it."""
+        """Read a chunk; return the process id and the sums."""
         new_pass = self.plan().new_pass
         if chunk.first and self._directions is None:
             self._directions = first_directions(new_pass)
@@ -229,7 +229,7 @@ class Worker:
         return os.getpid(), _arrays(steps.state())
 
     def finish(self, parts: dict[str, Any], fingerprint: dict[str, Any]) -> tuple[int, Run]:
-        """The run of what others have read, by references to the parts of unfinished work."""
+        """Make the run of what others have read; `parts` are references to the parts of unfinished work."""
         work = Unfinished(None, fingerprint)
         for name, part in parts.items():
             arrays, notes = _imported_ray().get(part)
@@ -258,7 +258,7 @@ class _Pool:
     def answers(
         self, method: str, calls: Sequence[tuple[Any, ...]], doing: Sequence[str], hear: Callable[[], None]
     ) -> Iterator[tuple[int, Any]]:
-        """The number and the answer of each call, as they come; `hear` is called again and again, and may raise."""
+        """Yield the number and the answer of each call, as they come; `hear` is called repeatedly, and may raise."""
         if calls and not self._processes:
             self._start()
         left, given, under_way = set(range(len(calls))), dict[int, float](), dict[Any, Any]()
@@ -303,7 +303,7 @@ class _Pool:
         self._starting = {worker.ready.remote(): worker for worker in workers}
 
     def _lacking(self) -> str:
-        """What a worker needs, and what there is."""
+        """Say what a worker needs, and what is free."""
         free, there = _imported_ray().available_resources(), _imported_ray().cluster_resources()
         needs = [
             f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
@@ -312,7 +312,7 @@ class _Pool:
         return f"which needs of one node {' and '.join(needs)}"
 
     def _answer(self, reference: Any, doing: str | None) -> Any:
-        """What a worker answered, or None if it was lost with its node; what it raised is raised as itself."""
+        """Return a worker's answer, None if it was lost with its node; what the worker raised is raised here."""
         errors = _imported_ray().exceptions
         try:
             return _imported_ray().get(reference)
@@ -343,7 +343,7 @@ class _Pool:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster at an address, or of one that is started here; of neither, if this process is one.
+    """Connect to the cluster at an address, or start one here, unless this process is connected already.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster.
@@ -378,7 +378,7 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _offered(threads: int) -> tuple[str, int]:
-    """The kind of device and the number of workers of the cluster: one a GPU, or one for so many cores of a node."""
+    """Return the kind of device and the number of workers: one per GPU, or one per `threads` cores of a node."""
     nodes = [node["Resources"] for node in _imported_ray().nodes() if node["Alive"]]
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     if gpus:
@@ -392,7 +392,7 @@ def _offered(threads: int) -> tuple[str, int]:
 
 
 def _imported_ray() -> ModuleType:
-    """Ray, made quiet; `UsageError` where it is not installed."""
+    """Import Ray, made quiet; `UsageError` where it is not installed."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

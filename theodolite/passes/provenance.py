@@ -16,7 +16,7 @@ from theodolite.passes.run import SCHEMA_VERSION
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has a part in the numbers."""
+    """Return the versions of the packages that decide the numbers."""
     return {
         "theodolite": theodolite.__version__,
         "torch": torch.__version__,
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_model(model: OpenModel) -> dict[str, Any]:
-    """The part of the provenance that is of the model and of the packages."""
+    """Describe the model and the packages, for the provenance."""
     return {
         "schema_version": SCHEMA_VERSION,
         "versions": versions(),
@@ -51,7 +51,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
 
 
 def describe_corpus(corpus: Corpus) -> dict[str, Any]:
-    """The part of the provenance that is of the corpus."""
+    """Describe the corpus, for the provenance."""
     contexts, length = corpus.contexts.shape
     images = corpus.images
     of_images = {} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}
@@ -69,7 +69,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
 
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The part of the provenance that is of this corpus and this pass."""
+    """Describe the corpus, the seed and the counts of a pass, for the provenance."""
     trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
     unknown = getattr(model.tokenizer, "unk_token_id", None)
     return {

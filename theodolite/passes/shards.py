@@ -72,7 +72,7 @@ def read_shard(
 
 
 def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence[Chunk]:
-    """The chunks of the k-th of n shards; `UsageError` where there is no such shard."""
+    """Return the chunks of the k-th of n shards; `UsageError` where there is no such shard."""
     number, count = shard
     check_whole(shard=number, shards=count)
     if not 1 <= number <= count:
@@ -86,7 +86,7 @@ def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence
 
 
 def is_read(work: Unfinished, chunk: Chunk) -> bool:
-    """Whether a process has read the whole chunk."""
+    """Whether the sums of the whole chunk are there."""
     return bool(work.notes(chunk.name).get("finished"))
 
 
@@ -100,7 +100,7 @@ def _surveyed(plan: SurveyPlan, shards: int) -> tuple[State, dict[str, Any]]:
 
 
 def opening_of(model: OpenModel) -> dict[str, Any] | None:
-    """What `opened` needs to open the model elsewhere; None where that would be another one.
+    """Return what `opened` needs to open the same model in another process; None where it cannot.
 
     None where it was changed after it was opened, or is in memory only.
     """
@@ -122,7 +122,7 @@ def opening_of(model: OpenModel) -> dict[str, Any] | None:
 
 
 def opened(opening: dict[str, Any]) -> OpenModel:
-    """The model that `opening_of` described; errors are those of `open_model`."""
+    """Open the model that `opening_of` described; errors are those of `open_model`."""
     how = {name: value for name, value in opening.items() if name not in ("source", "id")}
     return replace(open_model(opening["source"], **how), id=opening["id"])
 
@@ -161,7 +161,12 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    corpus = Corpus(**notes["text"], **tensors)
+    corpus = Corpus(
+        contexts=tensors["contexts"],
+        labels=tensors["labels"],
+        lengths=tensors.get("lengths"),
+        **notes["text"],
+    )
     _refuse_missing(work, chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"])
     if model is None:
         if notes["opening"] is None:

@@ -115,7 +115,7 @@ def survey_heads(
     seed: int = 0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
-    """What `survey` says of heads alone, in memory: a third of its time.
+    """Survey the heads alone, in memory: a third of the time of `survey`.
 
     The numbers are those of `survey` on the same contexts; the tables of layers, sinks, outliers and shares are empty,
     and so are the columns of heads that need them.
@@ -155,7 +155,7 @@ def spectra(
     *,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
-    """The weight-only part of a survey: spectra, moments and regimes of every head; no text is read.
+    """Compute spectra, moments and regimes of every head from the weights alone; no text is read.
 
     Args:
         model: from `open_weights`, which reads a layer at a time, or from `open_model`.

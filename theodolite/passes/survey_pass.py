@@ -19,7 +19,7 @@ from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.measure.catalogue import own_extra
+from theodolite.measure.catalogue import own_sums
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -37,7 +37,7 @@ EXAMPLES = 4
 
 
 class HeadsPass(CorpusPass):
-    """What the heads table needs of a text: means by position, what attention reads, and what it does."""
+    """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
@@ -77,7 +77,7 @@ class HeadsPass(CorpusPass):
         self._tokens = Tokens.of(ids, self.model.device)
 
     def _text(self, hidden: Tensor) -> Tensor:
-        """Without the tokens apart: position 0 or all before an image's patches, and special tokens at the end."""
+        """Leave out position 0 (or all before an image's patches) and the special tokens at the end."""
         return hidden[:, self.leading : hidden.shape[1] - self.trailing]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -96,7 +96,7 @@ class HeadsPass(CorpusPass):
 
 
 class SurveyPass(HeadsPass):
-    """All accumulators of a survey, and copies of those that the caller adds."""
+    """Sum all that a survey needs of a text, with copies of the caller's own accumulators."""
 
     _examples = EXAMPLES
 
@@ -111,8 +111,7 @@ class SurveyPass(HeadsPass):
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
-        own = [kind(model.layers, model.heads) for kind in own_extra()]
-        self.extra = [*own, *map(copy.deepcopy, extra)]
+        self.extra = [*own_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
 
     def _choose_sample(self) -> Sample:
         vector = (self.model.layers + 1) * self.model.width
@@ -153,7 +152,7 @@ class SurveyPass(HeadsPass):
 
 
 def choose_sample(corpus: Corpus, trailing: int, vector: int, seed: int) -> Sample:
-    """A seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
+    """Draw a seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
 
     `trailing` special tokens at the end of each context are no such tokens.
     """

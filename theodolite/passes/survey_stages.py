@@ -36,7 +36,7 @@ PATTERNS_TITLE = "scoring head types"
 
 @dataclass(frozen=True)
 class SurveyPlan:
-    """What is surveyed and how; all of it decides the result.
+    """A model, a text and the options of a survey: what decides the result.
 
     Attributes:
         batch: contexts a forward pass; None: 4096 tokens' worth.
@@ -57,7 +57,7 @@ class SurveyPlan:
     def of(
         cls, model: OpenModel, corpus: Corpus, batch: int | None, seed: int, extra: Sequence[Extra]
     ) -> SurveyPlan:
-        """With the batch that the corpus asks for, all checked."""
+        """Check the arguments of a survey; the default batch follows from the corpus."""
         check_fit(model, corpus)
         model.check_weights()
         check_extra(extra, taken)
@@ -71,11 +71,11 @@ class SurveyPlan:
         return {**fingerprint_of(self.model), **text, **added}
 
     def new_pass(self) -> SurveyPass:
-        """A pass that has read nothing yet."""
+        """Return a pass that has read nothing yet."""
         return SurveyPass(self.model, self.corpus, self.seed, self.batch, self.extra)
 
     def stages(self) -> list[Stage]:
-        """All stages in order; the cost of the first alone grows with the text."""
+        """List all stages in order; only the first one's cost grows with the text."""
         model, corpus, seed = self.model, self.corpus, self.seed
         trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
 
@@ -118,7 +118,7 @@ class SurveyPlan:
         ]
 
     def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
-        """The survey; errors are those of `run_into`."""
+        """Run all stages and make the tables; errors are those of `run_into`."""
         return run_into(
             self.stages(),
             self.tables,
@@ -130,12 +130,12 @@ class SurveyPlan:
         )
 
     def tables(self, states: States) -> Run:
-        """The run from the states of all stages."""
+        """Make the run from the states of all stages."""
         return tabulate(states, facts_of(self.model, self.corpus, self.seed, self.fingerprint), self.extra)
 
 
 def facts_of(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> Facts:
-    """What the tables say of a model and a text besides what was summed."""
+    """Describe the model and the text, for the tables."""
     described = describe_pass(model, corpus, seed, fingerprint)
     trailing = described["corpus"]["trailing_special_tokens"]
     sample = choose_sample(corpus, trailing, (model.layers + 1) * model.width, seed)

@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
-from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_extra
+from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_sums
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
@@ -165,11 +165,12 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
     if not states.of("corpus.residual"):
         return {}
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
-    own = [kind(layers, heads) for kind in own_extra()]
     rows = {"layers": layers + 1, "heads": layers * heads}
     return states.once(
         "added_columns",
-        lambda: extra_columns([*own, *extra], lambda name: states.of(f"corpus.extra.{name}"), rows),
+        lambda: extra_columns(
+            [*own_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
+        ),
     )
 
 

@@ -29,7 +29,7 @@ LEAST_LENGTH = LAGS + 4
 
 @dataclass(frozen=True)
 class TextWalk:
-    """What one pass has seen.
+    """Sums over a text read as a walk.
 
     Attributes:
         inputs, residual: what the attention modules read (L layers), and the residual stream (L + 1 layers).
@@ -45,7 +45,7 @@ class TextWalk:
 
 
 class _WalkHooks(Hooks):
-    """Feeds both accumulators."""
+    """Hooks that feed both accumulators."""
 
     def __init__(self, inputs: WalkSums, residual: WalkSums, length: int) -> None:
         self.inputs, self.residual, self.length = inputs, residual, length

@@ -29,7 +29,7 @@ OUTPUT_TITLE = "reading output weights"
 
 
 def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
-    """W_O of one layer's heads as of the model's most and widest, zero for those that are not there; or `WorkError`."""
+    """Return W_O of one layer's heads, padded with zeros to the model's largest number and width of heads."""
     if layer not in model.attending:
         return torch.zeros(model.heads, model.value_width, model.width, dtype=torch.float64)
     weights = model.output_weights(layer)
@@ -38,7 +38,7 @@ def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "head
 
 
 class LayersPass:
-    """What `read` gives of one layer after the other; only that is kept, and not the weights.
+    """Collect what `read` returns for each layer; the weights themselves are not kept.
 
     State: the tensors that `read` gives, those of all layers joined along their first dimension.
     """
@@ -50,7 +50,7 @@ class LayersPass:
         self._parts: list[State] = []
 
     def state(self) -> State:
-        """What the layers so far have given."""
+        """Return the tensors of the layers read so far."""
         names = self._parts[0] if self._parts else {}
         return {name: torch.cat([part[name] for part in self._parts]) for name in names}
 

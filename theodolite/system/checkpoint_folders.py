@@ -15,12 +15,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def at_home(source: str | Path) -> str | Path:
-    """The same with the home folder in the place of ~, which the libraries that load models do not know."""
+    """Replace ~ by the home folder, which the libraries that load models do not."""
     return source.expanduser() if isinstance(source, Path) else os.path.expanduser(source)
 
 
 def local_folder(source: str | Path) -> Path | None:
-    """The folder that `source` is, or None where it is a name on the hub; refuses what holds no safetensors."""
+    """Return the folder of a checkpoint, or None for a hub name; refuse folders without safetensors."""
     folder = Path(source).expanduser()
     if not folder.exists():
         if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
@@ -46,7 +46,7 @@ def local_folder(source: str | Path) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weights of a checkpoint, in order of their names.
+    """List the weight files of a checkpoint by name.
 
     Raises:
         UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end; or they list

@@ -43,7 +43,7 @@ class CorruptFile(ValueError):
 
 
 def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> str:
-    """Write tensors, and notes that JSON can hold; the checksum of the tensors."""
+    """Write tensors, and notes that JSON can hold; return the checksum of the tensors."""
     from safetensors.torch import save_file
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -55,7 +55,7 @@ def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `write_checked` wrote: tensors and notes. Files without a checksum are taken as they are.
+    """Read tensors and notes that `write_checked` wrote. Files without a checksum are taken as they are.
 
     Args:
         path: the file.
@@ -77,7 +77,7 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
 
 
 def read_notes_checked(path: Path) -> dict[str, Any]:
-    """The notes of such a file without its tensors; `CorruptFile` where they have changed since."""
+    """Read the notes without the tensors; `CorruptFile` where they have changed since."""
     try:
         with _opened(path) as (_, notes, _):
             return notes
@@ -91,7 +91,7 @@ ERRORS = (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError,
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
-    """The file, its notes, which are checked, and the checksum of its tensors, if it has one."""
+    """Open a file; yield it, its checked notes, and the checksum of its tensors, if it has one."""
     check_headers([path])
     with safetensors.safe_open(path, "pt") as file:
         header = file.metadata() or {}
@@ -132,12 +132,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def bytes_digest(written: bytes) -> str:
-    """What `read_bytes_checked` expects of a file with these bytes."""
+    """Return the checksum that `read_bytes_checked` expects of a file with these bytes."""
     return hashlib.sha256(written).hexdigest()
 
 
 def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
-    """A file's bytes, if they are those of its checksum, or it has none; else `CorruptFile`."""
+    """Read a file's bytes; `CorruptFile` where it has a checksum that is another."""
     written = path.read_bytes()
     if path.name in checksums and checksums[path.name] != bytes_digest(written):
         raise CorruptFile(f"{path.name}: its bytes are not those that were written")
@@ -154,7 +154,7 @@ def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None
 
 
 def read_json_checked(path: Path) -> dict[str, Any]:
-    """What `write_json_checked` wrote, or `CorruptFile`. Files without a checksum are taken as they are."""
+    """Read what `write_json_checked` wrote, or raise `CorruptFile`. Files without a checksum are taken as they are."""
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop(SHA256, None)

@@ -1,4 +1,4 @@
-"""What a few options may be: known here so that a command line knows them before any library of models is imported."""
+"""Values of a few options, and checks that import no library of models."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def check_number(**given: object) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise `UsageError` where it is none of `DTYPES`, with or without `torch.` before it."""
+    """Raise `UsageError` unless it is one of `DTYPES`, with or without `torch.` before it."""
     if str(dtype).removeprefix("torch.") not in DTYPES:
         raise UsageError(f"unknown dtype {dtype}: use one of {', '.join(DTYPES)}")
 
 
 def wider_than(dtype: object) -> str:
-    """What to try where numbers of this dtype are NaN or infinite, for the end of a message."""
+    """Suggest what to try where numbers of this dtype are NaN or infinite."""
     name = str(dtype).removeprefix("torch.")
     if name == "float64":
         return "no dtype is wider, so look for NaN in the weights"
@@ -47,7 +47,7 @@ def wider_than(dtype: object) -> str:
 
 
 def check_attention(attention: str | None) -> None:
-    """Raise `UsageError` where it is given, and none of `ATTENTIONS`."""
+    """Raise `UsageError` unless it is one of `ATTENTIONS`, or None."""
     if attention is not None and attention not in ATTENTIONS:
         raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
 

@@ -1,4 +1,4 @@
-"""How the model inside the package is called. Nothing here opens it."""
+"""The name and the folder of the model inside the package. Nothing here opens it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files and folders that are written as a whole, folders that remember what they are for, disk errors in one line."""
+"""Write files and folders as a whole, and report disk errors in one line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """As JSON, with null for NaN and infinities, for which JSON has no word."""
+    """Return a value as JSON, with null for NaN and infinities."""
     return json.dumps(_with_nulls(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

@@ -28,7 +28,7 @@ def handling(signals: list[Any], handler: Any) -> Iterator[None]:
 
 @contextmanager
 def starting_others() -> Iterator[None]:
-    """For a library that starts processes and sets handlers: theirs is no closed terminal, and ours stay as they are.
+    """Let a library start processes: they ignore SIGHUP, and our signal handlers stay as they are.
 
     A terminal that is closed sends SIGHUP to all of its processes, which must live until this one has saved progress.
     """

@@ -18,7 +18,7 @@ ShowTokens = Callable[[int], None]
 
 
 def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
-    """The items, one after the other, and how many of them are done."""
+    """Yield the items, and show how many of them are done."""
     for done, item in enumerate(items):
         show(what, done, len(items))
         yield item

@@ -33,7 +33,7 @@ def adapter_in(folder: Path) -> Path | None:
 
 
 def exists_already(out: Path) -> UsageError:
-    """What to raise where something else lies at OUT."""
+    """Return the error for an OUT that holds something else."""
     return UsageError(f"{out} exists already: choose another --out or remove it")
 
 

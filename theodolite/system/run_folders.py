@@ -41,12 +41,12 @@ OPTIONS = {
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether it is a run folder."""
+    """Whether a folder is a run folder."""
     return (Path(folder) / RUN).is_file()
 
 
 def check_run(folder: str | Path) -> None:
-    """Raise `UsageError` where it is none."""
+    """Raise `UsageError` unless it is a run folder."""
     if not is_run(folder):
         raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
 
@@ -102,7 +102,7 @@ def differences(
     corpus_there: dict[str, Any] | None = None,
     corpus_now: dict[str, Any] | None = None,
 ) -> str:
-    """What differs between two fingerprints, and corpora, by the names of options: `--length 64 there, 32 now`."""
+    """Say what differs between two fingerprints, and corpora, by the names of options: `--length 64 there, 32 now`."""
     said: dict[str, str] = {}
     if there.get("model") != now.get("model"):
         said["model"] = "the model"
@@ -129,7 +129,7 @@ KINDS = {"trace": TRACE, "outputs": OUTPUTS, "heads": "survey of heads"}
 
 
 def kind_of(provenance: dict[str, Any]) -> str:
-    """What a run is, by its provenance: a survey, spectra, or one of `KINDS`."""
+    """Return a run's kind, from its provenance: a survey, spectra, or one of `KINDS`."""
     fingerprint = provenance.get("fingerprint") or {}
     named = (name for key, name in KINDS.items() if fingerprint.get(key))
     return next(named, SURVEY if "corpus" in fingerprint else SPECTRA)

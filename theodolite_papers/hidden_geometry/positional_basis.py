@@ -30,8 +30,6 @@ from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import criteria, layer_columns
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 
-_BASIS = "arrays.positional_basis"
-
 NOISY = 0.5
 """Share of sampling noise in a curve from which on it is not judged."""
 

@@ -145,8 +145,6 @@ UNCHANGED = Criterion(
 ChosenHeads = dict[tuple[int, int], list[attribution.PatternClaims]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
-_SPLIT = ("model", "arrays.positional_basis", "arrays.mean")
-
 
 def _top_heads(run: Run) -> dict[str, list[attribution.Head]]:
     return {pattern.name: attribution.attributed_heads(run, pattern.name) for pattern in attribution.CLAIMS}

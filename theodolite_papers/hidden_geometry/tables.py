@@ -38,7 +38,6 @@ QUANTITIES = {
     "intra-cluster similarity": ("similarity_within", "within"),
     "incoherence": ("incoherence_mean", "incoherence"),
 }
-_NEEDS = ("layers.rank", "layers.low_frequency_10", "arrays.positional_basis")
 ROWS_OF_TABLE_3 = {
     "PPᵀ": ("pp_", "layers", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", "heads", published.LOW_FREQUENCY_PWP),

@@ -16,7 +16,7 @@ from theodolite.system.wording import number
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite_papers import drawing
 from theodolite_papers.drawing import CORRECTED, PUBLISHED, Line
-from theodolite_papers.experiment import BAO, Outcome, Study, by_name, declared
+from theodolite_papers.experiment import Outcome, Study, by_name, declared
 
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)
@@ -79,7 +79,6 @@ ETAS = (0.001, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0)
 """Ours: the text names ξ = ±1 and ±5 and η = 0.001 and 0.5, and the figure's other values are not printed."""
 MAP_XI = torch.linspace(-20, 20, 81, dtype=torch.float64)
 
-SOURCE_2 = f"{BAO}, Fig. 2 and eq. 6; corrected: v = 2θ² − 2θ + 7/12"
 
 NEAR_LIMIT = ((128.0, 0.01), (512.0, 0.01), (256.0, 0.02))
 """ξ and η of Fig. 3: both of its caption (ξη = 1.28 and 5.12), and that of the text, η = 0.02 with ξη = 5.12."""

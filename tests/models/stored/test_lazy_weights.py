@@ -22,8 +22,8 @@ from tests.models.test_every_family import check_read_by_layers, same_run
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.stored import lazy_weights as reading
+from theodolite.models.stored.checkpoint_tensors import build_skeleton, filled_with_rows
 from theodolite.models.stored.loading import on_meta
-from theodolite.models.stored.skeleton import build_skeleton, filled_with_rows
 from theodolite.passes.survey import spectra, survey
 
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
+from theodolite.jobs import unfinished
 from theodolite_papers.train_command import training
-from theodolite_papers.training import embedded, trainer
+from theodolite_papers.training import embedded
 from theodolite_papers.training.embedded import (
     EmbeddedConfig,
     Source,
@@ -154,7 +155,7 @@ def test_an_existing_folder_a_broken_loss_and_a_full_disk(tmp_path, monkeypatch)
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer, "write_checked", full)
+    monkeypatch.setattr(unfinished, "write_checked", full)
     with pytest.raises(WorkError, match="No space left on device"):
         train_embedded_model(tmp_path / "m", config=SMALL, threads=1, console=quiet())
     assert not (tmp_path / "m").exists()

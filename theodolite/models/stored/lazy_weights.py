@@ -1,9 +1,8 @@
 """A checkpoint opened for its weights only: read from its safetensors files, those of one attention module at a time.
 
-The model is a skeleton (`skeleton.py`) whose parameters stay on the meta device. While a layer's heads are looked at,
-the tensors of its attention module are there, and nothing else; neither embeddings nor feed-forward parts are read.
-What `transformers` does to the names and shapes of a checkpoint's tensors it does here, too: its own loader is given
-the few that are wanted. What cannot be read so is opened whole, and the reason is said.
+The model is a skeleton whose parameters stay on the meta device (`checkpoint_tensors.py`). While a layer's heads are
+looked at, the tensors of its attention module are there, and nothing else; neither embeddings nor feed-forward parts
+are read. What cannot be read so is opened whole, and the reason is said.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ from theodolite.models.stored.checkpoint_tensors import (
     CannotReadLazily,
     CheckpointTensors,
     checkpoint_tensors,
+    filled_with_rows,
+    restore_tensors,
+    stored_tensors,
 )
 from theodolite.models.stored.loading import (
     LOADING_ERRORS,
@@ -38,7 +40,6 @@ from theodolite.models.stored.loading import (
     refuse_nonfinite_weights,
     without_progress_bars,
 )
-from theodolite.models.stored.skeleton import filled_with_rows, restore_tensors, stored_tensors
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs

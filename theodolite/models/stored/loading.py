@@ -111,7 +111,7 @@ class Checkpoint:
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> dict[str, str | None]:
+    ) -> dict[str, Any]:
         """Its id, and its commit or the hash of its files; `show_progress` as in `hash_checkpoint`."""
         if self.folder:
             return {"id": self.id, "revision": None, "sha256": hash_checkpoint(self.folder, show_progress)}

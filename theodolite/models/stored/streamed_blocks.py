@@ -16,9 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from theodolite.models.stored.checkpoint_tensors import CannotReadLazily, CheckpointTensors
+from theodolite.models.stored.checkpoint_tensors import (
+    CannotReadLazily,
+    CheckpointTensors,
+    restore_tensors,
+    stored_tensors,
+)
 from theodolite.models.stored.loading import refuse_nonfinite_weights
-from theodolite.models.stored.skeleton import restore_tensors, stored_tensors
 from theodolite.models.structure import Structure
 from theodolite.system.files import write_text
 

@@ -83,23 +83,21 @@ class Matrix:
         outputs, inputs = self.holder.shape[:: 1 if self.dimension == 0 else -1]
         return (outputs if self.rows is None else len(self.rows)), inputs
 
+    @property
+    def _by_output(self) -> tuple[Tensor, Any]:
+        """What products are taken with, outputs first; and which of these are the matrix's."""
+        weight = self.holder if self.dimension == 0 else self.holder.T
+        return weight, slice(None) if self.rows is None else self.rows.to(weight.device)
+
     def read(self) -> Float[Tensor, "outputs inputs"]:
         """A copy, row by row in memory."""
-        weight = self.holder if self.dimension == 0 else self.holder.T
-        if self.rows is None:
-            return weight.clone(memory_format=torch.contiguous_format)
-        return weight.index_select(0, self.rows.to(weight.device)).contiguous()
+        weight, rows = self._by_output
+        return weight[rows].clone(memory_format=torch.contiguous_format)
 
     def write(self, matrix: Float[Tensor, "outputs inputs"]) -> None:
         """Put another matrix in its place, in the parameter itself: what is tied stays tied."""
-        with torch.no_grad():
-            parameter = getattr(self.module, self.attribute)
-            holder = parameter if self.expert is None else parameter[self.expert]
-            weight = holder if self.dimension == 0 else holder.T
-            if self.rows is None:
-                weight.copy_(matrix)
-            else:
-                weight[self.rows.to(weight.device)] = matrix.to(weight.device, weight.dtype)
+        weight, rows = self._by_output
+        weight[rows] = matrix.detach().to(weight)
 
 
 @measures("model")

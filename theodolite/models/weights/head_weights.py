@@ -105,8 +105,11 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
             read = [side for side in mapped if side is not None and side[1] is not None]
             if len(read) == len(mapped):
                 heads = len(read[0][0])
-                weights, biases = ([_repeated(t, heads) for t in part] for part in zip(*read, strict=True))
-                return HeadWeights(*weights, *biases, scaling, BEFORE_NORM if norms else EXACT)
+                (w_q, w_k, w_v), (b_q, b_k, b_v) = (
+                    [_repeated(tensor, heads) for tensor in part if tensor is not None]
+                    for part in zip(*read, strict=True)
+                )
+                return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
     try:

@@ -336,7 +336,7 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replac
 
     def use(weight_map: WeightMap) -> Projections | None:
         matrices = weight_map.matrices
-        query, key, value = (rows and Projection.of(rows, attention) for rows in matrices)
+        query, key, value = (None if rows is None else Projection.of(rows, attention) for rows in matrices)
         if query is None or key is None or (weight_map.norms and not replacing):
             return None
         if replacing and (query.computed or key.computed):
@@ -503,15 +503,15 @@ class MarkedCopy:
         for input_dim in range(parameter.ndim) if parameter.ndim > 1 else (None,):
             shape = [size if dim != input_dim else 1 for dim, size in enumerate(parameter.shape)]
             numbers = torch.arange(math.prod(shape)).view(shape)
-            powers = [1] if numbers.numel() <= DIGITS else [1, DIGITS]
+            powers = [power for power in (1, DIGITS, DIGITS**2) if power < max(2, numbers.numel())]
             marked = [self._times(parameter, FIRST + numbers // power % DIGITS) for power in powers]
             for side in range(3):
                 digits = [_digit(answer[side] - zeros[side], made[side]) for answer in marked]
-                rows = sum(
+                found = [
                     power * digit for power, digit in zip(powers, digits, strict=True) if digit is not None
-                )
-                if None not in digits and isinstance(rows, Tensor) and int(rows.max()) < numbers.numel():
-                    rows = torch.where((made[side] != 0)[0], rows, -1)
+                ]
+                rows = torch.where((made[side] != 0)[0], sum(found), -1)
+                if len(found) == len(powers) and int(rows.max()) < numbers.numel():
                     yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
 
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:

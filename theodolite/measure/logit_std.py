@@ -1,0 +1,50 @@
+"""How far a head's logits spread: their standard deviation over the keys that a query sees."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from theodolite.accumulate.sums import State
+from theodolite.attention.inputs import MASKED, AttentionInputs
+from theodolite.measure.column import ATTENTION, Column
+from theodolite.measure.extra import Extra
+
+QUERIES = 8
+"""Evenly spaced queries of a context: all would cost every product of queries and keys once more."""
+
+
+class LogitStd(Extra):
+    """Sums of the standard deviations of logits, and how many these are."""
+
+    name = "logit_std"
+    declared = (
+        Column(
+            "heads",
+            "logit_std",
+            "logit spread",
+            "Standard deviation of a query's logits over the keys that it sees. Near 0: uniform attention.",
+            f"Mean over contexts and {QUERIES} evenly spaced queries of each, the last included.",
+            group=ATTENTION,
+        ),
+    )
+
+    def __init__(self, layers: int, heads: int) -> None:
+        super().__init__(layers, {"sum": (heads,), "count": (heads,)})
+        self.heads = heads
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> None:
+        """Take in a batch."""
+        rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
+        logits = inputs.of_queries(rows.clamp_min(0).unique()).logits()
+        seen = logits > MASKED / 2
+        keys = seen.sum(dim=-1, keepdim=True)
+        mean = logits.mul_(seen).sum(dim=-1, keepdim=True) / keys.clamp_min(1)
+        deviation = logits.sub_(mean).mul_(seen).norm(dim=-1) / keys.squeeze(-1).clamp_min(1).sqrt()
+        for name, value in (("sum", deviation), ("count", keys.squeeze(-1) > 0)):
+            summed = value.double().sum(dim=(0, 2))
+            self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
+
+    def columns(self, state: State) -> dict[str, list[float]]:
+        """The mean of every head."""
+        return {"logit_std": (state["sum"] / state["count"]).flatten().tolist()}
