@@ -187,7 +187,9 @@ def read_outputs(
 
     def tables(states: States) -> Run:
         arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
-        return Run(*[pd.DataFrame()] * 5, arrays, provenance | {"wall_seconds": states.seconds})
+        empty = pd.DataFrame()
+        described = provenance | {"wall_seconds": states.seconds}
+        return Run(empty, empty, empty, empty, empty, arrays, described)
 
     return run_into(
         [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],

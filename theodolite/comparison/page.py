@@ -177,7 +177,7 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
     )
 
 
-Draw = Callable[[pd.DataFrame], go.Figure]
+Draw = Callable[..., go.Figure]
 
 # Part, title, how its table is drawn, what is drawn, what to look for, whose figure it is, and whether it is wide.
 FIGURES: tuple[tuple[str, str, Draw, str, str, str, bool], ...] = (

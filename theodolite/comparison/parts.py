@@ -512,15 +512,17 @@ def entropies(reference: Run, other: Run) -> Survival:
     )
 
 
-def similar_entropies(before: Floats, after: Floats, *errors: Floats | float) -> tuple[Flags, Flags]:
+def similar_entropies(
+    before: Floats, after: Floats, error: Floats | float, error_after: Floats | float
+) -> tuple[Flags, Flags]:
     """Decide whether entropies survive or are lost: by their change, and their place in `RANGES`.
 
-    `errors`: half the widths of the 95 % intervals of both; whole intervals decide.
+    `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
     """
-    kept, lost = A_TENTH.decided(after - before, np.hypot(*errors))
+    kept, lost = A_TENTH.decided(after - before, np.hypot(error, error_after))
     (low, high), (new_low, new_high) = (
         (range_of(share - margin), range_of(share + margin))
-        for share, margin in zip((before, after), errors, strict=True)
+        for share, margin in ((before, error), (after, error_after))
     )
     return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
 

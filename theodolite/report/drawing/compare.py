@@ -81,7 +81,8 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
         texts = [hover(row) for _, row in table[rows].iterrows()]
         told = "%{text}<extra>" + status + "</extra>"
         marker = {"size": 9, "opacity": 0.75}
-        traces.append(dots(*values[rows].T, texts, status, colour, told, marker=marker))
+        x, y = values[rows].T
+        traces.append(dots(x, y, texts, status, colour, told, marker=marker))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
 
