@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.models import gpt2
 from benchmarks.timing import Ratio, in_turns, over
-from theodolite.train.geometry import GeometryReader
-from theodolite.train.inline import InlineReader
+from theodolite.train.geometry import GeometryReader, InlineReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
 LAYERS, VOCABULARY, BATCH, TOKENS, ROUNDS = 4, 8192, 8, 128, 5

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.timing import Ratio, in_turns, over
 from theodolite.prune import oats
-from theodolite.prune.patterns import largest
+from theodolite.prune.methods import largest
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))
 SPARSITY, RANK_RATIO = 0.5, 0.25

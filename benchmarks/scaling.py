@@ -53,6 +53,7 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "sample": residual * (d * (s.sampled + s.tokens_kept) + s.sampled),
         "outliers": residual * d * (4 * g + 2),
         "attention": s.layers * (s.heads * (5 * t + 16) + 2 * examples * t + 2 * t + 3),
+        "logit spread": s.layers * s.heads * 2,
         "scalars": residual * (5 + t) * g,
     }
     return {name: count * FLOAT for name, count in numbers.items()}

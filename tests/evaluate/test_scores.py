@@ -11,8 +11,7 @@ import pandas as pd
 import pytest
 
 from theodolite.errors import UsageError
-from theodolite.evaluate.answers_file import AnswersFile
-from theodolite.evaluate.scores import Score, mean_and_error, over_seeds, table
+from theodolite.evaluate.scores import AnswersFile, Score, mean_and_error, over_seeds, table
 
 
 def score(model: str, each: list[float] | None, questions: str = "q", **more) -> Score:

@@ -1,19 +1,26 @@
-"""A pruning that is interrupted, refused, or cannot be written."""
+"""A pruning that is interrupted, refused, or cannot be written; and its low-rank parts as an adapter of PEFT."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from tests.prune.families import opened_anew
+from tests.prune.families import opened_anew, write
+from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.jobs import unfinished
-from theodolite.prune import checkpoint, prune_model
-from theodolite.prune.matrices import PruningSettings
+from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.prune import Pruned, checkpoint, prune_model
+from theodolite.prune.model import _Pruning
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
 
 
 def corpus_of(seed: int = 0) -> Corpus:
@@ -61,9 +68,9 @@ def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form,
         assert not parts.exists()
         blocks = sorted(path.name for path in partial.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
-    own, layers = PruningSettings.prune, []
+    own, layers = _Pruning.prune, []
     monkeypatch.setattr(
-        PruningSettings, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
+        _Pruning, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
     )
     pruned(family, tmp_path, parts, method, form=form)
     assert layers == [2] * matrices  # what is done is not pruned again
@@ -95,7 +102,6 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
         pruned("llama2", tmp_path, tmp_path / "out")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
 @pytest.mark.parametrize(
     ("family", "form"), [("gpt2", "adapter"), ("gpt_oss", "merged"), ("gpt_oss", "factored")]
 )
@@ -107,7 +113,7 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
     before = contents(out)
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "job.json").write_text("{}")
-    monkeypatch.setattr(PruningSettings, "prune", lambda *_: pytest.fail("a matrix was pruned again"))
+    monkeypatch.setattr(_Pruning, "prune", lambda *_: pytest.fail("a matrix was pruned again"))
     again = prune_model(models[1], corpus_of(), "oats", 0.5, **options)
     assert again.folder == out
     assert again.provenance == first.provenance
@@ -161,7 +167,7 @@ def test_a_damaged_block_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "_with_bytes", 5)]
+    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "bytes_digest", 5)]
 )
 def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
     module, what, kept, finished, tmp_path, monkeypatch
@@ -218,3 +224,83 @@ def test_weights_that_are_gone_or_changed_are_no_finished_pruning(form, tmp_path
     path.unlink()
     with pytest.raises(TheodoliteError):
         prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+
+
+# Fused transposed matrices, matrices fused head by head, experts.
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mixtral"])
+def test_plain_libraries_put_it_together(family, tmp_path):
+    """Oracle: the logits of the merged checkpoint, and the nonzeros that the table counts."""
+    table, _ = (pruned(family, tmp_path, tmp_path / form, form=form).table for form in ("merged", "adapter"))
+    ids = corpus_of().contexts[:3]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        alone = base(input_ids=ids).logits
+        both = peft.PeftModel.from_pretrained(base, tmp_path / "adapter" / "adapter")
+        torch.testing.assert_close(both(input_ids=ids).logits, merged, rtol=1e-4, atol=1e-5)
+        with both.disable_adapter():
+            assert torch.equal(both(input_ids=ids).logits, alone)
+    assert (alone - merged).abs().max() > 1e-3
+    state = load_file(tmp_path / "adapter" / "model.safetensors")
+    for parameter, rows in table[table["expert"] < 0].groupby("parameter"):
+        assert int((state[parameter] != 0).sum()) == rows["nonzeros"].sum(), parameter
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path):
+    """Oracle: the merged checkpoint. Read for its weights only, too."""
+    write(family, tmp_path / family, dtype=torch.bfloat16)
+    for form in ("merged", "adapter"):
+        pruned(family, tmp_path, tmp_path / form, form=form)
+    opened, merged = open_model(tmp_path / "adapter"), open_model(tmp_path / "merged")
+    assert type(opened.hf) is type(merged.hf)
+    theirs = merged.hf.state_dict()
+    mine = opened.hf.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert opened.sha256 != merged.sha256
+    for form in ("merged", "adapter"):  # no loader takes anything beside the weights for weights
+        assert [path.name for path in (tmp_path / form).glob("*.safetensors")] == ["model.safetensors"]
+    lines: list[str] = []
+    lazily = open_weights(tmp_path / "adapter", say=lines.append)
+    assert lines == ["opened whole, since an adapter lies beside its weights"]
+    assert torch.equal(lazily.head_weights(1).w_q, merged.head_weights(1).w_q)
+    assert (
+        Pruned.load(tmp_path / "adapter").low_rank.keys() == Pruned.load(tmp_path / "merged").low_rank.keys()
+    )
+
+
+def test_an_adapter_that_was_trained_on_counts(tmp_path):
+    """Oracle: W + B A by hand, of the trained factors."""
+    pruned("llama3", tmp_path, tmp_path / "adapter", form="adapter")
+    folder = tmp_path / "adapter"
+    before = open_model(folder)
+    model = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), folder / "adapter", is_trainable=True
+    )
+    name = "model.layers.1.mlp.up_proj"
+    layer = model.base_model.model.get_submodule(name)
+    with torch.no_grad():
+        layer.lora_A["default"].weight.mul_(2)
+        by_hand = (
+            layer.base_layer.weight.double()
+            + layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        )
+    model.save_pretrained(folder / "adapter")
+    after = open_model(folder)
+    assert after.sha256 != before.sha256
+    assert torch.equal(after.hf.get_submodule(name).weight, by_hand.float())
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"adapter lacks its low-rank parts"):
+        open_model(folder)
+
+
+def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
+    model = opened_anew("gpt2", tmp_path)
+    with pytest.raises(UsageError, match="wanda has no low-rank part that an adapter could hold: use oats"):
+        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out", form="adapter")
+    monkeypatch.setattr("theodolite.prune.options.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install peft"):
+        prune_model(model, corpus_of(), "oats", 0.5, out=tmp_path / "out", form="adapter")
+    assert model.interventions == ()

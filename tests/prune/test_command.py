@@ -142,8 +142,8 @@ def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
 
 def _prune_slowly(*words: Any) -> None:
     """Each block waits when it is kept, so that a signal finds the command at work."""
-    own = UnfinishedPruning.save
-    UnfinishedPruning.save = lambda *a: (own(*a), time.sleep(0.5))
+    own = UnfinishedPruning.save_block
+    UnfinishedPruning.save_block = lambda *a: (own(*a), time.sleep(0.5))
     command(*words)
 
 

@@ -20,7 +20,7 @@ from theodolite.models import open_model
 from theodolite.models.stored.streamed import open_streamed
 from theodolite.models.weights.block_matrices import block_matrices, one_expert_at_a_time
 from theodolite.prune import Pruned, prune_model
-from theodolite.prune.matrices import PruningSettings
+from theodolite.prune.model import _Pruning
 from theodolite.system.pruned_folders import refuse_inside
 
 FAMILIES = ("gpt2", "gpt_neox", "mixtral")
@@ -107,7 +107,7 @@ def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
     """So is one pruned block: none is held while the next is read and pruned."""
     model = open_streamed(write("llama3", tmp_path / "llama3"))
     blocks, pruned, made = [], [], []
-    own = PruningSettings.prune
+    own = _Pruning.prune
 
     def noted(*arguments):
         matrix, row = own(*arguments)
@@ -118,7 +118,7 @@ def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
         blocks.append(len(in_memory(model)))
         pruned.append(sum(matrix() is not None for matrix in made))
 
-    monkeypatch.setattr(PruningSettings, "prune", noted)
+    monkeypatch.setattr(_Pruning, "prune", noted)
     prune_model(model, corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out", show_progress=look)
     assert max(blocks) == 1
     assert 0 < max(pruned) < len(block_matrices(model)[0])  # the last one is there when nobody looks
@@ -195,7 +195,7 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     def full(tensor, folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("theodolite.prune.sequential.in_file", full)
+    monkeypatch.setattr("theodolite.prune.calibration.in_file", full)
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 

@@ -84,18 +84,6 @@ def test_massive_activations_are_rules_from_the_least_share_on():
     shares = [(rule.layer, rule.first, rule.share) for rule in Exclusions.of(run).rules]
     assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 0.25)]
     assert [rule.share for rule in Exclusions.of(run, 0.6).rules] == [0.75]
-    assert not any(rule.upper_bound for rule in Exclusions.of(run).rules)
-
-
-def test_a_survey_that_counted_tokens_only_bounds_the_share_of_contexts():
-    """Oracle: by hand, 4 contexts, without the column of contexts: 3 values are in 3 contexts at most, 9 in 4."""
-    table = OUTLIERS.assign(massive=[3, 9], massive_first=[0, 2], share=0.0).drop(columns="massive_contexts")
-    rules = Exclusions.of(replace(SURVEYED, sinks=SINKS[:0], outliers=table)).rules
-    assert [(rule.first, rule.share, rule.upper_bound) for rule in rules] == [
-        (False, 0.75, True),
-        (True, 0.5, None),
-        (False, 1.0, True),
-    ]
 
 
 def test_a_context_full_of_massive_activations_is_one_of_a_hundred():

@@ -280,14 +280,6 @@ def test_hiding_a_learned_sink_column(tmp_path):
     assert not torch.allclose(seen[0][:, 1], seen_without[0][:, 1], atol=1e-3)
 
 
-def test_a_layer_without_a_sink_column_has_none_to_hide(opened):
-    with (
-        pytest.raises(UsageError, match="layer 1 has no learned sink column"),
-        attention_knockout(opened("llama2"), LAYER, 0, [], sink_column=True),
-    ):
-        _logits(opened("llama2"), "llama2")
-
-
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "mistral"])
 def test_generation_with_hidden_keys(family, opened):
     """Oracle: greedy continuation by whole passes of the eager model with its keys hidden (BLOOM: the edited)."""
@@ -588,6 +580,7 @@ NAN = torch.full((WIDTH,), torch.nan)
         (lambda m: attention_knockout(m, 5, 0, 0), "layer 5 does not exist"),
         (lambda m: attention_knockout(m, 0, 7, 0), "head 7 does not exist"),
         (lambda m: attention_knockout(m, 0, 0, []), "no key positions were given"),
+        (lambda m: attention_knockout(m, 1, 0, [], sink_column=True), "layer 1 has no learned sink column"),
         (lambda m: attention_knockout(m, 0, 0, [0.5]), "numbers or a bool tensor .*, not torch.float32"),
         (
             lambda m: attention_knockout(m, 0, 0, [0, 14]),

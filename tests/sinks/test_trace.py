@@ -591,7 +591,7 @@ def test_ids_that_cannot_be_read_are_refused_in_one_line(ids, message, opened):
     assert "\n" not in str(error.value)
 
 
-def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
+def test_other_misuse_is_refused_in_one_line(opened, checkpoint, tmp_path):
     none = Corpus("none", torch.zeros(0, 8, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [], 0)
     with pytest.raises(UsageError, match="0 contexts are too few: give at least 1"):
         trace_sinks(opened("gpt2"), none)
@@ -600,9 +600,6 @@ def test_other_misuse_is_refused_in_one_line(opened, tmp_path):
     trace_sinks(opened("gpt2"), some_ids(2), tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run of another model, corpus or options"):
         trace_sinks(opened("gpt2"), some_ids(3), tmp_path / "run")
-
-
-def test_weights_that_are_no_numbers_are_refused_in_one_line(checkpoint):
     model = open_model(checkpoint("gpt2"))
     model.hf.transformer.h[1].mlp.c_fc.weight.data[0, 0] = math.nan
     with pytest.raises(WorkError, match="NaN") as error:

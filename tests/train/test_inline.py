@@ -11,9 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from transformers import AttentionInterface, T5Config, T5ForConditionalGeneration
 
@@ -22,6 +19,7 @@ from tests.models.modules import GPT
 from tests.processes import ranks
 from tests.slow import slow_but
 from tests.train.test_locater import trained as in_trainer
+from tests.train.test_sharded import spread
 from theodolite import open_module
 from theodolite.errors import UsageError
 from theodolite.train import GeometryCallback, GeometryMonitor
@@ -246,16 +244,8 @@ def test_what_cannot_be_overheard_is_refused_by_name():
 
 def over_two(kind: str) -> nn.Module:
     """A Mistral whose contexts, weights or heads two processes have some of each."""
-    model, mesh = model_of("mistral"), init_device_mesh("cpu", (2,))
-    if kind == "DDP":
-        return nn.parallel.DistributedDataParallel(model)
-    for layer in model.model.layers:
-        if kind == "FSDP2":
-            fully_shard(layer, mesh=mesh)
-        else:
-            columns = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-            parallelize_module(layer, mesh, {**columns, "self_attn.o_proj": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh) if kind == "FSDP2" else model
+    model = model_of("mistral")
+    return nn.parallel.DistributedDataParallel(model) if kind == "DDP" else spread(kind, model)[0]
 
 
 def looked_at_together(rank: int, kind: str) -> Any:
@@ -263,7 +253,7 @@ def looked_at_together(rank: int, kind: str) -> Any:
     monitor = GeometryMonitor(model, inline=True, every=1, over_ranks=True)
     monitor(0)
     own = IDS[:4] if rank == 0 else IDS[4:]
-    model(input_ids=IDS if kind == "heads" else own).logits.sum().backward()
+    model(input_ids=IDS if kind == "tensor parallel" else own).logits.sum().backward()
     monitor(1)
     look = monitor.last
     if kind == "DDP":
@@ -277,7 +267,7 @@ def looked_at_together(rank: int, kind: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "heads"))]
+    "kind", ["DDP", *(pytest.param(kind, marks=pytest.mark.chaos) for kind in ("FSDP2", "tensor parallel"))]
 )
 def test_the_micro_batches_of_two_processes_are_one_look(kind):
     expected = GeometryReader(model_of("mistral"), IDS).look()

@@ -14,6 +14,7 @@ import torch
 
 from tests import checkpoints
 from theodolite.errors import UsageError, WorkError
+from theodolite.train import GeometryCallback, Locater, QKClipCallback, warm_up
 from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, monitor_batch, scalars
 
@@ -279,3 +280,61 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
     ):
         with pytest.raises(UsageError, match=words):
             monitor_batch(data)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every is 0 .* must be 1 or more"),
+        ({"every": "a"}, "every is 'a' .* whole numbers"),
+        ({"spectra_every": 1.5}, r"spectra_every 1\.5"),
+        ({"limits": {}}, r"limits is a dict: give .*Limits\(\.\.\.\)"),
+        ({"ids": "text"}, "the monitor batch is a str: give a tensor of token ids"),
+        ({"ids": IDS[:, :7]}, r"shape \(2, 7\).* 8 positions or more"),
+        ({"ids": IDS.bool()}, r"dtype torch\.bool: give token ids"),
+        ({"ids": IDS, "inline": True}, "and not both"),
+    ],
+)
+def test_a_monitor_and_callbacks_refuse_at_once(options, words):
+    for made in (GeometryCallback, QKClipCallback):
+        with pytest.raises(UsageError, match=words):
+            made(**options)
+    with pytest.raises(UsageError, match=words):
+        GeometryMonitor(checkpoints.build("gpt2"), **{"ids": IDS} | options)
+
+
+STEP = "step is .*: give the optimizer steps done"
+
+
+def test_what_is_no_folder_step_loss_or_factor_is_refused_and_leaves_no_gradient():
+    model = checkpoints.build("gpt2")
+    monitor, locater = GeometryMonitor(model, IDS), Locater(model, warm_up(1.0, 3), 0.1)
+    for call, wrong, words in (
+        (
+            lambda x: GeometryMonitor(model, IDS, folder=x),
+            (3, b"a", ["a"]),
+            "folder is .*: give a path, or None",
+        ),
+        (monitor, ("a", None, 1.5, math.nan, -1), f"^{STEP}, a whole number of 0 or more$"),
+        (
+            lambda x: monitor(0, x),
+            ("a", torch.ones(2), [1.0]),
+            "loss is .*: give one number, or a tensor of one",
+        ),
+        (
+            lambda x: warm_up(1.0, x),
+            ("3", None, 0, True, math.nan),
+            "steps is .*: a warm-up needs a number of steps",
+        ),
+        (
+            lambda x: locater.add_gradient(1, factor=x),
+            ("a", None, -1.0, math.nan, float("inf"), torch.ones(2)),
+            "factor is .*: give a number of 0 or more",
+        ),
+        (locater, ("a", 1.5, -1), STEP),
+        (locater.add_gradient, ("a", 1.5, -1), STEP),
+    ):
+        for each in wrong:
+            with pytest.raises(UsageError, match=words):
+                call(each)
+    assert all(p.grad is None for p in model.parameters())

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from tests import checkpoints
@@ -24,6 +20,7 @@ from tests.processes import ranks
 from tests.slow import slow_but
 from tests.train.test_geometry import IDS, eager_logits
 from tests.train.test_locater import Adapted, examples, trained
+from tests.train.test_sharded import spread
 from theodolite import open_module
 from theodolite.errors import UsageError
 from theodolite.train import GeometryMonitor, QKClip, QKClipCallback
@@ -265,33 +262,20 @@ def test_wrong_calls_are_refused():
 LARGEST = torch.tensor([[9.0, 1.0, 40.0, 1.0], [1.0, 20.0, 1.0, 1.0], [1.0, 1.0, 1.0, 30.0]])
 
 
-def sharded(kind: str, model: PreTrainedModel) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers if "llama" in kind else model.transformer.h:
-        if "parallel" in kind:
-            plan: dict[str, Any] = {
-                f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")
-            }
-            parallelize_module(layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel()})
-        else:
-            fully_shard(layer, mesh=mesh)
-    if "parallel" not in kind:
-        fully_shard(model, mesh=mesh)
-
-
-KINDS = ("llama3 fully sharded before", "gpt2 fully sharded", "llama2 tensor parallel")
+KINDS = ("llama3, FSDP2 before", "gpt2, FSDP2", "llama2, tensor parallel")
 
 
 def work(rank: int) -> dict[str, dict[str, Tensor]]:
     """One of the processes: clips sharded models, counts what it sends for that, and gathers the weights."""
     whole = {}
     for kind in KINDS:
-        model = checkpoints.build(kind.split()[0])
-        if "before" in kind:
-            sharded(kind, model)
+        family, how = kind.split(", ")
+        model = checkpoints.build(family)
+        if "before" in how:
+            spread(how, model)
         clip = QKClip(model, 5.0)
-        if "before" not in kind:
-            sharded(kind, model)
+        if "before" not in how:
+            spread(how, model)
         assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
         with CommDebugMode() as sent:
             assert len(clip(LARGEST)) == 4
@@ -310,7 +294,7 @@ def test_sharded_weights_are_scaled_where_they_are():
     """Oracle: the same model in one process, whole; and PyTorch's own count of what was sent."""
     whole, _ = ranks(work)
     for kind in KINDS:
-        model = checkpoints.build(kind.split()[0])
+        model = checkpoints.build(kind.split(", ")[0])
         before = copy.deepcopy(dict(model.named_parameters()))
         assert len(QKClip(model, 5.0)(LARGEST)) == 4
         for name, parameter in model.named_parameters():

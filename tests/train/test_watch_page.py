@@ -22,7 +22,7 @@ from theodolite.train import watch_page
 from theodolite.train.alarms import RANK, Alarm
 from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning
-from theodolite.train.record import OF_HEADS, OF_LAYERS, Record
+from theodolite.train.record import OF_HEADS, Record
 from theodolite.train.watch_page import LISTED, PAGE, POINTS, first_of_groups, render
 
 IDS = torch.randint(checkpoints.VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(1))
@@ -121,8 +121,8 @@ def test_a_page_of_thousands_of_looks_is_light_and_hides_nothing(tmp_path):
             heads |= {"entropy_share": share, "largest_logit": logit}
         table = pd.DataFrame(heads, copy=False)
         alarm = Alarm(step, RANK, 1, None, 0.01, 0.0, collapsed=True)
-        record.keep(Geometry(step, table, pd.DataFrame({OF_LAYERS[0]: np.ones(13)}), 0.0), [alarm])
-        record._keep_loss(step, 2.0 + look % 2)
+        record.keep(Geometry(step, table, pd.DataFrame({"rank_collapse": np.ones(13)}), 0.0), [alarm])
+        record.keep_loss(step, 2.0 + look % 2)
     page = render(record, finished=True)
     shown = figure(page, "heads")
     x = numbers(shown["data"][0]["x"])
@@ -206,7 +206,7 @@ def test_a_folder_s_name_cannot_leave_its_place(tmp_path):
         name = text.replace("/", "∕").replace("\0", "").encode("utf-8", "replace")[:200].decode()
         record = Record(tmp_path / name, 1, [(0, 0)])
         table = pd.DataFrame({name: [0.5] for name in OF_HEADS})
-        record.keep(Geometry(0, table, pd.DataFrame({OF_LAYERS[0]: [1.0, 1.0]}), 0.0), [])
+        record.keep(Geometry(0, table, pd.DataFrame({"rank_collapse": [1.0, 1.0]}), 0.0), [])
         page = render(record, finished=True)
         plain = re.sub(r"(<script[^>]*>).*?</script>", r"\1", page, flags=re.DOTALL)
         assert plain.count("<script") == 7, text

@@ -117,8 +117,8 @@ def evaluate_command(
         if out is not None:
             held.enter_context(locked(out))
 
-        from theodolite.evaluate.answers_file import AnswersFile
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
+        from theodolite.evaluate.scores import AnswersFile
         from theodolite.passes.provenance import describe_model, versions
 
         asked = Questions(

@@ -26,7 +26,7 @@ from theodolite.models import OpenModel
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
-from theodolite.prune.pruned import Pruned
+from theodolite.prune.checkpoint import Pruned
 from theodolite.report.outcome import Outcome
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt

@@ -128,7 +128,7 @@ def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns 
     ids = list(encoded["input_ids"])
     if len(ids) < LEAST_LENGTH:
         raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
-    return replace(Corpus.from_ids(torch.tensor([ids])), name=printable(name))
+    return replace(Corpus.from_ids(torch.tensor([ids], device="cpu")), name=printable(name))
 
 
 def _rows(name: str, columns: Columns) -> Iterable[str]:
@@ -194,7 +194,9 @@ def addition_corpus(
             raise UsageError(
                 "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
             )
-    return replace(Corpus.from_ids(torch.tensor(rows[:contexts]), seed=seed), name=corpus_name(digits))
+    return replace(
+        Corpus.from_ids(torch.tensor(rows[:contexts], device="cpu"), seed=seed), name=corpus_name(digits)
+    )
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +22,10 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.errors import UsageError
-from theodolite.evaluate.answers_file import AnswersFile
 from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
 from theodolite.evaluate.perplexity import perplexity, perplexity_scores, window_length
-from theodolite.evaluate.scores import Score
+from theodolite.evaluate.scores import AnswersFile, Score
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system.progress import ShowProgress
@@ -58,11 +58,6 @@ class Questions:
     download: bool
     stride: int | None = None
     length: int | None = None
-
-    @property
-    def of_lm_eval(self) -> tuple[str, ...]:
-        """All names but `few-shot`."""
-        return tuple(task for task in self.tasks if task != NAME)
 
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
@@ -100,76 +95,45 @@ def evaluate(
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
     """
-    model_key = fingerprint_of(model)
-    scores: list[Score] = []
+    batch, scores = questions.batch, []
+    model_key = {**fingerprint_of(model), "batch": batch}
     if corpus is not None:
-        key = {**model_key, "corpus": corpus.sha256, "batch": questions.batch}
+        windows: dict[str, Any] = {}
         if questions.stride is not None:
-            key |= {"stride": questions.stride, "length": window_length(model, questions.length)}
-        scores += answers.get(key, partial(_perplexity, model, corpus, questions, bar))
+            windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
+
+        def losses() -> list[Score]:
+            said = ", windows of {length:,} tokens by {stride:,}".format(**windows) if windows else ""
+            with bar("predicting", "windows" if windows else "contexts") as show:
+                measured = perplexity(model, corpus, **windows, batch=batch, show_progress=show)
+            return perplexity_scores(model.id, corpus, measured, said)
+
+        scores += answers.get({**model_key, "corpus": corpus.sha256, **windows}, losses)
     if NAME in questions.tasks:
-        asked = {"rules": repr(RULES), "prompts": questions.prompts, "seed": questions.seed}
-        few_shot = answers.get(
-            {**model_key, **asked, "batch": questions.batch}, partial(_few_shot, model, questions, bar)
-        )
+        asked: dict[str, Any] = {"prompts": questions.prompts, "seed": questions.seed}
+
+        def accuracies() -> list[Score]:
+            with bar("answering", "prompts") as show:
+                right = few_shot_answers(model, **asked, batch=batch, show_progress=show)
+            return few_shot_scores(model.id, right, seed=questions.seed, batch=batch)
+
+        few_shot = answers.get({**model_key, "rules": repr(RULES), **asked}, accuracies)
         scores += [score for score in few_shot if score.shots in questions.shots]
-    if questions.of_lm_eval or questions.folder:
-        scores += _harness(model, questions, answers, model_key, bar)
+    of_lm_eval, folder = [task for task in questions.tasks if task != NAME], questions.folder
+    if of_lm_eval or folder:
+        limit = questions.limit
+        key = {"tasks": sorted(of_lm_eval), "folder": folder and _folder_hash(folder), "limit": limit}
+        key |= {**model_key, "lm_eval": lm_eval_version()}
+
+        def of_harness(shots: int) -> list[Score]:
+            with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
+                more: dict[str, Any] = {"download": questions.download, "show_progress": show}
+                size = BATCH if batch is None else batch
+                return harness(model, of_lm_eval, [shots], folder=folder, batch=size, limit=limit, **more)
+
+        for shots in questions.shots:  # each saved as soon as it is measured
+            scores += answers.get({**key, "shots": shots}, partial(of_harness, shots))
     return [replace(score, model=model.id) for score in scores]
-
-
-def _perplexity(model: OpenModel, corpus: Corpus, questions: Questions, bar: Bar) -> list[Score]:
-    stride, length, windows = questions.stride, None, ""
-    if stride is not None:
-        length = window_length(model, questions.length)
-        windows = f", windows of {length:,} tokens by {stride:,}"
-    with bar("predicting", "windows" if windows else "contexts") as show:
-        measured = perplexity(
-            model, corpus, stride=stride, length=length, batch=questions.batch, show_progress=show
-        )
-    return perplexity_scores(model.id, corpus, measured, windows)
-
-
-def _few_shot(model: OpenModel, questions: Questions, bar: Bar) -> list[Score]:
-    shared: dict[str, Any] = {"seed": questions.seed, "batch": questions.batch}
-    with bar("answering", "prompts") as show:
-        right = few_shot_answers(model, prompts=questions.prompts, show_progress=show, **shared)
-    return few_shot_scores(model.id, right, **shared)
-
-
-def _harness(
-    model: OpenModel,
-    questions: Questions,
-    answers: AnswersFile,
-    model_key: dict[str, Any],
-    bar: Bar,
-) -> list[Score]:
-    """One number of shots at a time, each saved as soon as it is measured."""
-
-    def measure(shots: int) -> list[Score]:
-        with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
-            return harness(
-                model,
-                questions.of_lm_eval,
-                [shots],
-                folder=questions.folder,
-                batch=BATCH if questions.batch is None else questions.batch,
-                limit=questions.limit,
-                download=questions.download,
-                show_progress=show,
-            )
-
-    asked = {
-        "tasks": sorted(questions.of_lm_eval),
-        "folder": questions.folder and _folder_hash(questions.folder),
-        "limit": questions.limit,
-        "batch": questions.batch,
-        "lm_eval": lm_eval_version(),
-    }
-    scores: list[Score] = []
-    for shots in questions.shots:
-        scores += answers.get({**model_key, **asked, "shots": shots}, partial(measure, shots))
-    return scores
 
 
 def _folder_hash(folder: Path) -> str:
@@ -201,19 +165,21 @@ READ_BY_EMBEDDED = {
 def tables(scores: pd.DataFrame) -> list[Table]:
     """For the terminal: a table for each task and metric, with a row for each number of shots and model."""
     apart = scores.groupby(["task", "metric"], sort=False)
-    return [_table(f"{task}: {metric}", rows) for (task, metric), rows in apart]
+    return [_table(str(task), metric, rows) for (task, metric), rows in apart]
 
 
-def _table(title: str, rows: pd.DataFrame) -> Table:
-    models = list(dict.fromkeys(rows["model"]))
+def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
+    last_parts = {model: Path(model).name or model for model in dict.fromkeys(rows["model"])}
+    several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
     bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts truncated at the start: {rows['cut'].max()}"
-    if (text := READ_BY_EMBEDDED.get(str(rows["task"].iloc[0]).partition(", windows of ")[0])) is not None:
+    if (text := READ_BY_EMBEDDED.get(task.partition(", windows of ")[0])) is not None:
         caption += f"; {text}"
-    shown = Table(title=escape(visible(title)), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    title = escape(visible(f"{task}: {metric}"))
+    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")
     for name in ("value", *(["difference"] if compared else []), *bounds):
@@ -226,15 +192,10 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
             if compared:
                 known = math.isfinite(row["difference"])
                 values.append(with_error(row["difference"], row["difference_se"]) if known else "")
-            shown.add_row(before, escape(visible(_short(row["model"], models))), *values, *edges)
+            name = last_parts[row["model"]]
+            name = name if several[name] == 1 else row["model"]
+            shown.add_row(before, escape(visible(name)), *values, *edges)
             before, edges = "", [""] * len(bounds)  # only in the first row
-        if len(models) > 1:
+        if len(last_parts) > 1:
             shown.add_section()
     return shown
-
-
-def _short(model: str, models: Sequence[str]) -> str:
-    """The last part of a path, unless two models share it."""
-    names = [Path(name).name or name for name in models]
-    name = Path(model).name or model
-    return name if names.count(name) == 1 else model

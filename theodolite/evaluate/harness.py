@@ -84,7 +84,7 @@ def harness(
     except ImportError as error:
         raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
     scores: list[Score] = []
-    with _quietly() as cut, _without_bars(), _network(download):
+    with _quiet_and_offline(download) as cut:
         manager, names = _task_manager(tasks, folder)
         asked = _reporting(
             show_progress,
@@ -109,12 +109,12 @@ def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any,
     """Return a task manager that has the tasks, and their names."""
     from lm_eval.tasks import TaskManager
 
-    include_path = None if folder is None else str(Path(folder).resolve())
-    if include_path is None and not tasks:
+    if folder is None and not tasks:
         raise UsageError("no task given: name one, or give a folder of tasks")
-    names = list(tasks)
-    if include_path is not None:
-        if not Path(include_path).is_dir():
+    names, include_path = list(tasks), None
+    if folder is not None:
+        include_path = str(Path(folder).resolve())
+        if not Path(folder).is_dir():
             raise UsageError(f"there is no folder {folder}: give one with tasks as YAML")
         manager = TaskManager(include_path=include_path, include_defaults=False)
         names = names or manager.all_subtasks
@@ -212,22 +212,20 @@ def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
     """Make lm-eval's model of transformers, with progress shown before each forward pass."""
     from lm_eval.models.huggingface import HFLM
 
+    def counted(kind: str) -> Any:
+        def call(self: Any, requests: list[Any], **rest: Any) -> Any:
+            self.total += len(requests)
+            return getattr(HFLM, kind)(self, requests, **rest)
+
+        return call
+
     class Reporting(HFLM):
         """Counts the requests that lm-eval sends it: those begun, and all."""
 
         begun = total = 0
-
-        def loglikelihood(self, requests: list[Any], **rest: Any) -> Any:
-            self.total += len(requests)
-            return super().loglikelihood(requests, **rest)
-
-        def loglikelihood_rolling(self, requests: list[Any], **rest: Any) -> Any:
-            self.total += len(requests)
-            return super().loglikelihood_rolling(requests, **rest)
-
-        def generate_until(self, requests: list[Any], **rest: Any) -> Any:
-            self.total += len(requests)
-            return super().generate_until(requests, **rest)
+        loglikelihood = counted("loglikelihood")
+        loglikelihood_rolling = counted("loglikelihood_rolling")
+        generate_until = counted("generate_until")
 
         @contextlib.contextmanager
         def reporting(self) -> Iterator[None]:
@@ -248,47 +246,43 @@ def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Without the progress bars of lm-eval and its dependencies: the command shows its own.
+def _quiet_and_offline(download: bool) -> Iterator[list[str]]:
+    """Without warnings, bars and, unless `download`, connections; warnings about truncated prompts are collected.
 
     lm-eval 0.4.13 takes `disable_tqdm` for requests only, and neither where it builds them (`Task.build_all_requests`
     in lm_eval/api/task.py) nor for bootstraps (`bootstrap_stderr` in lm_eval/api/metrics.py); tqdm 4.70 reads
     TQDM_DISABLE as it is imported, and never again (https://github.com/tqdm/tqdm/issues/1526). So its class is changed
-    for the while.
+    for the while. datasets 5.2 and huggingface_hub 2.4 likewise read the environment variable HF_HUB_OFFLINE as they
+    are imported (datasets/config.py, huggingface_hub/constants.py), and what they read then at every call.
     """
+    import datasets
+    import huggingface_hub
     from tqdm.std import tqdm  # lm-eval's own dependency
 
+    cut: list[str] = []
     original = tqdm.__init__
 
     def disabled(bar: Any, *args: Any, **options: Any) -> None:
         original(bar, *args, **options | {"disable": True})
 
-    with _set("__init__", disabled, tqdm):
-        yield
+    def collect(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "exceeds model's maximum length" in message:
+            cut.append(message)
+        return record.levelno >= logging.ERROR
 
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[list[str]]:
-    """Without lm-eval's warnings; those about truncated prompts are collected."""
-    cut: list[str] = []
-
-    class Collect(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            message = record.getMessage()
-            if "exceeds model's maximum length" in message:
-                cut.append(message)
-            return record.levelno >= logging.ERROR
-
-    collect = Collect()
+    changes: list[tuple[Any, str, object]] = [(tqdm, "__init__", disabled)]
+    if not download:
+        changes += [(owner, "HF_HUB_OFFLINE", True) for owner in (datasets.config, huggingface_hub.constants)]
     names = [name for name in logging.root.manager.loggerDict if name.startswith("lm_eval.")]
-    loggers = [logging.getLogger(name) for name in ("lm_eval", *names)]
-    for logger in loggers:
-        logger.addFilter(collect)
-    try:
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in changes:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        for logger in map(logging.getLogger, ("lm_eval", *names)):
+            logger.addFilter(collect)
+            undo.callback(logger.removeFilter, collect)
         yield cut
-    finally:
-        for logger in loggers:
-            logger.removeFilter(collect)
 
 
 @contextlib.contextmanager
@@ -304,31 +298,3 @@ def _seeded() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _network(allowed: bool) -> Iterator[None]:
-    """Unless allowed, fail at once on missing data rather than wait for a connection.
-
-    datasets 5.2 and huggingface_hub 2.4 read the environment variable HF_HUB_OFFLINE as they are imported
-    (datasets/config.py, huggingface_hub/constants.py), and what they read then at every call.
-    """
-    import datasets
-    import huggingface_hub
-
-    configs = () if allowed else (datasets.config, huggingface_hub.constants)
-    with _set("HF_HUB_OFFLINE", True, *configs):
-        yield
-
-
-@contextlib.contextmanager
-def _set(name: str, value: object, *owners: object) -> Iterator[None]:
-    """While open, an attribute of each owner has this value."""
-    before = [getattr(owner, name) for owner in owners]
-    for owner in owners:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, own in zip(owners, before, strict=True):
-            setattr(owner, name, own)

@@ -75,23 +75,18 @@ class Perplexity:
     @property
     def bits_per_byte(self) -> float:
         """All nats over all bytes, in bits: by it models with different tokenizers compare; NaN if unknown."""
-        return self._bits_per_byte()[0]
+        if self.text_bytes is None or not self.text_bytes.any():
+            return math.nan
+        return float((self.losses * self.tokens / math.log(2)).sum() / self.text_bytes.sum())
 
     @property
     def bits_per_byte_se(self) -> float:
         """Its standard error over contexts, of a ratio of sums to first order; NaN for a single one."""
-        return self._bits_per_byte()[1]
-
-    def _bits_per_byte(self) -> tuple[float, float]:
-        if self.text_bytes is None or not self.text_bytes.any():
-            return math.nan, math.nan
-        count = len(self.losses)
-        bits = self.losses * self.tokens / math.log(2)
-        ratio = float(bits.sum() / self.text_bytes.sum())
-        if count == 1:
-            return ratio, math.nan
-        spread = np.square(bits - ratio * self.text_bytes).sum() * count / (count - 1)
-        return ratio, float(np.sqrt(spread) / self.text_bytes.sum())
+        ratio, count = self.bits_per_byte, len(self.losses)
+        if self.text_bytes is None or math.isnan(ratio) or count == 1:
+            return math.nan
+        apart = self.losses * self.tokens / math.log(2) - ratio * self.text_bytes
+        return float(np.sqrt(np.square(apart).sum() * count / (count - 1)) / self.text_bytes.sum())
 
 
 LITERATURE = 2048
@@ -140,18 +135,22 @@ def perplexity(
         parts, batch = _windows(model, corpus, stride, length, batch)
     total, done = sum(len(ids) for ids, _ in parts), 0
     losses, tokens, text_bytes = [], [], []
+    size = None if model.tokenizer is None else token_bytes(model)
     for ids, known in parts:
         show_progress(done, total)
         new = ids[:, known:]
         losses.append(next_token_losses(model.logits(ids), ids)[:, known - 1 :].mean(dim=1))
         tokens += [new.shape[1]] * len(ids)
-        text_bytes.append(_text_bytes(model, new))
+        if size is not None:
+            unlike, places = new.unique(return_inverse=True)
+            sizes = torch.tensor([size(token) for token in unlike.tolist()], dtype=torch.float64)
+            text_bytes.append(sizes[places].sum(dim=1))
         done += len(ids)
     show_progress(total, total)
     all_losses = torch.cat(losses).numpy()
     if not np.isfinite(all_losses).all():
         raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
-    of_text = None if model.tokenizer is None else torch.cat(text_bytes).numpy()
+    of_text = torch.cat(text_bytes).numpy() if text_bytes else None
     return Perplexity(all_losses, np.array(tokens), batch, of_text)
 
 
@@ -189,15 +188,6 @@ def _windows(
     if len(whole) * stride + window < len(stream) and len(left) > known:
         parts.append((left.unsqueeze(0), known))
     return parts, batch
-
-
-def _text_bytes(model: OpenModel, predicted: Int[Tensor, "contexts tokens"]) -> Float[Tensor, " contexts"]:
-    if model.tokenizer is None:
-        return torch.zeros(len(predicted))
-    tokens, places = predicted.unique(return_inverse=True)
-    size = token_bytes(model)
-    sizes = torch.tensor([size(token) for token in tokens.tolist()], dtype=torch.float64)
-    return sizes[places].sum(dim=1)
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:

@@ -1,18 +1,25 @@
-"""Results of an evaluation: values with standard errors, and paired comparisons of models.
+"""Results of an evaluation: values with standard errors, saved as they are measured, and compared in pairs.
 
 Nothing is measured here.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from scipy import stats
+
+from theodolite.errors import UsageError
+from theodolite.system.checksums import CorruptFile, read_json_checked, write_json_checked
+from theodolite.system.files import disk_errors
 
 Z95 = 1.96
 """95 % quantile of |z|, for two-sided normal intervals."""
@@ -54,6 +61,62 @@ class Score:
     cut: int = 0
 
 
+SCHEMA_VERSION = 1
+
+
+class AnswersFile:
+    """The scores in a file, so that an interrupted evaluation can be resumed; without a path, in memory only.
+
+    The key of a score is all that determines it: fingerprints of model and questions, and package versions.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._scores: dict[str, list[Score]] = {}
+        if path is None or not path.exists():
+            return
+        try:
+            read = read_json_checked(path)
+            if read["schema_version"] != SCHEMA_VERSION:
+                raise ValueError
+            for row in read["measured"]:
+                name = json.dumps(row["key"], sort_keys=True)
+                self._scores[name] = [_of_json(score) for score in row["scores"]]
+        except (CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f" ({error})" if isinstance(error, CorruptFile) else ""
+            raise UsageError(
+                f"{path} is not an evaluation file{why}: choose another --out or remove it"
+            ) from error
+
+    def get(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
+        """The scores with this key: from the file, or measured now and saved (`WorkError` where that cannot be)."""
+        name = json.dumps(key, sort_keys=True)
+        if name not in self._scores:
+            self._scores[name] = measure()
+            if self._path is not None:
+                rows = [
+                    {"key": json.loads(of), "scores": [_as_json(score) for score in scores]}
+                    for of, scores in sorted(self._scores.items())
+                ]
+                answers = {"schema_version": SCHEMA_VERSION, "measured": rows}
+                with disk_errors(self._path):
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    write_json_checked(self._path, answers, indent=None)
+        return self._scores[name]
+
+
+def _as_json(score: Score) -> dict[str, Any]:
+    """Plain values; NaN and infinities become null."""
+    plain = vars(score) | {"each": None if score.each is None else score.each.tolist()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+
+
+def _of_json(row: dict[str, Any]) -> Score:
+    each = row.pop("each")
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+    return Score(**known, each=None if each is None else np.array(each, dtype=np.float64))
+
+
 def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
     """Mean, and its standard error s/√n with s² the unbiased sample variance; the error of one value is NaN."""
     error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -67,12 +130,13 @@ def table(scores: Sequence[Score]) -> pd.DataFrame:
     The difference is to the first model with the same questions; its error is that of the mean paired difference.
     Both are NaN for that model itself, and where the value is not a mean over questions.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    first_of: dict[tuple[Any, ...], Score] = {}
     for score in scores:
-        first = next(other for other in scores if _comparable(other, score))
+        first = first_of.setdefault((score.task, score.shots, score.metric, score.questions), score)
         difference, error = math.nan, math.nan
-        if first is not score and first.model != score.model:
-            difference, error = _paired(first, score)
+        if first.model != score.model and first.each is not None and score.each is not None:
+            difference, error = mean_and_error(score.each - first.each)
         compared = {"value_se": score.error, "difference": difference, "difference_se": error}
         row = vars(score) | compared
         rows.append({name: row[name] for name in COLUMNS})
@@ -97,14 +161,3 @@ def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
         ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
         rows.append({"model": model, "shots": shots, **ends, "seeds": count})
     return pd.DataFrame(rows)
-
-
-def _comparable(first: Score, second: Score) -> bool:
-    same = ("task", "shots", "metric", "questions")
-    return all(getattr(first, name) == getattr(second, name) for name in same)
-
-
-def _paired(first: Score, second: Score) -> tuple[float, float]:
-    if first.each is None or second.each is None:
-        return math.nan, math.nan
-    return mean_and_error(second.each - first.each)

@@ -36,12 +36,10 @@ class LogitStd(Extra):
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
         """Take in a batch."""
         rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
-        logits = inputs.of_queries(rows.clamp_min(0).unique()).logits()
-        seen = logits > MASKED / 2
-        keys = seen.sum(dim=-1, keepdim=True)
-        mean = logits.mul_(seen).sum(dim=-1, keepdim=True) / keys.clamp_min(1)
-        deviation = logits.sub_(mean).mul_(seen).norm(dim=-1) / keys.squeeze(-1).clamp_min(1).sqrt()
-        for name, value in (("sum", deviation), ("count", keys.squeeze(-1) > 0)):
+        logits = inputs.of_queries(rows.clamp_min(0).unique()).logits().double()
+        seen = logits.masked_fill(logits < MASKED / 2, torch.nan)
+        deviation = (seen - seen.nanmean(dim=-1, keepdim=True)).square().nanmean(dim=-1).sqrt()
+        for name, value in (("sum", deviation.nan_to_num(0.0)), ("count", deviation.isfinite())):
             summed = value.double().sum(dim=(0, 2))
             self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
 

@@ -60,6 +60,7 @@ _MASSIVE = f"{ZHANG}, section 2"
         "massive contexts",
         "Contexts with at least one such token after the first.",
         source=_MASSIVE,
+        needed=True,
     ),
 )
 def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFrame:

@@ -9,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from theodolite.prune.checkpoint import Pruned as Pruned
+    from theodolite.prune.checkpoint import load_factored as load_factored
     from theodolite.prune.methods import magnitude as magnitude
     from theodolite.prune.methods import sparsegpt as sparsegpt
     from theodolite.prune.methods import wanda as wanda
     from theodolite.prune.model import prune_model as prune_model
     from theodolite.prune.options import METHODS as METHODS
-    from theodolite.prune.pruned import Pruned as Pruned
-    from theodolite.prune.pruned import load_factored as load_factored
     from theodolite.prune.sparse_low_rank import SparseLowRank as SparseLowRank
     from theodolite.prune.sparse_low_rank import oats as oats
 
 _HOMES = {
     "METHODS": "options",
-    "Pruned": "pruned",
+    "Pruned": "checkpoint",
     "SparseLowRank": "sparse_low_rank",
-    "load_factored": "pruned",
+    "load_factored": "checkpoint",
     "magnitude": "methods",
     "oats": "sparse_low_rank",
     "prune_model": "model",

@@ -1,59 +1,68 @@
-"""A pruned model on disk, and the state from which an interrupted pruning resumes.
+"""A pruned model on disk: its record, the unfinished work from which a pruning resumes, and the checkpoint.
 
-While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint: merged, with dense
-matrices that `transformers` opens, or with an adapter (`adapter.py`), or factored, in the format of
-`models/factored.py`; `pruning.json` and `pruning.parquet` are next to the weights. Nothing is pruned here.
+While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint with `pruning.json`
+and `pruning.parquet` next to the weights, in one of three forms:
+
+    merged      dense matrices that `transformers` opens; the low-rank parts are also in `low_rank/`
+    factored    the format of `models/stored/factored.py`
+    adapter     a checkpoint of the sparse parts, and in `adapter/` the low-rank ones as a LoRA adapter of PEFT
+
+Nothing is pruned here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.models import OpenModel
+from theodolite.models import OpenModel, open_model
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
     PrunedMatrix,
     dense_tensors,
+    is_factored,
     packed_block,
+    read_matrices,
     unpacked_block,
 )
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.stored.streamed import save_checkpoint
 from theodolite.models.stored.streamed_blocks import save_config
 from theodolite.models.weights.block_matrices import Matrix
-from theodolite.prune.adapter import has_layer, write_adapter
-from theodolite.prune.pruned import (
-    LOW_RANK,
-    TABLE,
-    LowRank,
-    LowRankOfFiles,
-    Pruned,
-    TableRows,
-    low_rank_of,
-    reader_of_low_rank,
-)
+from theodolite.sinks.interventions import Factors
 from theodolite.system.checksums import (
     CHECKSUMS,
     bytes_digest,
+    read_bytes_checked,
+    read_checked,
     read_json_checked,
     write_checked,
     write_json_checked,
 )
 from theodolite.system.files import folder_written_atomically
-from theodolite.system.pruned_folders import ADAPTER, SETTINGS, exists_already
+from theodolite.system.pruned_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already
 from theodolite.system.run_folders import differences
+
+TABLE = "pruning.parquet"
+
+LOW_RANK = "low_rank/" + BLOCK
+"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
 
 WEIGHTS = "weights"
 """Beside the checksums of single files: that of the weights and the adapter together."""
@@ -61,8 +70,122 @@ WEIGHTS = "weights"
 SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
 
-WriteExtras = Callable[[Pruned, Path], object]
-"""Writes further files into the folder of a pruned checkpoint, before the folder is renamed to its final name."""
+LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+"""(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
+
+TableRows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, repr=False)
+class Pruned:
+    """The record of a pruned model.
+
+    Attributes:
+        table: one row per matrix; `docs/pruning.md` lists the columns.
+        provenance: versions, model, text, settings.
+        low_rank: the low-rank part of each matrix that has one.
+        folder: where it was written, if it was.
+    """
+
+    table: pd.DataFrame
+    provenance: dict[str, Any]
+    low_rank: LowRank
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        pruning = self.provenance["pruning"]
+        return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
+
+    def factors(self, layer: int) -> Factors:
+        """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
+
+        Raises:
+            UsageError: there are none: a method other than OATS, rank 0, or no such block.
+        """
+        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        if not factors:
+            raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
+        return factors
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Pruned:
+        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens.
+
+        Raises:
+            UsageError: the folder holds none, or it is damaged.
+        """
+        folder = Path(folder)
+        if not (folder / SETTINGS).is_file():
+            raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
+        try:
+            provenance = read_json_checked(folder / SETTINGS)
+            sums = provenance.pop(CHECKSUMS, None) or {}
+            table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
+            read = _reader_of_low_rank(folder, sums)
+            keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+            raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
+        return cls(table, provenance, LowRankOfFiles(keys, read), folder)
+
+
+def load_factored(folder: str | Path, **options: Any) -> OpenModel:
+    """Open a factored checkpoint, with the `options` of `open_model`.
+
+    Raises:
+        UsageError: the checkpoint is not factored, or as `open_model`.
+        WorkError: as `open_model`.
+    """
+    if not is_factored(Path(folder)):
+        raise UsageError(
+            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
+        )
+    return open_model(folder, **options)
+
+
+class LowRankOfFiles(LowRank):
+    """Low-rank parts that are read as they are asked for; those of one block are in memory."""
+
+    def __init__(self, keys: Iterable[tuple[int, str]], read: Callable[[int], LowRank]) -> None:
+        self._keys = dict.fromkeys(keys)
+        self._read = lru_cache(maxsize=1)(read)
+
+    def __getitem__(self, key: tuple[int, str]) -> tuple[Tensor, Tensor]:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key[0])[key]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+    """Collect the low-rank parts of a block's matrices."""
+    return {
+        (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
+        for matrix in matrices
+        if matrix.left is not None and matrix.right is not None
+    }
+
+
+def _reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
+    """Make a function that reads a block's low-rank parts from a checkpoint; a block without any has no file."""
+
+    def read(layer: int) -> LowRank:
+        if is_factored(folder):
+            return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
+        name = LOW_RANK.format(layer)
+        if name not in sums and not (folder / name).is_file():
+            return {}
+        tensors, _ = read_checked(folder / name, sums.get(name))
+        keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
+        return {
+            (layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys
+        }
+
+    return read
 
 
 def write_block(
@@ -70,63 +193,41 @@ def write_block(
 ) -> None:
     """Write the pruned matrices of a block that is present into it; `sparse_alone`: without what an adapter holds."""
     for own, approximation in zip(matrices, pruned, strict=True):
-        alone = sparse_alone and has_layer(approximation)
+        alone = sparse_alone and _in_adapter(approximation)
         own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
 
 
-class UnfinishedPruning:
+class UnfinishedPruning(Unfinished):
     """The finished blocks of a pruning in `OUT.partial`, and how they become `OUT`; arguments as of `Unfinished`."""
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None) -> None:
-        self._work = Unfinished(out, _options(fingerprint), corpus, "pruning")
-        self.out = self._work.out or out
-        self.folder = self._work.folder
+    out: Path
 
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Lock the folder against other processes.
+    def __init__(self, out: Path, fingerprint: dict[str, Any], corpus: dict[str, Any] | None) -> None:
+        super().__init__(out, _options(fingerprint), corpus, "pruning")
+
+    def finished(self, form: str) -> Pruned | None:
+        """Give the record of this pruning where `OUT` has it, and remove what a process killed at its end has left.
 
         Raises:
-            UsageError: another process holds it, or the folder holds something else.
+            UsageError: `OUT` holds something else, is in another format, or damaged; or `OUT.partial` holds another
+                pruning.
         """
-        with self._work.claimed():
-            if self.out.is_dir() and not any(self.out.iterdir()):
-                self.out.rmdir()
-            if self.out.exists():
-                self._check_written()
-            yield
-
-    def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
-        """The matrices of a finished block and their rows of the table, or None; `UsageError` where it is damaged."""
-        part = self._work.load(_name(layer))
-        if part is None:
+        if self.out.is_dir() and not any(self.out.iterdir()):
+            self.out.rmdir()
+        if not self.out.exists():
+            self.begin()
             return None
-        matrices, notes = unpacked_block(*part)
-        return matrices, notes["rows"]
-
-    def _check_written(self) -> None:
-        """Refuse an `OUT` that is not of this same pruning."""
         try:
             provenance = read_json_checked(self.out / SETTINGS)
             there = _options(provenance["fingerprint"])
         except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
-        if there != self._work.fingerprint:
-            differs = differences(there, self._work.fingerprint, provenance.get("corpus"), self._work.corpus)
+        if there != self.fingerprint:
+            differs = differences(there, self.fingerprint, provenance.get("corpus"), self.corpus)
             raise UsageError(
                 f"{self.out} holds a pruning of another model, text or settings ({differs}): choose another --out or "
                 "remove it"
             )
-
-    def finished(self, form: str) -> Pruned | None:
-        """The record of this pruning where `OUT` has it; what a process killed as it finished has left is removed.
-
-        Raises:
-            UsageError: `OUT` is in the other format, or damaged; or `OUT.partial` holds another pruning.
-        """
-        if not self.out.exists():
-            self._work.begin()
-            return None
         written = Pruned.load(self.out)
         there = written.provenance["pruning"]["format"]
         if there != form:
@@ -134,33 +235,39 @@ class UnfinishedPruning:
                 f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
                 "another --out or remove it"
             )
-        sums = read_json_checked(self.out / SETTINGS).get(CHECKSUMS) or {}
-        if sums.get(WEIGHTS) not in (None, _weights_digest(self.out)):
+        if (provenance.get(CHECKSUMS) or {}).get(WEIGHTS) not in (None, _weights_digest(self.out)):
             raise UsageError(
                 f"{self.out} is incomplete or damaged (its weights are not those that were written): remove it, and "
                 "prune again"
             )
-        self._work.remove()
+        self.remove()
         return written
 
     @property
     def seconds(self) -> float:
         """Seconds spent on the finished blocks."""
-        return float(self._work.notes(SECONDS).get(SECONDS, 0.0))
+        return float(self.notes(SECONDS).get(SECONDS, 0.0))
 
-    def save(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float) -> None:
+    def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
+        """The matrices of a finished block and their rows of the table, or None; `UsageError` where it is damaged."""
+        part = self.load(_name(layer))
+        if part is None:
+            return None
+        matrices, notes = unpacked_block(*part)
+        return matrices, notes["rows"]
+
+    def save_block(
+        self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float
+    ) -> None:
         """Save a finished block atomically."""
-        self._work.save(_name(layer), *packed_block(matrices, {"rows": rows}))
-        self._work.save(SECONDS, {}, {SECONDS: seconds})
+        self.save(_name(layer), *packed_block(matrices, {"rows": rows}))
+        self.save(SECONDS, {}, {SECONDS: seconds})
 
-    def low_rank(self, rows: TableRows) -> LowRank:
-        """The low-rank parts of the finished blocks, whose rows of the table these are."""
-        with_one = [row for row in rows if row["rank"]]
-        keys = [
-            (row["layer"], row["matrix"] if row["expert"] < 0 else f"{row['matrix']}.{row['expert']}")
-            for row in with_one
-        ]
-        return LowRankOfFiles(keys, lambda layer: low_rank_of(layer, self._matrices(layer)))
+    def matrices(self, layer: int) -> list[PrunedMatrix]:
+        """The matrices of a finished block."""
+        block = self.block(layer)
+        assert block is not None
+        return block[0]
 
     @contextmanager
     def written_into(
@@ -169,7 +276,7 @@ class UnfinishedPruning:
         """While open, the model has its pruned matrices: a streamed one, too, as its blocks are read."""
 
         def write(layer: int, sparse_alone: bool) -> None:
-            write_block(matrices[layer], self._matrices(layer), sparse_alone=sparse_alone)
+            write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
             with model.streamed.edited(lambda layer: write(layer, sparse_alone)):
@@ -190,58 +297,54 @@ class UnfinishedPruning:
         matrices: Sequence[Sequence[Matrix]],
         pruned: Pruned,
         form: str,
-        write_extras: WriteExtras,
+        write_extras: Callable[[Pruned, Path], object],
     ) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
-        with folder_written_atomically(self.out) as temporary, without_progress_bars():
+        sums: dict[str, str] = {}
+        with folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
-                self._write_factored(temporary, model, pruned)
+                save_config(model.hf, folder)
+                names = set(pruned.table["parameter"])
+                tensors = dense_tensors(model.hf, names)
+                for layer in range(model.layers):
+                    if model.streamed is not None:
+                        tensors |= model.streamed.tensors(layer, names)
+                    shutil.copyfile(self.path(_name(layer)), folder / BLOCK.format(layer))
+                save_file(tensors, folder / DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
-                    save_checkpoint(model, temporary)
+                    save_checkpoint(model, folder)
+                for layer in sorted({layer for layer, _ in pruned.low_rank}):
+                    name = LOW_RANK.format(layer)
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    factors = {
+                        f"{layer}/{key}/{side}": factor.contiguous()
+                        for (_, key), both in low_rank_of(layer, self.matrices(layer)).items()
+                        for side, factor in zip(("left", "right"), both, strict=True)
+                    }
+                    sums[name] = write_checked(folder / name, factors)
             if form == ADAPTER:
-                blocks = map(self._matrices, range(model.layers))
-                write_adapter(temporary / ADAPTER, model, blocks, self.out)
+                blocks = map(self.matrices, range(model.layers))
+                _write_adapter(folder / ADAPTER, model, blocks, self.out)
             if model.tokenizer is not None:
-                model.tokenizer.save_pretrained(temporary)
-            sums = {} if form == "factored" else self._write_low_rank(temporary, pruned)
-            pruned = _with_bytes(temporary, model, pruned, form)
-            pruned.table.to_parquet(temporary / TABLE, index=False)
-            sums[TABLE] = bytes_digest((temporary / TABLE).read_bytes())
-            sums[WEIGHTS] = _weights_digest(temporary)
-            write_json_checked(temporary / SETTINGS, pruned.provenance | {CHECKSUMS: sums})
-            for path in temporary.rglob("*.safetensors"):  # written readable by their owner only
-                shutil.copymode(temporary / SETTINGS, path)
-            write_extras(pruned, temporary)
-        self._work.remove()
-        low_rank = LowRankOfFiles(pruned.low_rank, reader_of_low_rank(self.out, sums))
+                model.tokenizer.save_pretrained(folder)
+            sizes = {
+                "format": form,
+                "bytes": sum(path.stat().st_size for path in _weight_files(folder)),
+                "dense_bytes": sum(p.numel() * p.element_size() for p in model.hf.parameters()),
+            }
+            provenance = pruned.provenance | {"pruning": pruned.provenance["pruning"] | sizes}
+            pruned = replace(pruned, provenance=provenance)
+            pruned.table.to_parquet(folder / TABLE, index=False)
+            sums[TABLE] = bytes_digest((folder / TABLE).read_bytes())
+            sums[WEIGHTS] = _weights_digest(folder)
+            write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
+            for path in folder.rglob("*.safetensors"):  # written readable by their owner only
+                shutil.copymode(folder / SETTINGS, path)
+            write_extras(pruned, folder)
+        self.remove()
+        low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
-
-    def _write_low_rank(self, folder: Path, pruned: Pruned) -> dict[str, str]:
-        """Write the low-rank parts, a file of each block that has some; the checksums of the files."""
-        sums: dict[str, str] = {}
-        for layer in sorted({layer for layer, _ in pruned.low_rank}):
-            (folder / LOW_RANK).parent.mkdir(exist_ok=True)
-            name = LOW_RANK.format(layer)
-            sums[name] = write_checked(folder / name, _by_name(low_rank_of(layer, self._matrices(layer))))
-        return sums
-
-    def _write_factored(self, folder: Path, model: OpenModel, pruned: Pruned) -> None:
-        save_config(model.hf, folder)
-        names = set(pruned.table["parameter"])
-        tensors = dense_tensors(model.hf, names)
-        if model.streamed is not None:
-            for layer in range(model.layers):
-                tensors |= model.streamed.tensors(layer, names)
-        save_file(tensors, folder / DENSE, {"format": "pt"})
-        for layer in range(model.layers):
-            shutil.copyfile(self._work.path(_name(layer)), folder / BLOCK.format(layer))
-
-    def _matrices(self, layer: int) -> list[PrunedMatrix]:
-        """Of a finished block."""
-        block = self.block(layer)
-        assert block is not None
-        return block[0]
 
 
 def _name(layer: int) -> str:
@@ -251,14 +354,6 @@ def _name(layer: int) -> str:
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
-
-
-def _by_name(low_rank: LowRank) -> dict[str, Tensor]:
-    return {
-        f"{layer}/{name}/{side}": factor.contiguous()
-        for (layer, name), factors in low_rank.items()
-        for side, factor in zip(("left", "right"), factors, strict=True)
-    }
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -274,9 +369,53 @@ def _weights_digest(folder: Path) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _with_bytes(folder: Path, model: OpenModel, pruned: Pruned, form: str) -> Pruned:
-    """With the sizes in bytes of the written and of the dense weights."""
-    written = sum(path.stat().st_size for path in _weight_files(folder))
-    dense = sum(p.numel() * p.element_size() for p in model.hf.parameters())
-    pruning = pruned.provenance["pruning"] | {"format": form, "bytes": written, "dense_bytes": dense}
-    return replace(pruned, provenance=pruned.provenance | {"pruning": pruning})
+def _in_adapter(matrix: PrunedMatrix) -> bool:
+    """Whether an adapter holds the low-rank part: experts have no layer that one goes around."""
+    return matrix.left is not None and matrix.expert is None
+
+
+def _write_adapter(
+    folder: Path, model: OpenModel, blocks: Iterable[Sequence[PrunedMatrix]], base: Path
+) -> None:
+    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
+
+    Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs,
+    and A the right ones below each other: rank r_Q + r_K + r_V. lora_alpha is the rank of each module, so that what
+    PEFT adds is B A itself. `base` is where the sparse parts will lie.
+    """
+    from peft import LoraConfig
+    from peft.utils import TaskType
+
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    transposed = False
+    for block in blocks:
+        by_module: dict[str, list[PrunedMatrix]] = {}
+        for matrix in filter(_in_adapter, block):
+            by_module.setdefault(matrix.parameter.rpartition(".")[0], []).append(matrix)
+        for name, parts in by_module.items():
+            transposed |= parts[0].dimension == 1
+            weight: Any = model.hf.get_submodule(name).weight
+            a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
+            b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)
+            column = 0
+            for part in parts:
+                assert part.left is not None
+                rows = torch.arange(len(b)) if part.rows is None else part.rows.cpu()
+                b[rows, column : column + part.left.shape[1]] = part.left.cpu()
+                column += part.left.shape[1]
+            ranks[name] = len(a)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    LoraConfig(
+        r=max(ranks.values()),
+        lora_alpha=max(ranks.values()),
+        rank_pattern=ranks,
+        alpha_pattern=ranks,
+        target_modules=sorted(ranks),
+        fan_in_fan_out=transposed,
+        base_model_name_or_path=str(base),
+        task_type=TaskType.CAUSAL_LM if model.hf.can_generate() else None,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    save_file(tensors, folder / ADAPTER_FILES[1], {"format": "pt"})

@@ -1,25 +1,27 @@
 """Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
 
-How a matrix is pruned is in `matrices.py`, how blocks are run in `sequential.py`, the files in `checkpoint.py`.
+The formulas are in the modules of the methods; how blocks are run is in `calibration.py`, the files in `checkpoint.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
 from theodolite.models.stored.factored import PrunedMatrix
@@ -27,20 +29,42 @@ from theodolite.models.stored.streamed import instead_of_offloaded
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.prune.checkpoint import UnfinishedPruning, WriteExtras, write_block
-from theodolite.prune.matrices import Matrices, PruningSettings, without_skipped
-from theodolite.prune.moments import InputMoments
+from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
+from theodolite.prune.checkpoint import (
+    LowRankOfFiles,
+    Pruned,
+    TableRows,
+    UnfinishedPruning,
+    low_rank_of,
+    write_block,
+)
+from theodolite.prune.methods import (
+    INPUTS_AT_ONCE,
+    ROWS,
+    check_sparsity,
+    count_left,
+    factor_hessian,
+    magnitude,
+    pattern_of,
+    precision_of,
+    sparsegpt,
+    wanda,
+)
 from theodolite.prune.options import DAMPING, ITERATIONS, RANK_RATIO, PruningOptions, RankRatio, Sparsity
-from theodolite.prune.pruned import Pruned, TableRows, low_rank_of
-from theodolite.prune.sequential import BlockByBlock
-from theodolite.system.choices import ATTENTIONS, Attention
+from theodolite.prune.sparse_low_rank import oats, rank_and_entries
+from theodolite.system.choices import ATTENTIONS, Attention, check_number
 from theodolite.system.progress import ShowProgress
-from theodolite.system.pruned_folders import SETTINGS, refuse_inside
+from theodolite.system.pruned_folders import ADAPTER, SETTINGS, refuse_inside
 
 SCHEMA_VERSION = 1
 
 PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as already pruned."""
+
+NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
+
+Matrices = list[list[Matrix]]
+"""Of every block."""
 
 
 @measures("model")
@@ -61,7 +85,7 @@ def prune_model(
     form: str = "merged",
     batch: int | None = None,
     errors: bool = False,
-    write_extras: WriteExtras = lambda pruned, folder: None,
+    write_extras: Callable[[Pruned, Path], object] = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -104,84 +128,136 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     options = PruningOptions.among(locals())  # a test says that they agree
-    return _Pruning.planned(instead_of_offloaded(model), corpus, options, show_progress).finished(
-        write_extras
-    )
+    pruning = _Pruning(instead_of_offloaded(model), corpus, options, show_progress)
+    if options.out is None:
+        return pruning.run(None)
+    described = describe_corpus(corpus) if options.reads_text else None
+    unfinished = UnfinishedPruning(Path(options.out), pruning.fingerprint, described)
+    with unfinished.claimed():
+        written = unfinished.finished(options.form)
+        if written is None:
+            pruned = pruning.run(unfinished)
+            return unfinished.finish(pruning.model, pruning.matrices, pruned, options.form, write_extras)
+        if pruning.model.streamed is None:
+            pruning.restore(Path(options.out))
+        return written
 
 
-@dataclass(frozen=True)
 class _Pruning:
-    """A pruning of a model: what is pruned and how, and the steps.
+    """A pruning of a model, every argument checked before anything is pruned.
 
     Attributes:
-        matrices: those that are pruned, of every block.
-        settings: of each of them.
+        matrices: those that are pruned, of every block; `every`: the same, one after the other.
+        sparsity, rank_ratio: of each (block, key of a matrix).
         batch: contexts per forward pass.
         fingerprint: everything that decides the result.
     """
 
-    model: OpenModel
-    corpus: Corpus
-    options: PruningOptions
-    matrices: Matrices
-    settings: PruningSettings
-    batch: int
-    fingerprint: dict[str, Any]
-    show_progress: ShowProgress
-
-    @classmethod
-    def planned(
-        cls, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
-    ) -> _Pruning:
-        """Check the options against the model and the text before anything is pruned."""
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
+    ) -> None:
         check_fit(model, corpus, least_contexts=1)
         if corpus.images is not None:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")
-        options, batch = options.checked(streamed=model.streamed is not None), batch_of(corpus, options.batch)
+        options = options.checked(streamed=model.streamed is not None)
+        self.model, self.corpus, self.options, self.show_progress = model, corpus, options, show_progress
+        self.batch = batch_of(corpus, options.batch)
         if options.out is not None:
             refuse_inside(Path(options.out), model.id)
-        matrices = without_skipped(model, _dense_matrices(model), options)
-        settings = PruningSettings.of(options, matrices)
-        widest = max(matrix.shape[1] for matrix in chain(*matrices))
+        self.matrices = _without_skipped(model, _dense_matrices(model), options)
+        self.every = list(chain(*self.matrices))
+        self.sparsity: dict[tuple[int, str], float | None] = {}
+        self.rank_ratio: dict[tuple[int, str], float] = {}
+        self._set_shares()
+        widest = max(matrix.shape[1] for matrix in self.every)
         if options.moments_damping is not None and len(corpus.tokens) < widest:
             raise UsageError(
                 f"{len(corpus.tokens)} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more "
                 "text, or more --contexts"
             )
-        fingerprint = fingerprint_of(model) | {"pruning": settings.fingerprint()}
+        self.fingerprint: dict[str, Any] = fingerprint_of(model) | {"pruning": self._settings()}
         if options.reads_text:  # else it decides nothing, and is not named in the result
-            fingerprint |= {"corpus": corpus.sha256, "batch": batch}
-        return cls(model, corpus, options, matrices, settings, batch, fingerprint, show_progress)
+            self.fingerprint |= {"corpus": corpus.sha256, "batch": self.batch}
 
-    def finished(self, write_extras: WriteExtras) -> Pruned:
-        """Prune, and write the checkpoint where one is asked for; or read it where it is there."""
-        options = self.options
-        if options.out is None:
-            return self._run(None)
-        corpus = describe_corpus(self.corpus) if options.reads_text else None
-        unfinished = UnfinishedPruning(Path(options.out), self.fingerprint, corpus)
-        with unfinished.claimed():
-            written = unfinished.finished(options.form)
-            if written is not None:
-                if self.model.streamed is None:
-                    self._restore(Path(options.out))
-                return written
-            return unfinished.finish(
-                self.model, self.matrices, self._run(unfinished), options.form, write_extras
+    def _set_shares(self) -> None:
+        """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
+        options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
+        if isinstance(sparsity, Sequence) and len(sparsity) != len(self.matrices):
+            raise UsageError(
+                f"{len(sparsity)} sparsities for {len(self.matrices)} blocks: give one, or one per block"
+            )
+        for matrix in self.every:
+            layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
+            ratio = rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
+            check_number(rank_ratio=ratio)
+            if not 0 <= ratio <= 1:
+                raise UsageError(
+                    f"rank ratio {ratio:g} of {matrix.key} in block {layer} is not between 0 and 1"
+                )
+            self.rank_ratio[at] = float(ratio)
+            share = sparsity(layer, name) if callable(sparsity) else sparsity
+            share = share[layer] if isinstance(share, Sequence) else share
+            self.sparsity[at] = None if share is None else check_sparsity(share)
+            pattern_of(options.pattern, matrix.shape[1])
+        # A tiny matrix is pruned by each of them, so that incompatible settings are refused before the real work.
+        pattern = pattern_of(options.pattern, 0)
+        ones = torch.ones(pattern.of if pattern else 1, dtype=torch.float64)
+        damping = options.moments_damping
+        factor = None if damping is None else factor_hessian(ones.diag(), damping)
+        for share, ratio in {(share, self.rank_ratio[at]) for at, share in self.sparsity.items()}:
+            self._approximated(torch.ones(1, len(ones)), Moments(1, ones, factor), share, ratio)
+        if not any(map(self._removes, self.every)):
+            largest = max(share or 0 for share in self.sparsity.values())
+            raise UsageError(f"a sparsity of {largest:g} removes no entry of any matrix: give a larger one")
+        if options.form == ADAPTER and not any(
+            rank_and_entries(matrix.shape, self.sparsity[at], self.rank_ratio[at], options.pattern).rank
+            for matrix, at in zip(self.every, self.sparsity, strict=True)
+            if matrix.expert is None
+        ):
+            raise UsageError(
+                "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger "
+                "rank ratio, or another --format"
             )
 
-    def _run(self, unfinished: UnfinishedPruning | None) -> Pruned:
+    def _removes(self, matrix: Matrix) -> bool:
+        """Whether the sparsity removes any entry of a matrix."""
+        share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
+        if self.options.pattern or share is None:
+            return True
+        among = {
+            "magnitude": outputs * inputs,
+            "wanda": inputs,
+            "sparsegpt": outputs * min(inputs, INPUTS_AT_ONCE),
+            "oats": outputs * inputs,
+        }[self.options.method]
+        return count_left(among, share) < among
+
+    def _settings(self) -> dict[str, Any]:
+        """Describe what decides the result, as plain values."""
+        options = self.options
+        settings: dict[str, Any] = {"method": options.method, "sparsity": _plain(self.sparsity)}
+        settings["pattern"] = options.pattern
+        if options.method == "oats":
+            settings["rank_ratio"] = _plain(self.rank_ratio)
+            settings |= {"iterations": options.iterations, "seed": options.seed}
+            settings |= {"exact": True} if options.exact else {}
+        if options.moments_damping is not None:
+            settings["damping"] = options.damping
+        settings |= {"skip": sorted(set(options.skip))} if options.skip else {}
+        return settings | ({"errors": True} if options.errors and not options.weighs_inputs else {})
+
+    def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
-        model, total = self.model, sum(map(len, self.matrices))
+        model = self.model
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
-        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
+        low_rank: dict[tuple[int, str], Any] = {}  # what no file has
         described = describe_model(model)
         folder = unfinished.folder if unfinished and model.streamed is not None else None
         with one_expert_at_a_time(model.root):
             text = None
             if self.options.reads_text:
-                between = lambda: self.show_progress(len(rows), total)  # noqa: E731
+                between = lambda: self.show_progress(len(rows), len(self.every))  # noqa: E731
                 text = BlockByBlock(model, self.corpus, self.batch, between, folder)
             if model.streamed is None:
                 self._record()
@@ -191,19 +267,22 @@ class _Pruning:
                     pruned, block_rows = done or self._pruned_block(text, layer, matrices, len(rows))
                     write_block(matrices, pruned)
                     if unfinished and not done:
-                        unfinished.save(layer, pruned, block_rows, time.monotonic() - started)
+                        unfinished.save_block(layer, pruned, block_rows, time.monotonic() - started)
                     rows += block_rows
-                    if unfinished is None:
-                        low_rank |= low_rank_of(layer, pruned)
-                    del done, pruned  # a block's worth of memory, before the next one is read
+                    parts = low_rank_of(layer, pruned)
+                    low_rank |= dict.fromkeys(parts) if unfinished else parts
+                    del done, pruned, parts  # a block's worth of memory, before the next one is read
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
             if text:
                 with unfinished.written_into(model, self.matrices) if unfinished else nullcontext():
                     text.verify_end()
-        self.show_progress(total, total)
+        self.show_progress(len(self.every), len(self.every))
         provenance = described | self._provenance() | {"wall_seconds": time.monotonic() - started}
-        return Pruned(pd.DataFrame(rows), provenance, unfinished.low_rank(rows) if unfinished else low_rank)
+        if unfinished is None:
+            return Pruned(pd.DataFrame(rows), provenance, low_rank)
+        read = lambda layer: low_rank_of(layer, unfinished.matrices(layer))  # noqa: E731
+        return Pruned(pd.DataFrame(rows), provenance, LowRankOfFiles(low_rank, read))
 
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
@@ -217,15 +296,85 @@ class _Pruning:
         rows: TableRows = []
         for matrix in matrices:
             # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
-            self.show_progress(before + len(rows), sum(map(len, self.matrices)))
-            one, row = self.settings.prune(matrix, moments.of(matrix))
+            self.show_progress(before + len(rows), len(self.every))
+            one, row = self.prune(matrix, moments.of(matrix))
             pruned.append(one)
             rows.append(row)
         return pruned, rows
 
+    def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
+        """Prune one matrix of a block in memory, in its own dtype; it and its row of the table, or `WorkError`."""
+        options = self.options
+        if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
+            raise WorkError(
+                f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {options.method} "
+                "cannot weigh its inputs: use --method magnitude, which weighs none"
+            )
+        share, ratio = self.sparsity[matrix.layer, matrix.key], self.rank_ratio[matrix.layer, matrix.key]
+        weight = matrix.read()
+        (sparse, *low_rank), damping, fallback = self._approximated(weight, moments, share, ratio)
+        sparse.masked_fill_(sparse == 0, 0)  # a negative zero would not outlive packing
+        place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
+        pruned = PrunedMatrix(*place, sparse, *low_rank)
+        difference = torch.empty_like(weight, dtype=precision_of(weight))
+        merged = pruned.merged()
+        for rows, ours, theirs in zip(*(m.split(ROWS) for m in (difference, weight, merged)), strict=True):
+            rows.copy_(ours.double() - theirs.double())
+        error, error_scaled = (
+            math.sqrt(max(lost, 0) / whole) if whole > 0 else math.nan
+            for lost, whole in zip(
+                moments.squared_norms(difference),
+                moments.squared_norms(weight.to(precision_of(weight))),
+                strict=True,
+            )
+        )
+        nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
+        kept = nonzeros + sum(factor.numel() for factor in low_rank)
+        row_numbers = 0 if matrix.rows is None else matrix.rows.nbytes
+        return pruned, {
+            "layer": matrix.layer,
+            "matrix": matrix.name,
+            "expert": -1 if matrix.expert is None else matrix.expert,
+            "parameter": matrix.parameter,
+            "outputs": matrix.shape[0],
+            "inputs": matrix.shape[1],
+            "method": options.method,
+            "asked": math.nan if share is None else share,
+            "sparsity": 1 - kept / sparse.numel(),
+            "rank": len(low_rank[1]) if low_rank else 0,
+            "nonzeros": nonzeros,
+            "dense_bytes": sparse.numel() * size,
+            "compact_bytes": kept * size + -(-sparse.numel() // 8) + row_numbers,
+            "error": error,
+            "error_scaled": error_scaled,
+            "damping": damping,
+            "tokens": moments.count,
+            "fallback": fallback if moments.count or not options.weighs_inputs else NO_TOKENS,
+        }
+
+    def _approximated(
+        self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
+    ) -> tuple[tuple[Tensor, ...], float, str]:
+        """Prune a weight: its sparse and, if any, low-rank parts; the damping; what deviates from the method."""
+        options, pattern = self.options, self.options.pattern
+        if options.method == "magnitude":
+            return (magnitude(weight, sparsity, pattern),), math.nan, ""
+        if options.method == "wanda":
+            return (wanda(weight, moments.diagonal.sqrt(), sparsity, pattern),), math.nan, ""
+        if options.method == "sparsegpt":
+            assert moments.factor is not None
+            damping = moments.factor.damping
+            raised = f"damping raised to {damping:g}" if damping > options.damping else ""
+            return (sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
+        parts = sparsity, ratio, options.iterations, pattern
+        split = oats(weight, moments.diagonal, *parts, seed=options.seed, exact=options.exact)
+        stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
+        low_rank = (split.left, split.right) if split.left.numel() else ()
+        return (split.sparse, *low_rank), math.nan, stalled
+
     def _provenance(self) -> dict[str, Any]:
         """Describe the text and the settings."""
-        left = left_dense(self.model, list(chain(*self.matrices)))
+        left = left_dense(self.model, self.every)
         pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left}
         attention = _attention_of(self.model)
         if attention is not None:  # the other half has its own blocks
@@ -236,13 +385,12 @@ class _Pruning:
             described = describe_pass(self.model, self.corpus, seed, self.fingerprint)
         return described | {"pruning": pruning}
 
-    def _restore(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
-        opened = open_model(
-            folder, dtype=self.model.source.dtype, device="cpu", attention=_attention_of(self.model)
-        )
+        source, attention = self.model.source, _attention_of(self.model)
+        opened = open_model(folder, dtype=source.dtype, device="cpu", attention=attention)
         theirs = {(matrix.layer, matrix.key): matrix for matrix in chain(*block_matrices(opened))}
-        for matrix in chain(*self.matrices):
+        for matrix in self.every:
             matrix.write(theirs[matrix.layer, matrix.key].read())
         self._record()
 
@@ -278,6 +426,61 @@ def _dense_matrices(model: OpenModel) -> Matrices:
             f"{share:.0%} of the weights of {model.id} are 0, as if it had been pruned: give the dense model"
         )
     return matrices
+
+
+def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptions) -> Matrices:
+    """Leave out the matrices that `options.skip` names.
+
+    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), that
+    behind the block's number ("0.q"), or that in the model ("model.layers.0").
+
+    Raises:
+        UsageError: a glob is of nothing, nothing is left to prune, or a factored layer would be in part dense.
+    """
+    name_of = {module: name for name, module in model.root.named_modules()}
+    blocks = [name_of[block] for block in model.structure.blocks]
+    inside = tuple(f"{block}." for block in blocks)
+    outside = [name for name in name_of.values() if not f"{name}.".startswith(inside)]
+    names: dict[int, set[str]] = {}
+    for matrix in chain(*matrices):
+        module = matrix.parameter.removesuffix(".weight")
+        inner = module.removeprefix(f"{blocks[matrix.layer]}.")
+        whole = {matrix.key, f"{matrix.layer}.{matrix.key}", module, inner}
+        above = {name[:at] for name in whole for at, letter in enumerate(name) if letter == "."}
+        names[id(matrix)] = {*whole, *above, matrix.name, f"{matrix.layer}.{matrix.name}", matrix.parameter}
+    skipped: set[int] = set()
+    for glob in options.skip:
+        fitting = {at for at, each in names.items() if any(fnmatchcase(name, glob) for name in each)}
+        if not fitting and not any(fnmatchcase(name, glob) for name in outside):
+            known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
+            raise UsageError(
+                f"--skip {glob}: no matrix of {model.id} is called so, and none is in a module of that name; "
+                f"those of a block are {known}"
+            )
+        skipped |= fitting
+    left = [[matrix for matrix in block if id(matrix) not in skipped] for block in matrices]
+    if not any(left):
+        raise UsageError(f"--skip {','.join(options.skip)}: nothing is left to prune")
+    pruned = {matrix.parameter for matrix in chain(*left)} if options.form == "factored" else ()
+    for matrix in chain(*matrices):
+        if matrix.parameter in pruned and id(matrix) in skipped:
+            raise UsageError(
+                f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which --format factored "
+                "keeps as a whole: skip all of its parts, or none"
+            )
+    return left
+
+
+def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
+    """Write one value where all matrices agree, one a block where those of each block do, else all by name."""
+    by_block: dict[int, set[float | None]] = {}
+    for (layer, _), value in values.items():
+        by_block.setdefault(layer, set()).add(value)
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    if list(by_block) == list(range(len(by_block))) and all(len(found) == 1 for found in by_block.values()):
+        return [found.pop() for found in by_block.values()]
+    return {f"{layer}/{key}": value for (layer, key), value in values.items()}
 
 
 def _attention_of(model: OpenModel) -> Attention | None:

@@ -24,10 +24,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.methods import GivenPattern
-from theodolite.prune.options import ITERATIONS, RANK_RATIO
-from theodolite.prune.patterns import (
+from theodolite.prune.methods import (
     AGREEMENT,
+    GivenPattern,
     Pattern,
     ThresholdTracker,
     check_sparsity,
@@ -36,6 +35,7 @@ from theodolite.prune.patterns import (
     pattern_of,
     precision_of,
 )
+from theodolite.prune.options import ITERATIONS, RANK_RATIO
 from theodolite.system.threads import using_threads
 
 _CHECK_EVERY = 16
@@ -145,17 +145,36 @@ def oats(
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
     small = min(scaled.shape) < SMALL
+    if not budget.rank or not budget.entries:
+        iterations = 1
+    target, residual = scaled.clone(), torch.empty_like(scaled)
+    scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
+    search, stalls = ThresholdTracker(budget.entries), 0
     with using_threads(1 if small else torch.get_num_threads()):
-        sparse, low_rank, error, done, stalls = _alternate(
-            scaled, budget, iterations, None if exact or small else generator
-        )
+        for iteration in range(iterations):
+            if iteration:
+                torch.addcmul(scaled, residual, mask, value=-1, out=target)
+            if exact or small or iterations == 1:
+                low_rank = truncated_svd(target, budget.rank)
+            elif not iteration:
+                low_rank = randomised_svd(target, budget.rank, generator)
+            else:
+                followed = follow(target, low_rank.space)
+                due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
+                if not followed or (due and misses(target, followed, generator)):
+                    stalls, followed = stalls + 1, truncated_svd(target, budget.rank)
+                low_rank = followed
+            torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
+            _mark_kept(residual, budget, search, scores, mask)
+        sparse, norm = residual * mask, torch.linalg.vector_norm(scaled)
+        error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
     active = scale > 0
     return SparseLowRank(
         sparse=torch.where((sparse != 0) & active, sparse / scale, 0).to(weight.dtype),
         left=low_rank.left.to(weight.dtype).contiguous(),
         right=torch.where(active, low_rank.right / scale, low_rank.left.mT @ original).to(weight.dtype),
         error=error,
-        iterations=done,
+        iterations=iterations,
         stalls=stalls,
     )
 
@@ -187,39 +206,6 @@ def rank_and_entries(
     rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
     zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
     return Budget(rank, inputs - zeros, pattern)
-
-
-def _alternate(
-    scaled: Float[Tensor, "outputs inputs"],
-    budget: Budget,
-    iterations: int,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, Truncated, float, int, int]:
-    """Alternate between S and L: both, the relative error, iterations, stalls; without a generator, by full SVDs."""
-    if not budget.rank or not budget.entries:
-        iterations = 1
-    target, residual = scaled.clone(), torch.empty_like(scaled)
-    scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
-    search, stalls = ThresholdTracker(budget.entries), 0
-    for iteration in range(iterations):
-        if iteration:
-            torch.addcmul(scaled, residual, mask, value=-1, out=target)
-        if generator is None or iterations == 1:
-            low_rank = truncated_svd(target, budget.rank)
-        elif not iteration:
-            low_rank = randomised_svd(target, budget.rank, generator)
-        else:
-            followed = follow(target, low_rank.space)
-            due = iteration % _CHECK_EVERY == 1 or iteration == iterations - 1
-            if not followed or (due and misses(target, followed, generator)):
-                stalls, followed = stalls + 1, truncated_svd(target, budget.rank)
-            low_rank = followed
-        torch.addmm(scaled, low_rank.left, low_rank.right, alpha=-1, out=residual)
-        _mark_kept(residual, budget, search, scores, mask)
-    sparse = residual * mask
-    norm = torch.linalg.vector_norm(scaled)
-    error = float(torch.linalg.vector_norm(residual - sparse) / norm) if norm > 0 else 0.0
-    return sparse, low_rank, error, iterations, stalls
 
 
 def _mark_kept(
@@ -260,8 +246,19 @@ def _step(target: Tensor, space: Tensor) -> Truncated:
 
 
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
-    """Compute the truncated SVD, up to a rotation of its factors, by a step from where it ends."""
-    return _step(target, _leading(target, rank))
+    """Compute the truncated SVD, up to a rotation of its factors: by a step from its right singular vectors, or a
+    basis of their span.
+
+    They are found by a full SVD of the square factor of a QR decomposition: half the work for a tall matrix, and a
+    fourth for a wide one.
+    """
+    if not rank:
+        space = target.new_empty(target.shape[1], 0)
+    elif target.shape[0] >= target.shape[1]:
+        space = torch.linalg.svd(torch.linalg.qr(target, mode="r").R).Vh[:rank].mT
+    else:
+        space = target.mT @ torch.linalg.svd(torch.linalg.qr(target.mT, mode="r").R).Vh[:rank].mT
+    return _step(target, space)
 
 
 def randomised_svd(target: Tensor, rank: int, generator: torch.Generator) -> Truncated:
@@ -304,15 +301,3 @@ def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> b
     inside = torch.linalg.svdvals(low_rank.factor)
     rounding = _ROUNDING * torch.finfo(inside.dtype).eps * inside[0]
     return bool(outside > torch.maximum(_SLACK * inside[-1], rounding))
-
-
-def _leading(target: Tensor, rank: int) -> Tensor:
-    """Find the leading right singular vectors (inputs, rank), or a basis of their span, by a full SVD.
-
-    Of the square factor of a QR decomposition: half the work for a tall matrix, and a fourth for a wide one.
-    """
-    if not rank:
-        return target.new_empty(target.shape[1], 0)
-    if target.shape[0] >= target.shape[1]:
-        return torch.linalg.svd(torch.linalg.qr(target, mode="r").R).Vh[:rank].mT
-    return target.mT @ torch.linalg.svd(torch.linalg.qr(target.mT, mode="r").R).Vh[:rank].mT

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -41,23 +40,8 @@ LOSS_DIFFERENCE = "loss on caught tokens minus that on others"
 HEAD_SINKS, LATER_SINKS = "sinks of the head", "later sinks behind the head"
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """One ablation of a head, and its control, each as (contexts of a batch) → context manager.
-
-    Attributes:
-        name: what is ablated.
-        ablate: the ablation itself.
-        control: seed → the same for a norm-matched random control.
-    """
-
-    name: str
-    ablate: Callable[[slice], AbstractContextManager[object]]
-    control: Callable[[int, slice], AbstractContextManager[object]]
-
-
-Effects = dict[str, Float[Tensor, " contexts"]]
-"""Each measure by name; NaN for a context that has none of it."""
+Ablate = Callable[[slice], AbstractContextManager[object]]
+"""An ablation, while open, of the contexts of a batch."""
 
 
 class _HeadTap(Hooks):
@@ -134,27 +118,43 @@ def ablation_test(
     rank = max(1, model.head_width // 8) if rank is None else rank
     batch = batch_of(corpus, None)
 
-    def effects(ablate: Callable[[slice], AbstractContextManager[object]]) -> Effects:
-        return _effects(model, ids, groups, layer, head, batch, ablate)
+    def effects(ablate: Ablate) -> dict[str, Float[Tensor, " contexts"]]:
+        """Each measure by name; NaN for a context that has none of it."""
+        batches: list[dict[str, Tensor]] = []
+        for start in range(0, len(ids), batch):
+            part = slice(start, min(start + batch, len(ids)))
+            tap = _HeadTap(layer, head, groups[part])
+            with ablate(part), hooked(model, tap):
+                loss = next_token_losses(model.logits(ids[part]), ids[part])
+            # The last token has no next one.
+            caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in groups[part]])
+            free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
+            of_caught, of_others = _mean_where(loss, caught), _mean_where(loss, free)
+            sinks = torch.tensor([len(catches.head) for catches in tap.catches], dtype=torch.float64)
+            values = {LOSS_CAUGHT: of_caught, LOSS_OTHERS: of_others, LOSS_DIFFERENCE: of_caught - of_others}
+            values |= {HEAD_SINKS: sinks, LATER_SINKS: tap.later_sinks}
+            etas = enumerate(tap.eta, start=layer + 1)
+            batches.append(values | {f"η² in layer {later}": eta for later, eta in etas})
+        return {name: torch.cat([values[name] for values in batches]) for name in batches[0]}
 
     untouched = effects(lambda part: nullcontext())
 
-    def change_under(ablate: Callable[[slice], AbstractContextManager[object]]) -> Effects:
+    def change_under(ablate: Ablate) -> dict[str, Tensor]:
         return {name: value - untouched[name] for name, value in effects(ablate).items()}
 
     rows = []
     ablations = _ablations(model, layer, head, direction, rank, groups, ids.shape[1])
-    for ablation in shown(ablations, "ablations", show_progress):
-        change = change_under(ablation.ablate)
-        controls = [change_under(functools.partial(ablation.control, seed)) for seed in range(CONTROLS)]
+    for ablation, ablate, control in shown(ablations, "ablations", show_progress):
+        change = change_under(ablate)
+        controls = [change_under(functools.partial(control, seed)) for seed in range(CONTROLS)]
         for name, value in untouched.items():
             by_seed = torch.stack([effect[name] for effect in controls])
-            control, means = by_seed.mean(dim=0), torch.tensor([_mean(values)[0] for values in by_seed])
-            row: dict[str, Any] = {"ablation": ablation.name, "measure": name, "untouched": _mean(value)[0]}
+            mean, means = by_seed.mean(dim=0), torch.tensor([_mean(values)[0] for values in by_seed])
+            row: dict[str, Any] = {"ablation": ablation, "measure": name, "untouched": _mean(value)[0]}
             for column, values in (
                 ("change", change[name]),
-                ("control", control),
-                ("beyond", change[name] - control),
+                ("control", mean),
+                ("beyond", change[name] - mean),
                 ("beyond_most", change[name] - by_seed[int(means.argmax())]),
                 ("beyond_least", change[name] - by_seed[int(means.argmin())]),
             ):
@@ -187,7 +187,8 @@ def _contexts_with_sinks(
 
 def _ablations(
     model: OpenModel, layer: int, head: int, direction: Tensor, rank: int, groups: list[Catches], length: int
-) -> list[Ablation]:
+) -> list[tuple[str, Ablate, Callable[[int, slice], AbstractContextManager[object]]]]:
+    """List the ablations of a head: name, ablation, and by seed a norm-matched random control."""
     sinks = torch.zeros(len(groups), length, dtype=torch.bool)
     for context, catches in enumerate(groups):
         sinks[context, catches.position[catches.position >= 0]] = True
@@ -202,55 +203,22 @@ def _ablations(
         return noise.argsort(dim=1).argsort(dim=1) < count
 
     return [
-        Ablation(
+        (
             "tag ablated",
             lambda part: ablate_direction(model, layer, head, direction),
             lambda seed, part: ablate_direction(model, layer, head, direction, control=seed),
         ),
-        Ablation(
+        (
             "sinks knocked out",
             lambda part: attention_knockout(model, layer, head, sinks[part], sink_column=bool(column.any())),
             lambda seed, part: attention_knockout(model, layer, head, others(seed)[part]),
         ),
-        Ablation(
+        (
             f"rank {rank} of Q, K, V removed",
             lambda part: without_low_rank(model, layer, rank),
             lambda seed, part: without_low_rank(model, layer, rank, control=seed),
         ),
     ]
-
-
-def _effects(
-    model: OpenModel,
-    ids: Tensor,
-    groups: list[Catches],
-    layer: int,
-    head: int,
-    batch: int,
-    ablate: Callable[[slice], AbstractContextManager[object]],
-) -> Effects:
-    batches: list[dict[str, Tensor]] = []
-    for start in range(0, len(ids), batch):
-        part = slice(start, min(start + batch, len(ids)))
-        part_groups = groups[part]
-        tap = _HeadTap(layer, head, part_groups)
-        with ablate(part), hooked(model, tap):
-            logits = model.logits(ids[part])
-        loss = next_token_losses(logits, ids[part])
-        # The last token has no next one.
-        caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in part_groups])
-        free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in part_groups]) & ~caught
-        values = {
-            LOSS_CAUGHT: _mean_where(loss, caught),
-            LOSS_OTHERS: _mean_where(loss, free),
-            LOSS_DIFFERENCE: _mean_where(loss, caught) - _mean_where(loss, free),
-            HEAD_SINKS: torch.tensor([float(len(catches.head)) for catches in tap.catches]).double(),
-            LATER_SINKS: tap.later_sinks,
-        }
-        for later, eta in enumerate(tap.eta, start=layer + 1):
-            values[f"η² in layer {later}"] = eta
-        batches.append(values)
-    return {name: torch.cat([values[name] for values in batches]) for name in batches[0]}
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:

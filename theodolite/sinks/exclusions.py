@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,6 @@ class Rule:
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
-        upper_bound: True where `share` is only an upper bound: of a survey that did not count contexts.
     """
 
     kind: Kind
@@ -55,7 +54,6 @@ class Rule:
     token_id: int | None = None
     token: str | None = None
     share: float | None = None
-    upper_bound: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -118,20 +116,14 @@ class Exclusions:
         position = torch.arange(ids.shape[-1], device=ids.device)
         for rule in self.rules:
             of_some_tokens = rule.first is True or rule.token_id is not None
-            if not of_some_tokens or layer not in (None, rule.layer):
-                continue
-            named = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
-            if rule.first is not None:
-                named = named & ((position == 0) == rule.first)
-            chosen |= named
+            if of_some_tokens and layer in (None, rule.layer):
+                named = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+                chosen |= named if rule.first is None else named & ((position == 0) == rule.first)
         return chosen
 
     def dimensions(self, layer: int) -> list[int]:
         """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
-        dimensions = {
-            rule.dimension for rule in self.rules if rule.layer == layer and rule.dimension is not None
-        }
-        return sorted(dimensions)
+        return sorted({r.dimension for r in self.rules if r.layer == layer and r.dimension is not None})
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, at once or not at all, and the folders above it.
@@ -195,17 +187,13 @@ def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
 
 
 def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    contexts, counted = run.provenance["corpus"]["contexts"], "massive_contexts" in run.outliers
+    contexts = run.provenance["corpus"]["contexts"]
     for row in run.outliers.itertuples():
         if row.share >= least_share:
             yield _rule("outlier dimension", row, row.share)
-        # A survey of before this column was there counted tokens only, of which a context may have several.
-        later = row.massive_contexts if counted else min(row.massive, contexts)
-        for first, carriers in ((True, row.massive_first), (False, later)):
-            share = carriers / contexts
-            if carriers and share >= least_share:
-                rule = _rule("massive activation", row, share, first=first)
-                yield rule if first or counted else replace(rule, upper_bound=True)
+        for first, carriers in ((True, row.massive_first), (False, row.massive_contexts)):
+            if carriers and carriers / contexts >= least_share:
+                yield _rule("massive activation", row, carriers / contexts, first=first)
 
 
 def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:

@@ -95,7 +95,10 @@ def ablate_direction(
         elif isinstance(control, Tensor):
             along, _ = _writable_part(control, weights, backwards, f"head {head} of layer {layer}")
         else:
-            along = _random_writable(weights, control)
+            rank = int(torch.linalg.matrix_rank(weights))
+            normal = torch.randn(rank, generator=torch.Generator().manual_seed(control), dtype=torch.float64)
+            rows = torch.linalg.svd(weights, full_matrices=False).Vh[:rank]
+            along = normal / torch.linalg.vector_norm(normal) @ rows
         component, step = weights @ unit, along @ backwards
         chosen = None if queries is None else _PositionFlags(queries, "query")
 
@@ -205,9 +208,15 @@ def without_low_rank(
         raise UsageError("give either a rank or factors")
     with guarded(model.root):
         projections = _projections(model, layer, tuple(of if factors is None else factors))
+        if heads is not None and not heads:
+            raise UsageError("no heads were given")
+        for head in heads or ():
+            model.check_place(layer, head)
         shares, replacements = {}, []
         for number, (name, projection) in enumerate(projections.items()):
-            serving = _serving_heads(model, layer, projection, heads)
+            serving = (
+                None if heads is None else sorted({head * projection.heads // model.heads for head in heads})
+            )
             matrix = projection.matrix(serving).double()
             if factors is None:
                 assert rank is not None
@@ -253,13 +262,6 @@ def _writable_part(
     if not share >= LEAST_SHARE:
         raise UsageError(f"{name} writes nothing along the direction: there is nothing to take out")
     return part / norm, share
-
-
-def _random_writable(weights: Float64[Tensor, "value_width width"], seed: int) -> Float64[Tensor, " width"]:
-    rows = torch.linalg.svd(weights, full_matrices=False)
-    rank = int(torch.linalg.matrix_rank(weights))
-    normal = torch.randn(rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return normal / torch.linalg.vector_norm(normal) @ rows.Vh[:rank]
 
 
 class _PositionFlags:
@@ -313,19 +315,6 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
             f"layer {layer}: the values of {model.structure.names[layer]} are not its input times one weight matrix"
         )
     return wanted
-
-
-def _serving_heads(
-    model: OpenModel, layer: int, projection: Projection, heads: Sequence[int] | None
-) -> list[int] | None:
-    """The heads of a projection that belong to some query heads."""
-    if heads is None:
-        return None
-    for head in heads:
-        model.check_place(layer, head)
-    if not heads:
-        raise UsageError("no heads were given")
-    return sorted({head * projection.heads // model.heads for head in heads})
 
 
 def _leading_factors(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,13 +34,7 @@ from theodolite.jobs.job import Stage, States, Steps, run_stages
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
-from theodolite.passes.corpus_pass import (
-    Accumulator,
-    CorpusPass,
-    batch_of,
-    check_fit,
-    refuse_nonfinite_stream,
-)
+from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (
     LayerBaseline,
@@ -139,7 +133,8 @@ def find_outliers(
     text, weights = text_of_tokens(model, corpus), model.weights()
 
     def rules(states: States, values: str) -> Activations:
-        bounds = [layer.bounds(tokens, thresholds.level) for layer in _baselines(states, values)]
+        baselines = [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
+        bounds = [layer.bounds(tokens, thresholds.level) for layer in baselines]
         return Activations(torch.stack(bounds), length, thresholds, trailing)
 
     def baseline(states: States) -> Steps:
@@ -190,11 +185,8 @@ def find_outliers(
     )
 
 
-class _Sums(Accumulator, Protocol):
-    """An accumulator of values (batch, positions, parts, width) of one layer and the contexts `first_context …`."""
-
-    def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Add the values."""
+_Sums = LayerBaselines | Activations | FollowedActivations
+"""Accumulators of values (batch, positions, parts, width) of one layer and some contexts."""
 
 
 class _OutlierPass(CorpusPass):
@@ -228,10 +220,6 @@ class _OutlierPass(CorpusPass):
         if HEADS in self._sums:
             self._sums[HEADS].update(self._place[layer], output, self.ids, self.first)
         return output
-
-
-def _baselines(states: States, values: str) -> list[LayerBaseline]:
-    return [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
 
 
 def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_layers: bool) -> pd.DataFrame:

@@ -6,8 +6,7 @@ still to be seen. `measure/tags.py` turns its sums into tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +41,8 @@ from theodolite.passes.run_job import run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
 from theodolite.system.progress import ShowStage
 
-Rows = tuple[Tensor, Tensor]
-"""Of the sums by sink and by head."""
-
-
-@dataclass(frozen=True)
-class _LayerCatch:
-    """The catches of one layer in a context, their rows in the sums, and the sums of squares before their heads."""
-
-    catches: Catches
-    rows: Rows
-    before: dict[str, Tensor]
+_LayerCatch = tuple[Catches, tuple[Tensor, Tensor], dict[str, Tensor]]
+"""The catches of one layer in a context, their rows in the sums by sink and by head, and sums before their heads."""
 
 
 class TracePass(CorpusPass):
@@ -93,7 +83,7 @@ class TracePass(CorpusPass):
         refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
-            Catches.joined([of_layer.catches for of_layer in caught]) if caught else None
+            Catches.joined([catches for catches, _, _ in caught]) if caught else None
             for caught in self._caught
         ]
 
@@ -103,12 +93,10 @@ class TracePass(CorpusPass):
 
         for context, sums in enumerate(self._each(work)):
             if sums is not None:
-                caught = self._caught[context]
-                sinks, heads = zip(*(of_layer.rows for of_layer in caught), strict=True)
-                before = {
-                    name: torch.cat([of_layer.before[name].cpu() for of_layer in caught]) for name in sums
-                }
-                self.tags.add_place((torch.cat(sinks), torch.cat(heads)), 1 + layer, sums, before)
+                _, rows, befores = zip(*self._caught[context], strict=True)
+                before = {name: torch.cat([of_layer[name].cpu() for of_layer in befores]) for name in sums}
+                sinks, heads = map(torch.cat, zip(*rows, strict=True))
+                self.tags.add_place((sinks, heads), 1 + layer, sums, before)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and sum what its sinks catch and write."""
@@ -138,7 +126,7 @@ class TracePass(CorpusPass):
                 rows = self.tags.update(layer, catches, self._ids[context], sums, self._first + context)
                 self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
                 self.tags.add_place(rows, 1 + layer, before, before)
-                self._caught[context].append(_LayerCatch(catches, rows, before))
+                self._caught[context].append((catches, rows, before))
         return torch.cat([output for output, _, _ in results])
 
     def _each(self, work: Any) -> list[Any]:
@@ -198,23 +186,8 @@ def trace_sinks(
         fingerprint["stretches"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
     text = text_of_tokens(model, corpus)
-    return run_into(
-        trace_stages(model, corpus, batch, stretches),
-        lambda states: trace_tables(states, provenance, text),
-        out,
-        fingerprint,
-        corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
-        show_progress=show_progress,
-    )
 
-
-def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) -> list[Stage]:
-    """List the stages of a trace: W_O of all layers, the corpus, and W_O once more of the layers that have sinks.
-
-    Of W_O itself nothing is kept in between: all layers' would be as large as a part of the model.
-    """
-
+    # Of W_O itself nothing is kept between the stages: all layers' would be as large as a part of the model.
     def metric(states: States) -> LayersPass:
         def read(layer: int) -> State:
             w_o = widest_output_weights(model, layer)
@@ -231,28 +204,31 @@ def trace_stages(model: OpenModel, corpus: Corpus, batch: int, stretches: bool) 
             layers_with_sinks(tags), lambda layer: written(tags, layer, widest_output_weights(model, layer))
         )
 
-    return [
+    def tabulated(states: States) -> Run:
+        described = provenance["corpus"]
+        length = described["length"] - described.get("trailing_special_tokens", 0)
+        state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
+        table, arrays = traces(state, in_stream, described["contexts"], length, text)
+        heads, head_arrays = traced_heads(state, in_stream, described["contexts"])
+        return Run(
+            heads=heads,
+            traces=table,
+            arrays=arrays | head_arrays,
+            provenance=provenance | {"wall_seconds": states.seconds},
+            **{name: pd.DataFrame() for name in ("layers", "sinks", "outliers", "examples")},
+        )
+
+    stages = [
         Stage("metric", OUTPUT_TITLE, metric),
         Stage("trace", "tracing sinks", trace),
         Stage("written", "projecting tags", write),
     ]
-
-
-def trace_tables(states: States, provenance: dict[str, Any], text: Callable[[int], str]) -> Run:
-    """Make the tables and arrays of a finished trace; `text` gives the text of a token id."""
-    contexts, length = (provenance["corpus"][name] for name in ("contexts", "length"))
-    length -= provenance["corpus"].get("trailing_special_tokens", 0)
-    state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
-    table, arrays = traces(state, in_stream, contexts, length, text)
-    heads, head_arrays = traced_heads(state, in_stream, contexts)
-    empty = pd.DataFrame()
-    return Run(
-        layers=empty,
-        heads=heads,
-        sinks=empty,
-        outliers=empty,
-        examples=empty,
-        arrays=arrays | head_arrays,
-        provenance=provenance | {"wall_seconds": states.seconds},
-        traces=table,
+    return run_into(
+        stages,
+        tabulated,
+        out,
+        fingerprint,
+        corpus=describe_corpus(corpus),
+        checkpoint_seconds=checkpoint_seconds,
+        show_progress=show_progress,
     )

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from theodolite.system.wording import counted
 from theodolite.train.geometry import Geometry, residual_place
 
 Floats = NDArray[np.float64]
@@ -97,12 +99,10 @@ class Alarm:
     def trend(self) -> str:
         """The value and where it goes, in words."""
         name = {ENTROPY: "entropy over its maximum", RANK: "relative residual", VANISHING: "ρ"}[self.kind]
-        if self.collapsed:
-            return f"{name} {self.value:.2g}, collapsed"
-        if not (self.slope < 0 < self.value):
-            return f"{name} {self.value:.2g}, not falling any more"
-        steps = max(1, round(self.value / -self.slope))
-        return f"{name} {self.value:.2g}, reaches 0 in about {steps} step{'s' if steps > 1 else ''}"
+        goes = "collapsed" if self.collapsed else "not falling any more"
+        if not self.collapsed and self.slope < 0 < self.value:
+            goes = f"reaches 0 in about {counted(max(1, round(self.value / -self.slope)), 'step')}"
+        return f"{name} {self.value:.2g}, {goes}"
 
 
 def alarm_lines(alarms: list[Alarm]) -> list[str]:
@@ -126,14 +126,11 @@ class Alarms:
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits = limits or Limits()
         self._patterned: deque[Flags] = deque(maxlen=LEVEL)
-        self._vanishing: Flags | None = None
-        self._histories = {
-            ENTROPY: _History(self.limits.entropy),
-            RANK: _History(self.limits.rank),
-            VANISHING: _History(self.limits.propagation),
-        }
+        self._vanishing: Flags | bool = False  # before the first look with spectra
+        levels = {ENTROPY: limits.entropy, RANK: limits.rank, VANISHING: limits.propagation}
+        self._histories = {kind: _History(limit) for kind, limit in levels.items()}
 
     @property
     def active(self) -> int:
@@ -142,10 +139,11 @@ class Alarms:
 
     def update(self, geometry: Geometry) -> list[Alarm]:
         """Judge one more look; returns the new alarms."""
-        heads, layers = geometry.heads, geometry.layers
-        columns = (heads["entropy_share"], layers["rank_collapse"], heads["propagation"])
-        for history, column in zip(self._histories.values(), columns, strict=True):
-            history.add(geometry.step, column.to_numpy(dtype=np.float64))
+        heads, layers, limits = geometry.heads, geometry.layers, self.limits
+        entropy, rank, propagation = self._histories.values()
+        entropy.add(geometry.step, heads["entropy_share"])
+        rank.add(geometry.step, layers["rank_collapse"])
+        propagation.add(geometry.step, heads["propagation"])
         patterns = heads[["at_distance", "same_token", "sink_first", "sink_learned"]]
         # No token came twice: NaN, which is no pattern.
         self._patterned.append((patterns.to_numpy(dtype=np.float64) >= PATTERN).any(axis=1))
@@ -153,9 +151,15 @@ class Alarms:
             self._vanishing = (heads["regime"] == "vanishing").to_numpy()
         if len(self._patterned) < LEVEL:
             return []
+        weak = propagation.level < limits.weak
+        purposeful = np.mean(self._patterned, axis=0) > 0.5
+        sharp = entropy.falls(limits.entropy_falling, limits.horizon) & weak
+        sharp |= (entropy.level < limits.entropy_alone) & ~purposeful
+        vanishing = propagation.falls(limits.weak, limits.horizon) | (weak & self._vanishing)
         alarms = []
-        for kind, (alarming, collapsed) in self._judge().items():
+        for kind, alarming in ((ENTROPY, sharp), (RANK, rank.collapsed), (VANISHING, vanishing)):
             history, table = self._histories[kind], layers if kind == RANK else heads
+            collapsed = alarming & history.collapsed
             level, slope = history.level, history.slope
             for index in np.flatnonzero(history.new(alarming, collapsed)):
                 layer = int(table["layer"].iloc[index])
@@ -163,22 +167,6 @@ class Alarms:
                 numbers = float(level[index]), float(slope[index])
                 alarms.append(Alarm(geometry.step, kind, layer, head, *numbers, bool(collapsed[index])))
         return alarms
-
-    def _judge(self) -> dict[str, tuple[Flags, Flags]]:
-        """For each kind, what is alarming, and which of it because its level is below a limit."""
-        limits, (entropy, rank, propagation) = self.limits, self._histories.values()
-        weak = propagation.level < limits.weak
-        purposeful = np.mean(self._patterned, axis=0) > 0.5
-        sharp = entropy.falls(limits.entropy_falling, limits.horizon) & weak
-        sharp |= (entropy.level < limits.entropy_alone) & ~purposeful
-        vanishing = propagation.falls(limits.weak, limits.horizon)
-        if self._vanishing is not None:
-            vanishing |= weak & self._vanishing
-        return {
-            ENTROPY: (sharp, sharp & entropy.collapsed),
-            RANK: (rank.collapsed, rank.collapsed),
-            VANISHING: (vanishing, propagation.collapsed),
-        }
 
 
 class _History:
@@ -192,25 +180,17 @@ class _History:
         self._collapsed_before: Any = np.False_
         self._calm: Any = 0
 
-    def add(self, step: int, values: Floats) -> None:
+    def add(self, step: int, values: pd.Series) -> None:
         """Take in the values of one look."""
         self._steps.append(step)
-        self._values.append(values)
-
-    @property
-    def level(self) -> Floats:
-        """The median of the last looks."""
-        return np.median(list(self._values)[-LEVEL:], axis=0)
+        self._values.append(values.to_numpy(dtype=np.float64))
+        self.level = np.median(list(self._values)[-LEVEL:], axis=0)
+        self.collapsed = self.level < self.limit
 
     @property
     def slope(self) -> Floats:
         """The trend a step."""
         return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values))
-
-    @property
-    def collapsed(self) -> Flags:
-        """Where the level is below the limit."""
-        return self.level < self.limit
 
     def falls(self, below: float, horizon: float) -> Flags:
         """Where it is below the limit, or below `below` and, as it falls, at the limit within `horizon` looks."""

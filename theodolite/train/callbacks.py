@@ -22,9 +22,9 @@ from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
-from theodolite.train.locater import Locater, Strength, listed_layers
+from theodolite.train.locater import Locater, Strength, checked_options
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch, scalars
-from theodolite.train.penalty import Gradient, check_gradient, check_strength
+from theodolite.train.penalty import Gradient
 from theodolite.train.ranks import Ranks
 from theodolite.train.record import FOLDER
 
@@ -89,14 +89,16 @@ class TrackedCallback(TrainerCallback):
         for callback in [] if self._handler is None else self._handler.callbacks:
             if isinstance(callback, PrinterCallback | ProgressCallback):
                 continue
-            alone, texts = copy.copy(self._handler), {}
-            assert alone is not None
+            alone: Any = copy.copy(self._handler)
             alone.callbacks = [callback]
-            if isinstance(callback, MLflowCallback):
-                texts = {name: value for name, value in logs.items() if isinstance(value, str)}
-                _tag_mlflow(texts)
-            numbers = {name: value for name, value in logs.items() if name not in texts}
-            alone.on_log(args, state, control, numbers)
+            of_mlflow = isinstance(callback, MLflowCallback)
+            texts = {name: value for name, value in logs.items() if of_mlflow and isinstance(value, str)}
+            if texts:
+                import mlflow
+
+                if mlflow.active_run():  # asking for one would begin another
+                    mlflow.set_tags(texts)
+            alone.on_log(args, state, control, {k: v for k, v in logs.items() if k not in texts})
         control.should_log = due  # a log of the loss that is due at this step must stay due
 
 
@@ -235,14 +237,8 @@ class LocaterCallback(TrackedCallback):
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
     ) -> None:
-        check_gradient(gradient)
-        for name, strength in (("scale", scale), ("mean", mean)):
-            if not callable(strength):
-                check_strength(name, strength)
+        self._options = checked_options(scale, mean, layers, gradient)
         self.locater: Locater | None = None
-        self._scale, self._mean = scale, mean
-        self._layers = listed_layers(layers)
-        self._gradient: Gradient = gradient
         self._penalty: Tensor | None = None
         self._of_deepspeed: Any = None
 
@@ -253,9 +249,7 @@ class LocaterCallback(TrackedCallback):
             TrackerWarning: there are trackers, and the callback was not attached.
         """
         self._warn_if_unattached(args, state)
-        self.locater = Locater(
-            kwargs["model"], self._scale, self._mean, layers=self._layers, gradient=self._gradient
-        )
+        self.locater = Locater(kwargs["model"], **self._options)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
@@ -292,11 +286,3 @@ class LocaterCallback(TrackedCallback):
         logs = kwargs.get("logs") or {}
         if self._penalty is not None and "loss" in logs:
             logs["locater"] = state.log_history[-1]["locater"] = self._penalty.item()
-
-
-def _tag_mlflow(texts: dict[str, str]) -> None:
-    """Set tags of MLflow's active run, if there is one: asking for one would begin another."""
-    import mlflow
-
-    if texts and mlflow.active_run():
-        mlflow.set_tags(texts)

@@ -1,36 +1,38 @@
-"""One look at a model in training: what its heads and its residual stream do on a fixed batch of tokens.
+"""One look at a model in training: what its heads and its residual stream do, by the accumulators of a survey.
 
-The batch (the monitor batch) goes once through the backbone, in evaluation mode, under the accumulators of a survey.
-The model is left as it was: modes, weights, gradients, hooks, random numbers. What is alarming is not decided here.
+`GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
+weights, gradients, hooks, random numbers. `InlineReader` measures the passes of a training step as they run, which
+compute the very numbers that they compute without. What is due or alarming is not decided here.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import State, part_of
+from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.groups import GROUPS
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import stream as residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
-from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.guard import known_state
+from theodolite.models.hooks import Hooks, hooked, observing
 from theodolite.models.open import verified_parts
 from theodolite.models.source import Source
 from theodolite.models.training.shards import is_spread, parallel_group
@@ -42,22 +44,24 @@ QUERIES = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
 
 LEAST_LENGTH = QUERIES
-"""Tokens that a context of the monitor batch must have at least, for its queries to be distinct."""
+"""Tokens that a context must have at least, for its queries to be distinct."""
 
 SPECTRA = (
     *(name for name in MOMENTS if name not in ("mean", "variance")),
-    "spectral_norm",
-    "regime",
-    "entropy_bound",
+    *("spectral_norm", "regime", "entropy_bound"),
 )
 """Columns of the heads table that only a look with `spectra` has."""
-
 
 RESIDUAL = (
     *("contexts", "readers", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"),
     *("outlier", "massive", "massive_first"),
 )
 """Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
+
+INSTEAD = "give the monitor token ids in place of inline=True"
+
+TOLERANCE = 1e-2
+"""How far entropies (nats) and logits of an inline look may be from those of one of its own, in bfloat16 too."""
 
 
 @dataclass(frozen=True)
@@ -115,81 +119,290 @@ class GeometryReader:
         if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
         self._look_dtype = look_dtype
-        source = monitored_source(model)
-        self.ranks = looking_ranks(source, over_ranks)
-        self.ids = checked_ids(source, self.ranks.from_first(lambda: ids))
-        contexts = self.ranks.share(self.ids)
+        source, self.ranks = _looked_at(model, over_ranks)
+        ids = self.ranks.from_first(lambda: ids)
+        check_shape(ids)
+        self.ids = ids = ids.detach().cpu().long()
+        if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
+            raise UsageError(
+                f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has "
+                f"{source.vocabulary} tokens: use the model's own tokenizer, and no padding"
+            )
+        contexts = self.ranks.share(ids)
         self._counts = len(contexts) > 0 and self.ranks.leads
         with evaluation_mode(source.root):
-            self.model = opened_for_looks(source)
-            if not self.model.has_positions(self.ids.shape[1]):
+            self.model = _opened(source)
+            if not self.model.has_positions(ids.shape[1]):
                 raise UsageError(
-                    f"the monitor batch's contexts have {self.ids.shape[1]} tokens, the model has positions for "
+                    f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for "
                     f"{self.model.longest}: give shorter ones"
                 )
             # Those without a context of their own read another's, for the shapes.
-            self._tokens = Tokens.of(contexts if len(contexts) else self.ids[:1], self.model.device)
+            self._tokens = Tokens.of(contexts if len(contexts) else ids[:1], self.model.device)
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         error = None
-        device = self.model.device.type
         dtype = self._look_dtype or autocast_dtype(self.model.root)  # outside of what switches autocast off
         rounded = dtype in (torch.bfloat16, torch.float16)
         with evaluation_mode(self.model.root):
-            accumulators = LookSums(self.model, self._tokens, spectra)
+            sums = LookSums(self.model, self._tokens, spectra)
             try:
                 # Without a cache, which would hold all weights rounded at once.
+                device = self.model.device.type
                 cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
-                with hooked(self.model, accumulators), cast:
+                with hooked(self.model, sums), cast:
                     self.model.source.run(self._tokens.ids)
             except WorkError as failure:
                 error = failure
             self.ranks.raise_any(error)
-            sums = accumulators.totals(self.ranks, counts=self._counts)
-            of_weights = spectra_of(self.model, self.ranks) if spectra else None
-            return self.ranks.from_first(
-                lambda: geometry_of(self.model, step, sums, of_weights, time.perf_counter() - started)
+            totals = sums.totals(self.ranks, counts=self._counts)
+            of_weights = _spectra(self.model, self.ranks) if spectra else None
+            return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
+
+
+class InlineReader:
+    """Measures the forward passes of a training step, without running the model itself.
+
+    Args:
+        model: as `GeometryReader` takes it; not compiled.
+        over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
+
+    Attributes:
+        armed: whether a look is waited for.
+        given_up: steps that were to be a look, and of which some process saw only padded contexts.
+
+    Raises:
+        UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
+            be overheard.
+        WorkError: as `GeometryReader`.
+    """
+
+    def __init__(self, model: nn.Module | OpenModel, over_ranks: bool = False) -> None:
+        source, self.ranks = _looked_at(model, over_ranks)
+        if getattr(getattr(source.root, "config", None), "is_encoder_decoder", False):
+            raise UsageError(
+                f"{source.name} is an encoder-decoder, which reads two texts, and a look is of one: {INSTEAD}"
             )
+        outermost = model if isinstance(model, nn.Module) else source.root
+        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in outermost.modules()):
+            raise UsageError(
+                f"{source.name} is compiled, and what runs compiled cannot be overheard: {INSTEAD}"
+            )
+        with evaluation_mode(source.root):
+            self.model = _opened(source)
+            if self.model.structure.layout.is_row:
+                raise UsageError(
+                    f"{source.name} reads its contexts in one row, which is not known of training: {INSTEAD}"
+                )
+            if error := self._unlike_a_look():
+                raise UsageError(f"the attention of {source.name} cannot be overheard: {error}; {INSTEAD}")
+        self.given_up = 0
+        self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
+
+    def _unlike_a_look(self) -> object:
+        """Return why an inline look at a few tokens does not measure what a look of its own does; None if it does."""
+        source = self.model.source
+        ids = source.sample(LEAST_LENGTH)
+        expected = LookSums(self.model, Tokens.of(ids, self.model.device), spectra=False)
+        with hooked(self.model, expected):
+            source.run(ids)
+        passes = _Passes(self.model, False, source.first_own, of_training=False)
+        try:
+            source.run(ids)
+        finally:
+            passes.close()
+        if passes.sums is None:
+            return passes.error or "its forward is not what is called"
+        ours, theirs = (sums.attention_statistics.state() for sums in (passes.sums, expected))
+        for name in ("entropy", "largest_logit"):
+            if not torch.allclose(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
+                return "what it hands to PyTorch's functions is not what it attends by"
+        return None
+
+    @property
+    def armed(self) -> bool:
+        """Whether a look is waited for."""
+        return self._armed is not None
+
+    def arm(self, step: int, spectra: bool) -> None:
+        """Measure the passes of `step` from now on; with spectra, read the weights."""
+        started = time.perf_counter()
+        of_weights = None
+        if spectra:
+            with evaluation_mode(self.model.root):
+                of_weights = _spectra(self.model, self.ranks)
+        passes = _Passes(self.model, spectra, self.model.root, of_training=True)
+        passes.seconds = time.perf_counter() - started
+        self._armed = step, passes, of_weights
+
+    def take(self, step: int) -> Geometry | None:
+        """Return the look at the armed step once it is done, after `step` optimizer steps; else None.
+
+        Its contexts are those of all its micro-batches that are as long as the first; largest logits, of those of
+        other lengths too. Where all contexts were padded it is given up.
+
+        Raises:
+            UsageError: training passes cannot be looked at, or those of two processes not together, or there were none.
+            WorkError: hidden states are NaN or infinite; the layer is named.
+        """
+        if self._armed is None or step <= self._armed[0]:
+            return None
+        since, passes, spectra = self._armed
+        self.close()
+        sums = passes.sums
+        own = {"waiting": sums is None and passes.error is None, "passes": passes.passes}
+        own["length"] = sums.length if sums else 0
+        totals = self.ranks.totals({name: torch.tensor(value) for name, value in own.items()})
+        self.ranks.raise_any(passes.error)
+        if totals["waiting"]:
+            if not totals["passes"]:
+                raise UsageError(
+                    f"no forward pass of {self.model.source.name} in training was heard since step {since}: call the "
+                    f"monitor before the pass, and train without torch.compile; or {INSTEAD}"
+                )
+            self.given_up += 1
+            return None
+        assert sums is not None
+        if totals["length"] != self.ranks.world * sums.length:
+            raise UsageError(
+                f"the micro-batches of {self.ranks.world} processes have contexts of different lengths, and are no one "
+                f"look: pad them to one length, or {INSTEAD}"
+            )
+        started = time.perf_counter() - passes.seconds
+        with known_state():
+            state = sums.totals(self.ranks, counts=self.ranks.leads)
+        return self.ranks.from_first(lambda: _geometry(self.model, since, state, spectra, started))
+
+    def close(self) -> None:
+        """Give up the armed look, if there is one, and remove its hooks."""
+        if self._armed is not None:
+            self._armed[1].close()
+            self._armed = None
 
 
-def geometry_of(
-    model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, seconds: float
-) -> Geometry:
-    """Make a look's tables from the `LookSums` of all processes, and from `spectra_of` if these were read."""
-    attention = part_of(sums, "attention")
-    heads = heads_that_are(_head_columns(attention, part_of(sums, "queries")), model.heads_of)
-    if spectra is not None:
-        bounds = _entropy_bounds(model, spectra["spectral_norm"], attention)
-        heads = heads.assign(**spectra, entropy_bound=bounds)
-    return Geometry(step, heads, pd.DataFrame(_residual_rows(part_of(sums, "residual"))), seconds)
+class _Passes(Hooks):
+    """Measures passes that somebody else makes, each from the call of `entry` to its end; contexts without padding.
+
+    Attributes:
+        sums: those of the first pass that has ended, and of those since.
+        error: why what was read cannot be looked at; no further pass is measured.
+        passes: how many have begun; `seconds`: what measuring took.
+    """
+
+    def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
+        self.sums: LookSums | None = None
+        self.error: TheodoliteError | None = None
+        self.passes = 0
+        self.seconds = 0.0
+        self._model, self._spectra, self._of_training = model, spectra, of_training
+        self._pass = ExitStack()
+        self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._handle.remove()
+        self._pass.close()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._of_training and not (module.training and torch.is_grad_enabled()):
+            return  # an evaluation between two steps
+        self._pass.close()  # one before it was broken off
+        self.passes += 1
+        try:
+            ids, whole = _micro_batch(args, kwargs)
+        except UsageError as error:
+            self.error = error
+            self.close()
+            return
+        if not whole.any():
+            return
+        # All of them as a view: nothing is copied.
+        self._rows: Any = slice(None) if bool(whole.all()) else whole
+        self._own = LookSums(self._model, Tokens.of(ids[self._rows], self._model.device), self._spectra)
+        self._failure: TheodoliteError | None = None
+        # The last of the hooks, for those of the pass to have been called.
+        self._pass.enter_context(observing(self._model, self, module))
+        self._pass.callback(module.register_forward_hook(self._end).remove)
+
+    def _end(self, *_: Any) -> None:
+        self._pass.close()
+        if self.sums is None:
+            self.sums = self._own
+        else:
+            self._measure(self.sums.merge, self._own)
+        if self._failure is not None:
+            self.sums, self.error = None, self._failure
+            self.close()
+
+    def _measure(self, measure: Callable[..., object], *args: Any) -> None:
+        """Measure up to the first error of the pass, which is kept."""
+        if self._failure is None:
+            started = time.perf_counter()
+            try:
+                with known_state():
+                    measure(*args)
+            except TheodoliteError as error:
+                self._failure = error
+            self.seconds += time.perf_counter() - started
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self._measure(self._own.stream, layer, hidden[self._rows])
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        self._measure(self._own.attention_input, layer, hidden[self._rows])
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        self._measure(self._own.attention, layer, inputs.of_contexts(self._rows))
+        # Of the right shape: nobody uses it.
+        batch, heads, length, _ = inputs.query.shape
+        return inputs.value.new_zeros(()).expand(batch, length, heads, inputs.value.shape[-1])
+
+    def fail(self, error: TheodoliteError) -> None:
+        self._failure = self._failure or UsageError("not every layer calls PyTorch's functions for it")
 
 
-def monitored_source(model: nn.Module | OpenModel) -> Source:
-    """Return the `Source` of a model in training; `UsageError` where it reads other things than tokens."""
+def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
+    """Return the token ids that a model is called with, and which contexts are without padding.
+
+    Raises:
+        UsageError: there are none, or they are packed, or too short.
+    """
+    ids = kwargs.get("input_ids", args[0] if args else next(iter(kwargs.values()), None))
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
+        raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")
+    if ids.shape[1] < LEAST_LENGTH:
+        raise UsageError(
+            f"training reads contexts of {ids.shape[1]} tokens, and a look needs {LEAST_LENGTH}: {INSTEAD}"
+        )
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+    if packed or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
+        raise UsageError(f"training packs several texts into a context, which is no look: {INSTEAD}")
+    whole = ids.new_ones(len(ids), dtype=torch.bool) if mask is None else mask.bool().all(dim=1)
+    return ids.detach(), whole
+
+
+def _looked_at(model: nn.Module | OpenModel, over_ranks: bool) -> tuple[Source, Ranks]:
+    """Return the `Source` of a model in training, and the processes that look together.
+
+    These are all, where weights are spread over them or it is asked for. `UsageError` where it reads no tokens.
+    """
     source = training_source(model)
     if source.reads != "input_ids":
         raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
-    return source
-
-
-def looking_ranks(source: Source, over_ranks: bool) -> Ranks:
-    """Return the processes that look together: all, where weights are spread over them or it is asked for."""
     together = over_ranks or is_spread(source.root)
-    return Ranks.current(parallel_group(source.root)) if together else Ranks()
+    return source, Ranks.current(parallel_group(source.root)) if together else Ranks()
 
 
-def checked_ids(source: Source, ids: Tensor) -> Int[Tensor, "contexts positions"]:
-    """Return the ids on the CPU; `UsageError` where they do not fit the model."""
-    check_shape(ids)
-    ids = ids.detach().cpu().long()
-    if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
-        raise UsageError(
-            f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has {source.vocabulary} "
-            "tokens: use the model's own tokenizer, and no padding"
-        )
-    return ids
+def _opened(source: Source) -> OpenModel:
+    """Open and verify a model in training, as for a survey."""
+    opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
+    opened.check_weights()
+    return opened
 
 
 def check_shape(ids: Any) -> None:
@@ -206,43 +419,42 @@ def check_shape(ids: Any) -> None:
         )
 
 
-def opened_for_looks(source: Source) -> OpenModel:
-    """Open and verify a model in training, as for a survey."""
-    opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
-    opened.check_weights()
-    return opened
-
-
-def _residual_rows(residual: State) -> list[dict[str, float]]:
-    """Make the rows of the layers table."""
-    everything = torch.ones(GROUPS, dtype=torch.float64)
-    rows: list[dict[str, float]] = []
-    for layer in range(len(residual["contexts"])):
-        row = residual_columns(residual, residual, layer, everything)
-        del row["cosine_previous"]
-        before = rows[-1]["norm"] if rows else math.nan
-        rows.append({"layer": layer, **row, "norm_growth": row["norm"] / before})
-    return rows
-
-
-def _head_columns(attention: State, queries: State) -> dict[str, list[float]]:
+def _geometry(
+    model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, started: float
+) -> Geometry:
+    """Make a look's tables from the `LookSums` of all processes, and from `_spectra` if these were read."""
+    attention, queries, residual = (part_of(sums, name) for name in ("attention", "queries", "residual"))
     columns = head_columns(attention)
     # A learned sink column is one more outcome beside the keys.
     outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=1) > 0)[:, None]
     most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
-    share = torch.tensor(columns["entropy"], dtype=torch.float64) / most
     contexts = attention["contexts"][:, None]
-    log_sum_exp = attention["log_sum_exp"] / attention["readers"].sum(dim=1, keepdim=True)
-    return columns | {
-        "largest_logit": attention["largest_logit"].flatten().tolist(),
-        "log_sum_exp": log_sum_exp.flatten().tolist(),
-        "entropy_share": share.tolist(),
-        "propagation_queries": (queries["propagation_queries"] / contexts).flatten().tolist(),
-        "at_distance": (queries["by_distance"].amax(dim=-1) / contexts).flatten().tolist(),
+    own = {
+        "largest_logit": attention["largest_logit"],
+        "log_sum_exp": attention["log_sum_exp"] / attention["readers"].sum(dim=1, keepdim=True),
+        "entropy_share": torch.tensor(columns["entropy"], dtype=torch.float64) / most,
+        "propagation_queries": queries["propagation_queries"] / contexts,
+        "at_distance": queries["by_distance"].amax(dim=-1) / contexts,
     }
+    columns |= {name: values.flatten().tolist() for name, values in own.items()}
+    heads = heads_that_are(columns, model.heads_of)
+    if spectra is not None:
+        heads, bounds = heads.assign(**spectra), []
+        for layer, norms in heads.groupby("layer")["spectral_norm"]:
+            norm = torch.tensor(norms.to_numpy(), dtype=torch.float64)
+            read = attention["visible_keys"][layer], attention["readers"][layer]
+            bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *read).tolist()
+        heads["entropy_bound"] = bounds
+    everything = torch.ones(GROUPS, dtype=torch.float64)
+    layers = pd.DataFrame(
+        {"layer": layer, **residual_columns(residual, residual, layer, everything)}
+        for layer in range(len(residual["contexts"]))
+    ).drop(columns="cosine_previous")
+    layers["norm_growth"] = layers["norm"] / layers["norm"].shift()
+    return Geometry(step, heads, layers, time.perf_counter() - started)
 
 
-def spectra_of(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
+def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
     """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are no affine function of the input.
 
     To be called by all processes: weights that are spread are read by all, others by the first one alone.
@@ -265,22 +477,12 @@ def spectra_of(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
     return columns
 
 
-def _entropy_bounds(model: OpenModel, norms: list[float], attention: State) -> list[float]:
-    """Compute each head's entropy bound from its logit norm and what attention reads and sees in its layer."""
-    bounds: list[float] = []
-    for layer in model.attending:
-        norm = torch.tensor(norms[len(bounds) : len(bounds) + model.heads_of[layer]], dtype=torch.float64)
-        gram_norm, visible_keys = float(attention["gram_norm"][layer]), attention["visible_keys"][layer]
-        bounds += entropy_bound(gram_norm, norm, visible_keys, attention["readers"][layer]).tolist()
-    return bounds
-
-
 class LookSums(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
-        contexts, length = tokens.ids.shape
-        self.attention_statistics = AttentionStatistics(model.layers, model.heads, length, examples=0)
+        contexts, self.length = tokens.ids.shape
+        self.attention_statistics = AttentionStatistics(model.layers, model.heads, self.length, examples=0)
         self.queries: list[State] = [{} for _ in range(model.layers)]
         self._heads = model.heads
         self.residual: list[State] = []
@@ -316,9 +518,9 @@ class LookSums(Hooks):
         }
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
-    def merge(self, other: LookSums, *, largest_only: bool = False) -> None:
+    def merge(self, other: LookSums) -> None:
         """Add the sums of another pass; of contexts of another length, only the largest logits."""
-        if largest_only:
+        if other.length != self.length:
             for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
                 self.attention_statistics.add("largest_logit", layer, largest)
             return
@@ -336,22 +538,17 @@ class LookSums(Hooks):
         del attention["sink_tokens"]  # rows that differ from process to process; no column is made of them
         names = ("entropy_spread", "squared_lengths", "squared_entropy")
         spread, weight, weighted = (attention[name] for name in names)
-        parts = {"attention.": attention}
-        for prefix, layers in (("queries.", self.queries), ("residual.", self.residual)):
+        parts = {"attention": attention}
+        for part, layers in (("queries", self.queries), ("residual", self.residual)):
             some = next(layer for layer in layers if layer)
             # A layer that does not attend adds nothing, to no context.
-            parts[prefix] = {
+            parts[part] = {
                 name: torch.stack([layer.get(name, torch.zeros_like(tensor)) for layer in layers])
                 for name, tensor in some.items()
             }
         maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
-        local_sums = {
-            prefix + name: tensor for prefix, state in parts.items() for name, tensor in state.items()
-        }
-        local_sums = {
-            name: tensor if counts or name in maxima else 0 * tensor for name, tensor in local_sums.items()
-        }
-        sums = ranks.totals(local_sums, maxima)
+        own = {name: t if counts or name in maxima else 0 * t for name, t in joined(parts).items()}
+        sums = ranks.totals(own, maxima)
         whole = sums["attention.squared_entropy"] / sums["attention.squared_lengths"][:, None]
         between = weight[:, None] * (weighted / weight[:, None] - whole).square()
         return sums | ranks.totals({"attention.entropy_spread": (spread + between) * counts})
@@ -382,21 +579,14 @@ def query_sums(inputs: AttentionInputs) -> State:
         visible = row[0, 0] > MASKED / 2
         shares.append(empirical_propagation(row[..., visible]).double().mean(dim=2).sum(dim=0))
     weights = softmax(block.logits.double(), inputs.sink)
-    distances = rows[:, None] - torch.arange(block.first, block.last, device=device)
+    distances = (rows[:, None] - torch.arange(block.first, block.last, device=device)).flatten()
+    index = distances - distances.min()
+    counts = torch.bincount(index)
+    by_distance = weights.new_zeros(heads, len(counts)).index_add_(1, index, weights.sum(dim=0).flatten(1))
     return {
         "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
-        "by_distance": _by_distance(weights.sum(dim=0), distances).cpu(),
+        "by_distance": (by_distance / counts)[:, counts >= QUERIES // 2].cpu(),
     }
-
-
-def _by_distance(
-    weights: Float[Tensor, "heads queries keys"], distances: Int[Tensor, "queries keys"]
-) -> Float[Tensor, "heads distances"]:
-    """The mean weight at each distance that half of the queries have."""
-    index = (distances - distances.min()).flatten()
-    counts = torch.bincount(index)
-    sums = weights.new_zeros(weights.shape[0], len(counts)).index_add_(1, index, weights.flatten(1))
-    return (sums / counts)[:, counts >= QUERIES // 2]
 
 
 def residual_place(layer: int) -> str:

@@ -81,28 +81,19 @@ class Locater:
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
     ) -> None:
-        check_gradient(gradient)
+        options = checked_options(scale, mean, layers, gradient)
         self._strengths = {"scale": scale, "mean": mean}
         self._gradient: Gradient = gradient
-        for name, strength in self._strengths.items():
-            if not callable(strength):
-                check_strength(name, strength)
-        asked = listed_layers(layers)
         source = training_source(model)
-        inner = source.root
+        self._model = inner = source.root
         with evaluation_mode(inner), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
-            self.layers = _selected(asked, structure)
+            self.layers = _selected(options["layers"], structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = together = is_spread(inner)
         self._whole = [WholeParameters(layer.places) for layer in self._projections] if together else []
-        name_of = {id(module): name for name, module in inner.named_modules()}
-        self._model = inner
-        self._held = [
-            {f"{name_of[id(place.module)]}.{place.name}": place for place in (layer.query, layer.key)}
-            for layer in self._projections
-        ]
+        self._held = named(inner, [p for layer in self._projections for p in (layer.query, layer.key)])
         self._check_trained()
 
     @property
@@ -122,16 +113,16 @@ class Locater:
                 that holds the weights was replaced after this was made, or all the weights have been frozen; the
                 gradients are DeepSpeed's to make, which leaves `add_gradient`.
         """
-        self._check()
+        strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
-            return self._penalty(self._projections, self._strengths_at(step))
+            return self._penalty(self._projections, strengths)
         # A layer at a time: a graph would hold every layer in float32.
         if self._together and not all(whole.dtensors for whole in self._whole):
             raise UsageError(
                 "DeepSpeed makes the gradients of its weights itself: call add_gradient() between "
                 "backward and the optimizer's step"
             )
-        value, parts = self._gathered(self._strengths_at(step))
+        value, parts = self._gathered(strengths)
         return _Attached.apply(value, parts, *(part.parameter for part in parts))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
@@ -149,9 +140,8 @@ class Locater:
         Raises:
             UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
         """
-        self._check()
-        check_strength("factor", factor)
         strengths = self._strengths_at(step)
+        check_strength("factor", factor)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
                 values = [self._added(layer, strengths, factor) for layer in self._projections]
@@ -164,31 +154,30 @@ class Locater:
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
         """Add the gradient of one layer's penalty; returns the penalty."""
-        into: list[Tensor | None] = []
-        for projection in (layer.query, layer.key):
+        into: list[Tensor | None] = [None, None]
+        for place, projection in enumerate((layer.query, layer.key)):
             weight = projection.weight
-            if not weight.requires_grad:
-                into.append(None)
-                continue
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            into.append(projection.view_of(weight.grad))
+            if weight.requires_grad:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                into[place] = projection.view_of(weight.grad)
         w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
         """Compute the penalty and this rank's parts of its gradients, gathering the weights of one layer at a time."""
         values, parts = [], []
-        for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
+        for layer, whole in self._wholes():
             with whole.gathering(), torch.enable_grad():
-                _check_held(self._model, held)
                 value = self._penalty([layer], strengths)
                 parts += whole.parts(value)
             values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
         return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
 
-    def _wholes(self) -> list[WholeParameters]:
-        return self._whole or [WholeParameters(layer.places) for layer in self._projections]
+    def _wholes(self) -> Iterable[tuple[Projections, WholeParameters]]:
+        """Each layer, with what makes its weights whole."""
+        whole = self._whole or [WholeParameters(layer.places) for layer in self._projections]
+        return zip(self._projections, whole, strict=True)
 
     def _penalty(self, layers: Sequence[Projections], strengths: tuple[float, float]) -> Tensor:
         moments = [head_moments(*layer.factors()) for layer in layers]
@@ -200,9 +189,8 @@ class Locater:
         """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
         rows: list[dict[str, float]] = []
-        for layer, whole, held in zip(self._projections, self._wholes(), self._held, strict=True):
+        for layer, whole in self._wholes():
             with whole.gathering(), torch.no_grad():
-                _check_held(self._model, held)
                 moments = torch.stack(head_moments(*layer.factors()))
             traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
             rows += [
@@ -211,17 +199,9 @@ class Locater:
             ]
         return pd.DataFrame(rows)
 
-    def _check(self) -> None:
-        self._check_held()
-        self._check_trained()
-
     def _check_held(self) -> None:
-        """Check that the weights are those found; of a sharded model this is done as they are gathered."""
-        if self._together:
-            return
-        for held in self._held:
-            _check_held(self._model, held)
-        if any(map(is_part, self.parameters)):
+        check_held(self._model, self._held, "weight", "Locater")
+        if not self._together and any(map(is_part, self.parameters)):
             raise UsageError(
                 "weights have been spread over ranks since this Locater was made: make it of the model that is sharded"
             )
@@ -234,17 +214,20 @@ class Locater:
             )
 
     def _strengths_at(self, step: int | None) -> tuple[float, float]:
-        return self._strength("scale", step), self._strength("mean", step)
-
-    def _strength(self, name: str, step: int | None) -> float:
-        strength = self._strengths[name]
-        if not callable(strength):
-            return strength
-        if step is None:
-            raise UsageError(f"{name} is a function of the step: call the penalty with the steps done so far")
-        now = strength(whole_step(step))
-        check_strength(name, now)
-        return now
+        """Check that the penalty can be computed now; returns κ₁ and κ₂ at this step."""
+        self._check_held()
+        self._check_trained()
+        now: dict[str, float] = {}
+        for name, strength in self._strengths.items():
+            if callable(strength):
+                if step is None:
+                    raise UsageError(
+                        f"{name} is a function of the step: call the penalty with the steps done so far"
+                    )
+                strength = strength(whole_step(step))
+                check_strength(name, strength)
+            now[name] = strength
+        return now["scale"], now["mean"]
 
 
 class _Attached(torch.autograd.Function):
@@ -272,13 +255,26 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
     return lambda step: strength * min(step / steps, 1.0)
 
 
-def _check_held(model: nn.Module, held: dict[str, Projection]) -> None:
-    """Check one layer's weights by name: a replacement may keep the old module inside, as an adapter does."""
+def named(model: nn.Module, places: Iterable[Projection | LogitRows]) -> dict[str, Any]:
+    """Return where weights were found, by their names in the model."""
+    name_of = {id(module): name for name, module in model.named_modules()}
+    return {f"{name_of[id(place.module)]}.{place.name}": place for place in places}
+
+
+def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> None:
+    """Raise `UsageError` unless a model still has the weights of these names at the places where they were found.
+
+    By name, since a replacement may keep the old module inside, as an adapter does.
+    """
     for name, place in held.items():
-        if not is_held(model, name, place):
+        try:
+            there = model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
+        except AttributeError:  # there is nothing of that name any more
+            there = False
+        if not there:
             raise UsageError(
-                f"{name} is no longer the weight that this Locater was made for (an adapter, or quantised?): make "
-                "a new Locater after the model is changed"
+                f"{name} is no longer the {what} that this {kind} was made for (an adapter, or quantised?): make "
+                f"a new {kind} after the model is changed"
             )
 
 
@@ -293,25 +289,24 @@ def _is_direct(layer: Projections) -> bool:
     )
 
 
-def is_held(model: nn.Module, name: str, place: Projection | LogitRows) -> bool:
-    """Whether a model still has the weight of this name at the place where it was found."""
+def checked_options(
+    scale: Strength, mean: Strength, layers: Iterable[int] | None, gradient: Gradient
+) -> dict[str, Any]:
+    """Check the options of a `Locater`, whatever the model; returns them, the layers as a list."""
+    check_gradient(gradient)
+    for name, strength in (("scale", scale), ("mean", mean)):
+        if not callable(strength):
+            check_strength(name, strength)
     try:
-        return model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
-    except AttributeError:  # there is nothing of that name any more
-        return False
-
-
-def listed_layers(layers: Iterable[int] | None) -> list[int] | None:
-    """Return the layers asked for as a list; `UsageError` where they are no whole numbers."""
-    if layers is None:
-        return None
-    try:
-        layers = layers if isinstance(layers, str) else list(layers)
-        if any(isinstance(layer, bool) for layer in layers):  # a mask, whose 0 and 1 would pass for layers
+        listed = layers if layers is None or isinstance(layers, str) else list(layers)
+        if any(
+            isinstance(layer, bool) for layer in listed or ()
+        ):  # a mask, whose 0 and 1 would pass for layers
             raise TypeError
-        return [operator.index(layer) for layer in layers]
+        listed = None if listed is None else [operator.index(layer) for layer in listed]
     except TypeError as error:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
+    return {"scale": scale, "mean": mean, "layers": listed, "gradient": gradient}
 
 
 def _selected(layers: list[int] | None, structure: Structure) -> list[int]:

@@ -21,8 +21,14 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
-from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader, check_shape
-from theodolite.train.inline import INSTEAD, InlineReader
+from theodolite.train.geometry import (
+    INSTEAD,
+    LEAST_LENGTH,
+    Geometry,
+    GeometryReader,
+    InlineReader,
+    check_shape,
+)
 from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
 
@@ -93,7 +99,10 @@ class GeometryMonitor:
         look_dtype: torch.dtype | None = None,
     ) -> None:
         check_looks(ids, inline, every, spectra_every, limits)
-        folder = _checked_folder(folder)
+        try:
+            folder = None if folder is None else Path(folder)
+        except TypeError:
+            raise UsageError(f"folder is {folder!r:.60}: give a path, or None") from None
         self.every = every
         self.spectra_every = spectra_every
         self.last: Geometry | None = None
@@ -110,9 +119,8 @@ class GeometryMonitor:
             self._reader = GeometryReader(model, ids, over_ranks, look_dtype)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
-        self._record = Record(
-            folder if self._ranks.first else None, self._reader.model.layers, self._reader.model.places
-        )
+        opened = self._reader.model
+        self._record = Record(folder if self._ranks.first else None, opened.layers, opened.places)
         weakref.finalize(self, _finish, self._record)
         self._next_page = 0.0
         self._step: int | None = None
@@ -139,7 +147,11 @@ class GeometryMonitor:
                 one number.
             WorkError: the record cannot be begun.
         """
-        step, value = whole_step(step), None if loss is None else _one_number(loss)
+        step = whole_step(step)
+        try:
+            value = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None
         if self._step is None:
             self._begin(step)
         elif step < self._step:
@@ -189,9 +201,15 @@ class GeometryMonitor:
                 stacklevel=4,
             )
         # What is taken is of an earlier step, and the next may be due.
-        if not self._reader.armed and self._due(step, geometry or self.last):
-            self._reader.arm(step, self._with_spectra(step, geometry or self.last))
+        last = geometry or self.last
+        if not self._reader.armed and self._due(step, last):
+            self._reader.arm(step, self._with_spectra(step, last))
         return geometry
+
+    def _due(self, step: int, last: Geometry | None) -> bool:
+        if last is not None:
+            return step - last.step >= self.every
+        return step % self.every == 0 or step - self._since >= self.every
 
     def _with_spectra(self, step: int, last: Geometry | None) -> bool:
         """Count the look at this step; returns whether it reads the weights."""
@@ -239,11 +257,6 @@ class GeometryMonitor:
         if self._ranks.first:
             warnings.warn(message, kind, stacklevel=stacklevel)
 
-    def _due(self, step: int, last: Geometry | None) -> bool:
-        if last is not None:
-            return step - last.step >= self.every
-        return step % self.every == 0 or step - self._since >= self.every
-
 
 def _finish(record: Record) -> None:
     """Write the page of a run for the last time; at the latest when its monitor, or the process, ends.
@@ -251,7 +264,7 @@ def _finish(record: Record) -> None:
     Warns:
         RecordWarning: it cannot be written.
     """
-    if record.folder is not None and len(record.heads.steps) and not record.finished:
+    if record.folder is not None and record.steps and not record.finished:
         from theodolite.train.watch_page import write_page
 
         try:
@@ -282,73 +295,48 @@ def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: 
         check_shape(ids)
 
 
-def _checked_folder(folder: Any) -> Path | None:
-    """Return a folder's path, or None; `UsageError` where it is no path."""
-    if folder is None:
-        return None
-    try:
-        return Path(folder)
-    except TypeError:
-        raise UsageError(f"folder is {folder!r:.60}: give a path, or None") from None
-
-
-def _one_number(loss: float | Tensor) -> float:
-    """Return a loss as a float, NaN too; `UsageError` where it is not one number."""
-    try:
-        return float(loss.detach() if isinstance(loss, Tensor) else loss)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None
-
-
 PLOTTED = {
-    "entropy": "mean min",
-    "entropy_share": "min",
-    "propagation": "mean min",
-    "sink_first": "mean",
-    "sink_later": "mean",
-    "largest_logit": "max",
-    "log_sum_exp": "mean",
+    "entropy_mean": ("heads", "entropy", "mean"),
+    "entropy_min": ("heads", "entropy", "min"),
+    "entropy_share_min": ("heads", "entropy_share", "min"),
+    "propagation_mean": ("heads", "propagation", "mean"),
+    "propagation_min": ("heads", "propagation", "min"),
+    "sink_first_mean": ("heads", "sink_first", "mean"),
+    "sink_later_mean": ("heads", "sink_later", "mean"),
+    "largest_logit_max": ("heads", "largest_logit", "max"),
+    "log_sum_exp_mean": ("heads", "log_sum_exp", "mean"),
+    "rank_collapse_min": ("layers", "rank_collapse", "min"),
+    "norm_max": ("layers", "norm", "max"),
+    "norm_growth_max": ("layers", "norm_growth", "max"),
+    "massive_activations": ("layers", "massive_activations", "sum"),
+    "outlier_dimensions": ("layers", "outlier_dimensions", "max"),
+    "spectral_norm_max": ("heads", "spectral_norm", "max"),
+    "eta_max": ("heads", "eta_symmetric", "max"),
+    "trace_mean": ("heads", "trace", "mean"),
 }
-"""Columns of the heads table, and which statistics over all heads are plotted of each."""
+"""Numbers of a look that are plotted: table, column (the last three of a look with spectra), statistic."""
 
 
 def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
-    """Return a look's numbers to plot: over all heads, the mean of each layer, and each head's if `per_head`.
+    """Return a look's numbers to plot: `PLOTTED`, the mean of each layer, and each head's if `per_head`.
 
-    entropy_mean, entropy_min (nats), entropy_share_min (over its maximum), propagation_mean, propagation_min,
-    sink_first_mean, sink_later_mean, largest_logit_max, log_sum_exp_mean, rank_collapse_min, norm_max,
-    norm_growth_max (of a layer over the one before), massive_activations (of all layers),
-    outlier_dimensions (most of any layer), entropy/layer_3 and so on; with spectra also spectral_norm_max, eta_max,
-    trace_mean, vanishing_heads. A number that is NaN everywhere is left out.
+    norm_growth is of a layer over the one before, massive_activations of all layers; entropy/layer_3 and so on; with
+    spectra also vanishing_heads. A number that is NaN everywhere is left out.
     """
     heads, layers = geometry.heads, geometry.layers
-    numbers = {
-        f"{column}_{of}": getattr(heads[column], of)()
-        for column, statistics in PLOTTED.items()
-        for of in statistics.split()
-    }
-    numbers |= {
-        "rank_collapse_min": layers["rank_collapse"].min(),
-        "norm_max": layers["norm"].max(),
-        "norm_growth_max": layers["norm_growth"].max(),
-        "massive_activations": layers["massive_activations"].sum(),
-        "outlier_dimensions": layers["outlier_dimensions"].max(),
-    }
+    numbers: dict[str, Any] = {}
+    for name, (of, column, statistic) in PLOTTED.items():
+        table = heads if of == "heads" else layers
+        if column in table:
+            numbers[name] = getattr(table[column], statistic)()
     if "regime" in heads:
-        numbers |= {
-            "spectral_norm_max": heads["spectral_norm"].max(),
-            "eta_max": heads["eta_symmetric"].max(),
-            "trace_mean": heads["trace"].mean(),
-            "vanishing_heads": (heads["regime"] == "vanishing").sum(),
-        }
-    for name in ("entropy", "propagation"):
-        by_layer = heads.groupby("layer")[name].mean()
+        numbers["vanishing_heads"] = (heads["regime"] == "vanishing").sum()
+    for table, name in ((heads, "entropy"), (heads, "propagation"), (layers, "rank_collapse")):
+        by_layer = table.groupby("layer")[name].mean()
         numbers |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
-        if per_head:
+        if per_head and table is heads:
             places = zip(heads["layer"], heads["head"], heads[name], strict=True)
             numbers |= {f"{name}/layer_{layer}_head_{head}": value for layer, head, value in places}
-    by_layer = layers.set_index("layer")["rank_collapse"]
-    numbers |= {f"rank_collapse/layer_{layer}": value for layer, value in by_layer.items()}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 

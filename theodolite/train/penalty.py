@@ -112,11 +112,13 @@ def head_moments(
     """
     check_real("w_q", w_q)
     check_real("w_k", w_k)
-    if w_q.ndim < 3 or w_q.ndim != w_k.ndim or w_q.shape[-2:] != w_k.shape[-2:]:
-        raise UsageError(_unfit(w_q, w_k))
+    fits = w_q.ndim == w_k.ndim >= 3 and w_q.shape[:-3] == w_k.shape[:-3] and w_q.shape[-2:] == w_k.shape[-2:]
+    if not fits or w_k.shape[-3] == 0 or w_q.shape[-3] % w_k.shape[-3]:
+        raise UsageError(
+            f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give (heads, d, d_h) for both, with the "
+            "same leading layers if any, and as many query heads as key heads or a multiple"
+        )
     heads, key_heads = w_q.shape[-3], w_k.shape[-3]
-    if key_heads == 0 or heads % key_heads or w_q.shape[:-3] != w_k.shape[:-3]:
-        raise UsageError(_unfit(w_q, w_k))
     with torch.autocast(w_q.device.type, enabled=False):
         dtype = torch.promote_types(torch.promote_types(w_q.dtype, w_k.dtype), torch.float32)
         # A key head is multiplied out once, and meets its query heads by broadcasting.
@@ -201,10 +203,3 @@ class _FrobeniusSquared(torch.autograd.Function):
             gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
         slope = 2 * slope[..., None, None]
         return w_q @ (slope * gram_k), w_k @ (slope * gram_q).sum(dim=-3, keepdim=True)
-
-
-def _unfit(w_q: Tensor, w_k: Tensor) -> str:
-    return (
-        f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give (heads, d, d_h) for both, with the "
-        "same leading layers if any, and as many query heads as key heads or a multiple"
-    )

@@ -25,7 +25,7 @@ from theodolite.models.training.training_model import evaluation_mode, training_
 from theodolite.models.weights.logit_rows import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
-from theodolite.train.locater import is_held
+from theodolite.train.locater import check_held, named
 
 _CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor parallelism"
 
@@ -76,12 +76,7 @@ class QKClip:
                 self._layers_of.setdefault(first[structure.attention_at(layer)], []).append(layer)
             self._rows = find_logit_rows(self._model, structure, calls, list(self._layers_of))
         self._heads_of = structure.heads_of
-        name_of = {id(module): name for name, module in self._model.named_modules()}
-        self._held = {
-            name_of[id(rows.module)] + f".{rows.name}": rows
-            for layer in self._rows.values()
-            for rows in layer
-        }
+        self._held = named(self._model, [row for rows in self._rows.values() for row in rows])
         self._seen: Geometry | None = None
 
     def __call__(self, largest: Geometry | Float[Tensor, "layers heads"] | None) -> pd.DataFrame:
@@ -96,35 +91,27 @@ class QKClip:
         Raises:
             UsageError: another shape, a logit that is NaN or infinite, or a module that holds the weights was replaced.
         """
-        if largest is None or (isinstance(largest, Geometry) and not self._is_new(largest)):
-            return _table([])
-        logits = self._checked(largest)
-        self._check_held()
-        clipped: list[dict[str, float]] = []
-        for layer, rows in self._rows.items():
-            layers, heads = self._layers_of[layer], self._heads_of[layer]
-            largest_of_head = logits[layers, :heads].amax(dim=0)
-            gamma = (self.threshold / largest_of_head).where(largest_of_head > self.threshold, 1.0)
-            over = (gamma < 1).nonzero().flatten().tolist()
-            for row in rows if over else ():
-                row.scale(gamma)
-            clipped += [
-                {
-                    "layer": at,
-                    "head": head,
-                    "largest_logit": float(logits[at, head]),
-                    "gamma": float(gamma[head]),
-                }
-                for at in layers
-                for head in over
-            ]
-        if isinstance(largest, Geometry):
-            self._seen = largest
-        return _table(clipped)
-
-    def _is_new(self, look: Geometry) -> bool:
-        """Whether a look has not clipped yet: one that took no time is from a record, and clipped before that."""
-        return look is not self._seen and look.seconds > 0
+        clipped: list[tuple[int, int, float, float]] = []
+        look = largest if isinstance(largest, Geometry) else None
+        # A look that took no time is from a record, and clipped before that.
+        if largest is not None and not (look and (look is self._seen or look.seconds == 0)):
+            logits = self._checked(largest)
+            check_held(self._model, self._held, "parameter", "QKClip")
+            for name, rows in self._held.items():
+                if is_of_deepspeed(getattr(rows.module, rows.name)):
+                    raise UsageError(
+                        f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
+                    )
+            for layer, rows in self._rows.items():
+                layers, heads = self._layers_of[layer], self._heads_of[layer]
+                most = logits[layers, :heads].amax(dim=0)
+                gamma = (self.threshold / most).where(most > self.threshold, 1.0)
+                over = (gamma < 1).nonzero().flatten().tolist()
+                for row in rows if over else ():
+                    row.scale(gamma)
+                clipped += [(at, h, float(logits[at, h]), float(gamma[h])) for at in layers for h in over]
+            self._seen = look or self._seen
+        return pd.DataFrame(clipped, columns=["layer", "head", "largest_logit", "gamma"])
 
     def _checked(self, largest: Geometry | Tensor) -> Tensor:
         """Return largest logits as (layers, heads) in float64 on the CPU."""
@@ -151,19 +138,6 @@ class QKClip:
                     "back to a checkpoint"
                 )
         return logits
-
-    def _check_held(self) -> None:
-        """Check the weights by name: a replacement may keep the old module inside, as an adapter does."""
-        for name, rows in self._held.items():
-            if not is_held(self._model, name, rows):
-                raise UsageError(
-                    f"{name} is no longer the parameter that this QKClip was made for (an adapter, or quantised?): "
-                    "make a new QKClip after the model is changed"
-                )
-            if is_of_deepspeed(getattr(rows.module, rows.name)):
-                raise UsageError(
-                    f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
-                )
 
 
 class QKClipCallback(GeometryCallback):
@@ -205,7 +179,3 @@ def checked_threshold(threshold: float) -> float:
     if not number or not 0 < threshold < math.inf:
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")
     return float(threshold)
-
-
-def _table(clipped: list[dict[str, float]]) -> pd.DataFrame:
-    return pd.DataFrame(clipped, columns=["layer", "head", "largest_logit", "gamma"])

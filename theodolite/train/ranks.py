@@ -63,16 +63,12 @@ class Ranks:
         values = {name: value.double().cpu() for name, value in values.items()}
         if self.world == 1:
             return values
-        for names, operation in (
-            ([name for name in values if name not in maxima], distributed.ReduceOp.SUM),
-            ([name for name in values if name in maxima], distributed.ReduceOp.MAX),
-        ):
-            if not names:
-                continue
-            flat = torch.cat([values[name].flatten() for name in names]).to(_device())
-            distributed.all_reduce(flat, operation)
-            parts = flat.cpu().split([values[name].numel() for name in names])
-            values |= {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
+        for operation, largest in ((distributed.ReduceOp.SUM, False), (distributed.ReduceOp.MAX, True)):
+            if names := [name for name in values if (name in maxima) == largest]:
+                flat = torch.cat([values[name].flatten() for name in names]).to(_device())
+                distributed.all_reduce(flat, operation)
+                parts = flat.cpu().split([values[name].numel() for name in names])
+                values |= {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
         return values
 
     def from_first(self, compute: Callable[[], Answer]) -> Answer:
@@ -92,13 +88,11 @@ class Ranks:
 
     def raise_any(self, error: TheodoliteError | None) -> None:
         """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
-        errors = [error]
+        errors = [error] * self.world
         if self.world > 1:
-            errors = [None] * self.world
             distributed.all_gather_object(errors, error)
-        for failure in errors:
-            if failure is not None:
-                raise failure
+        for failure in filter(None, errors):
+            raise failure
 
 
 def _device() -> torch.device:

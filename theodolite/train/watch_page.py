@@ -28,7 +28,7 @@ from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
 from theodolite.train.geometry import residual_place
-from theodolite.train.record import FOLDER, Record
+from theodolite.train.record import DRAWN, FOLDER, Record
 
 Steps = NDArray[np.int64]
 Places = Sequence[tuple[int, ...]]
@@ -72,7 +72,7 @@ LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highe
 RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
 FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
 LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
-OF_LINES = (ENTROPIES, PROPAGATION, LOGITS)
+OF_LINES = (ENTROPIES, PROPAGATION, LOGITS, RESIDUALS)
 OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
 
 
@@ -108,34 +108,35 @@ def render(record: Record, *, finished: bool) -> str:
 
 def _tiles(record: Record) -> list[Tile]:
     tiles = []
-    steps = record.heads.steps
-    if len(steps):
-        tiles.append(Tile("step of the last look", number(int(steps[-1]), 6), counted(len(steps), "look")))
-    if len(record.losses):
+    if record.steps:
+        looks = counted(len(record.steps), "look")
+        tiles.append(Tile("step of the last look", number(record.steps[-1], 6), looks))
+    if record.losses:
         loss = record.losses[-1]
         value = "no number" if math.isnan(loss) else number(loss, 4)
         tiles.append(Tile("loss", value, f"at step {record.loss_steps[-1]}"))
-    for measure in OF_LINES:
-        values = record.heads.of(measure.column)
+    for measure in OF_LINES[:3]:
+        values = record.column(measure.column)
         if values is not None and np.isfinite(values[-1]).any():
             last = values[-1]
             index = int(np.nanargmin(last) if measure.low_alarms else np.nanargmax(last))
             label = f"lowest {measure.axis}" if measure.low_alarms else measure.axis
-            tiles.append(Tile(label, number(float(last[index])), head_name(*record.heads.places[index])))
-    if len(steps):
+            tiles.append(Tile(label, number(float(last[index])), _place(record.places["heads"][index])))
+    if record.steps:
         note = f"the last at step {record.alarms[-1].step}" if record.alarms else "none so far"
         tiles.append(Tile("alarms so far", number(len(record.alarms)), note))
     return tiles
 
 
 def _exhibits(record: Record) -> list[Exhibit]:
-    heads = record.heads
+    steps, heads = np.array(record.steps, dtype=np.int64), record.places["heads"]
+    values = {name: v for name in DRAWN if (v := record.column(name)) is not None}
     shown = [loss_panel(np.array(record.loss_steps), np.array(record.losses))] if record.losses else []
-    for columns, measures in ((heads, OF_LINES), (record.layers, (RESIDUALS,))):
-        for measure in measures:
-            values = columns.of(measure.column)
-            if values is not None:
-                shown.append(measure_panel(measure, columns.steps, values, columns.places))
+    shown += [
+        measure_panel(measure, steps, values[measure.column], record.places[DRAWN[measure.column]])
+        for measure in OF_LINES
+        if measure.column in values
+    ]
     alarms = record.alarms[-MARKED:]
     outcome = Outcome()
     if shown:
@@ -150,24 +151,22 @@ def _exhibits(record: Record) -> list[Exhibit]:
             SOURCE,
             wide=True,
         )
-    values_of = {measure: heads.of(measure.column) for measure in OF_MAP}
-    maps = {measure.column: (measure, values) for measure, values in values_of.items() if values is not None}
+    maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
     if not maps:
         return outcome.exhibits
     outcome.figure(
         "alarms",
         "Alarms",
-        alarm_strip(alarms, heads.steps),
+        alarm_strip(alarms, steps),
         "One mark per alarm, at the look that raised it; the list is below. A head or layer alarms once for each kind "
         "until it has recovered.",
         "several kinds at once, or heads that follow one another.",
         SOURCE,
         wide=True,
     )
-    options = [Option(column, measure.title, note=measure.axis) for column, (measure, _) in maps.items()]
+    options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
     sketches = {
-        column: head_map(measure, heads.steps, values, heads.places, alarms)
-        for column, (measure, values) in maps.items()
+        column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
     }
     outcome.figure(
         "heads",
@@ -205,12 +204,12 @@ def _mean(groups: DataFrameGroupBy) -> Floats:
 def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
     """The mean of `values` (S, P) over heads or layers, at `steps` (S), and the nearest to an alarm, with its place."""
     x, groups = _grouped(steps, values, [_place(place) for place in places], POINTS)
+    sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
     nearest = groups.min() if measure.low_alarms else -groups.max()
-    names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
-    extremes = nearest.min(axis=1).to_numpy() * (1 if measure.low_alarms else -1)
-    means = _mean(groups)
-    worst, of = "lowest" if measure.low_alarms else "highest", "head" if len(places[0]) == 2 else "layer"
+    extremes, means = sign * nearest.min(axis=1).to_numpy(), _mean(groups)
+    of = "head" if len(places[0]) == 2 else "layer"
     hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
+    names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
     look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x)}
     traces = line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
     hover = "mean at step %{x}: %{y:.3g}<extra></extra>"
@@ -241,9 +240,7 @@ def loss_panel(steps: Steps, losses: Floats) -> Panel:
 
 def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     """Panels against the step that zoom together, with the first alarm of each kind in all of them."""
-    first: dict[str, int] = {}
-    for alarm in alarms:
-        first[alarm.kind] = min(alarm.step, first.get(alarm.kind, alarm.step))
+    first = {alarm.kind: alarm.step for alarm in reversed(alarms)}
     marks = [
         (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
         for kind, step in first.items()
@@ -261,6 +258,16 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
 
+def _marks(
+    alarms: Sequence[Alarm], y: list[str], texts: list[str], name: str | None, **look: Any
+) -> dict[str, Any]:
+    """Return the trace of a mark per alarm, at its step."""
+    at = np.array([alarm.step for alarm in alarms], dtype=np.int64)
+    return dots(
+        at, y, texts, name, hover="%{y} at step %{x}<br>%{text}<extra></extra>", showlegend=False, **look
+    )
+
+
 def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
     """Draw a mark per alarm, a row per kind, on the axis of all steps."""
     kinds = list(ALARM_COLOURS)[::-1]
@@ -269,17 +276,9 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
         same = [alarm for alarm in alarms if alarm.kind == kind]
         marker = {"size": 11, "symbol": "line-ns", "line": {"width": 2, "color": colour}}
         texts = [for_plotly(f"{where(alarm)}: {alarm.trend}") for alarm in same]
-        hover = "step %{x}: %{y}<br>%{text}<extra></extra>"
-        at = np.array([alarm.step for alarm in same], dtype=np.int64)
-        traces.append(
-            dots(at, [kind] * len(same), texts, kind, colour, hover, marker=marker, showlegend=False)
-        )
-    rows = {
-        "categoryorder": "array",
-        "categoryarray": kinds,
-        "tickvals": kinds,
-        "range": [-0.6, len(kinds) - 0.4],
-    }
+        traces.append(_marks(same, [kind] * len(same), texts, kind, colour=colour, marker=marker))
+    rows: dict[str, Any] = {"categoryorder": "array", "categoryarray": kinds, "tickvals": kinds}
+    rows["range"] = [-0.6, len(kinds) - 0.4]
     room = 0.02 * max(1, steps[-1] - steps[0])
     across = {"range": [steps[0] - room, steps[-1] + room]}
     layout = {"xaxis": across, "yaxis": {"type": "category"} | rows, "margin": {"t": 12}}
@@ -297,31 +296,16 @@ def head_map(
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
     cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    crosses = dots(
-        np.array([alarm.step for alarm in of_heads], dtype=np.int64),
-        [where(alarm) for alarm in of_heads],
-        [alarm.kind for alarm in of_heads],
-        None,
-        style.INK,
-        "%{y} at step %{x}<br>%{text}<extra></extra>",
-        marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}},
-        showlegend=False,
-    )
+    kinds, at = [alarm.kind for alarm in of_heads], [where(alarm) for alarm in of_heads]
+    cross = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
+    crosses = _marks(of_heads, at, kinds, None, colour=style.INK, marker=cross)
     starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
     every = -(-len(starts) // 24)
     border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"width": 1, "color": style.GREY}}
-    layout = {
-        "yaxis": {
-            "type": "category",
-            "ticks": "",
-            "range": [len(places) - 0.5, -0.5],
-            "tickmode": "array",
-            "tickvals": starts[::every],
-            "ticktext": [f"block {places[n][0]}" for n in starts[::every]],
-        },
-        "shapes": [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]],
-        "margin": {"t": 12},
-    }
+    rows = {"type": "category", "ticks": "", "range": [len(places) - 0.5, -0.5], "tickmode": "array"}
+    rows |= {"tickvals": starts[::every], "ticktext": [f"block {places[n][0]}" for n in starts[::every]]}
+    lines_between = [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]]
+    layout = {"yaxis": rows, "shapes": lines_between, "margin": {"t": 12}}
     height = min(MAP_HEIGHT[1], max(MAP_HEIGHT[0], 90 + ROW * len(places)))
     return Sketch([cells_of_heads, crosses], "step", "", height, layout)
 

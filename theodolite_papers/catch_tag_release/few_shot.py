@@ -31,8 +31,8 @@ from theodolite.evaluate.few_shot import PROMPTS, batch_of_prompts, few_shot_ans
 from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import HOLDS, Criterion, all_of, judge, unless_explained
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
-from theodolite.prune.pruned import Pruned
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line

@@ -92,7 +92,8 @@ class Rows:
     def span(self) -> slice | Tensor:
         """The same as a slice where they follow one another."""
         first, count = int(self.features[0]), len(self.features)
-        in_order = torch.equal(self.features, torch.arange(first, first + count))
+        order = torch.arange(first, first + count, device=self.features.device)
+        in_order = torch.equal(self.features, order)
         return slice(first, first + count) if in_order else self.features
 
     def of(self, tensor: Tensor) -> Float[Tensor, "features width"]:
