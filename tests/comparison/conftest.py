@@ -18,6 +18,7 @@ from theodolite.sinks.trace import trace_sinks
 
 IDS = planted.contexts(16)
 CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)
+TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 
 
 class Pair(NamedTuple):

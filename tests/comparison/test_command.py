@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 from tests import checkpoints, planted
 from tests.calls import call
-from tests.comparison.conftest import CORPUS, IDS
+from tests.comparison.conftest import CORPUS, IDS, TEXT
 from theodolite.comparison import read_outputs
-from theodolite.comparison.candidates import candidates_of, trace_head, without_term
-from theodolite.comparison.command import compare_models
+from theodolite.comparison.command import candidates_of, compare_models, trace_head, without_term
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
@@ -25,8 +24,7 @@ from theodolite.passes.survey import survey
 from theodolite.prune import prune_model
 from theodolite.sinks.trace import trace_sinks
 
-PROMPT_IDS = "theodolite.comparison.candidates.prompt_or_shipped"
-TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
+PROMPT_IDS = "theodolite.comparison.command.prompt_or_shipped"
 
 
 @pytest.fixture(scope="module")

@@ -62,31 +62,16 @@ def test_a_tag_just_below_the_limit_is_hardly_ever_kept_nor_one_just_above_turne
 def test_a_basis_whose_directions_sampling_moves_is_not_decided(error, status):
     """A third of the directions of every layer are others: two thirds are left."""
     first = make_survey()
-    rank = first.layers["rank"].to_numpy()
-    width = first.arrays["positional_basis"].shape[-1]
-    basis = first.arrays["positional_basis"].double()
-    turned = []
+    rank, basis = first.layers["rank"].to_numpy(), first.arrays["positional_basis"].double()
+    turned = basis.clone()
     for layer, k in enumerate(rank):
         u, s, v = torch.linalg.svd(basis[layer, 1:], full_matrices=True)
-        order = list(range(width))
-        for place in range(k // 3):
-            order[place], order[k + place] = k + place, place
-        moved = basis[layer].clone()
-        moved[1:] = u[:, : len(s)] * s @ v[order][: len(s)]
-        turned.append(moved)
-    errors = torch.full((len(rank), 20), error, dtype=torch.float64)
-    runs = [
-        replace(
-            first,
-            arrays=first.arrays
-            | {
-                "subspace_error": errors,
-                "positional_basis": each,
-                "subspace_of_half": leading_in_halves(each),
-            },
-        )
-        for each in (basis, torch.stack(turned))
-    ]
+        order = np.arange(len(v))
+        order[: k // 3], order[k : k + k // 3] = np.arange(k, k + k // 3), np.arange(k // 3)
+        turned[layer, 1:] = u[:, : len(s)] * s @ v[order][: len(s)]
+    errors = {"subspace_error": torch.full((len(rank), 20), error, dtype=torch.float64)}
+    arrays = [{"positional_basis": of, "subspace_of_half": leading_in_halves(of)} for of in (basis, turned)]
+    runs = [replace(first, arrays=first.arrays | errors | own) for own in arrays]
     table = compare(*runs).part("positional basis").table
     assert table["overlap"].to_numpy() == pytest.approx(1 - rank // 3 / rank)
     assert (table["status"] == status).all()

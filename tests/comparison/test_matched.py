@@ -12,14 +12,12 @@ import transformers
 
 from tests import checkpoints
 from tests.calls import call
+from tests.comparison.conftest import TEXT
 from theodolite.comparison import compare, matched_heads
-from theodolite.comparison.matched import matches
-from theodolite.comparison.parts import ROLES
+from theodolite.comparison.parts import ROLES, matches
 from theodolite.comparison.survival import LOST, SURVIVED
 from theodolite.errors import UsageError
 from theodolite.judging import HOLDS, UNDECIDED
-
-TEXT = "To be, or not to be, that is the question:\nwhether 'tis nobler in the mind to suffer\n" * 12
 
 
 def permuted(run, order):

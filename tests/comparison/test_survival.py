@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from theodolite.comparison.audit import summarise
+from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import kept_places
 from theodolite.comparison.survival import Change, Survival, expected_by_chance, join, share_error, statuses
 from theodolite.passes.run import Run
@@ -123,7 +123,7 @@ def test_what_is_left():
     assert part(["survived", "lost"], by_chance=0.5).counts() == "1 of 2 sinks survives (0.5 by chance)"
     undecided = part(["undecided", "new"])
     undecided = replace(undecided, table=undecided.table.assign(layer=0, head=0))
-    assert summarise((undecided,)).startswith("Not decided: sinks (0 of 1). ")
+    assert Audit("a", "b", (undecided,)).summary.startswith("Not decided: sinks (0 of 1). ")
 
 
 @pytest.mark.parametrize(

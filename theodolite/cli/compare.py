@@ -20,7 +20,7 @@ from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
 
 if TYPE_CHECKING:
-    from theodolite.comparison.candidates import Candidate
+    from theodolite.comparison.command import Candidate
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
@@ -91,7 +91,7 @@ def compare_command(
             opening.check(*models)
             text.check()
 
-        from theodolite.comparison import command
+        from theodolite.comparison import command, page
         from theodolite.models.prompts import Focus
 
         if all(runs):
@@ -101,12 +101,12 @@ def compare_command(
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)
         with screen.status("writing the page"):
-            page = command.write(compared, folder)
+            written = page.write(compared, folder)
         if as_json:
-            print_json(command.as_json(compared))
+            print_json(page.as_json(compared))
         else:
-            command.show(compared, Console(soft_wrap=True))
-        say_where(page, as_json)
+            page.show(compared, Console(soft_wrap=True))
+        say_where(written, as_json)
 
 
 @dataclass(frozen=True)

@@ -13,49 +13,33 @@ from typing import Any
 
 import pandas as pd
 
-import theodolite.comparison.matched as matched
 import theodolite.comparison.outputs as outputs
 import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.survival import LOST, SURVIVED, Change, Survival, share_error
+from theodolite.comparison.parts import MATCHED
+from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival, share_error
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    UNDECIDED,
-    UNTESTABLE,
-    Answer,
-    Criterion,
-    Estimate,
-    Verdict,
-    combined,
-    judge,
-)
+from theodolite.judging import Answer, Criterion, Estimate, Verdict, combined, judge
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
 from theodolite.system.run_folders import OUTPUTS, TRACE
 from theodolite.system.wording import head_name, listed, percent
 
-NO_SURVEY = {
-    TRACE: "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
-    OUTPUTS: "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
-}
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
-LEAST_PARTS = 2  # of which a head must lose something to count as hit hard, unless it loses its output
-OF_HEADS = ("sinks", "tags", parts_of.OUTPUTS, "entropies", "head types", "spectra")
+OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
+ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", HEAD_OUTPUTS, "spectra")
+"""Parts in the order of the table of all parts; then the others."""
 
 VERDICTS: dict[Answer, str] = {
-    HOLDS: "kept",
-    IN_PART: "partly kept",
-    FAILS: "lost",
-    UNDECIDED: "not decided",
-    UNTESTABLE: "not testable here",
+    "holds": "kept",
+    "in part": "partly kept",
+    "fails": "lost",
+    "not decided": "not decided",
+    "not testable here": "not testable here",
 }
-"""An answer as the table of all parts has it."""
-ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", parts_of.OUTPUTS, "spectra")
-"""Parts in the order of that table; then the others."""
+"""An answer as that table has it."""
 
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
 SHAPE = {
@@ -75,7 +59,6 @@ class Audit:
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
             head outputs (where they were given), entropies, head types, spectra. Of models that differ in shape or
             tokenizer: matched heads alone.
-        summary: the verdict in a few sentences; each part has one of its own.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
         means: means of all heads or layers, with the verdict on their change, by what they are of.
@@ -84,7 +67,6 @@ class Audit:
     reference: str
     other: str
     parts: tuple[Survival, ...]
-    summary: str
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
     means: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
@@ -96,6 +78,33 @@ class Audit:
         Not decided where all parts that are decided agree, and one is not.
         """
         return combined(part.answer for part in self.parts)
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a few sentences: what survived, the heads hit hardest, the loss; each part has its own."""
+        first = self.parts[0]
+        if first.name == MATCHED:
+            return f"{first.counts()}. The models differ in shape or tokenizer: only their heads are matched."
+        groups: dict[Answer, list[str]] = {answer: [] for answer in VERDICTS}
+        for part in self.parts:
+            how_many = f" ({part.count(SURVIVED)} of {part.of_reference})"
+            if part.paired is not None:
+                how_many = f" ({percent(part.paired.value)} at the same places)"
+            groups[part.answer].append(part.name + (how_many if part.answer != "not testable here" else ""))
+        kept = "; ".join(
+            f"{VERDICTS[answer]}: {listed(names, 9)}" for answer, names in groups.items() if names
+        )
+        clauses = [f"{kept[0].upper()}{kept[1:]}."]
+        same_loss = self.loss is None or self.loss.unchanged
+        if same_loss and all(part.exact for part in self.parts if len(part.table)):
+            clauses = ["Everything survives exactly: no number differs."]
+        if hardest := _hit_hardest(self.parts):
+            clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
+        if self.loss is not None:
+            clauses.append(f"{self.loss}.")
+        if all(part.name != HEAD_OUTPUTS for part in self.parts):
+            clauses.append("Head outputs were not compared.")
+        return " ".join(clauses)
 
     @property
     def further(self) -> list[Verdict]:
@@ -125,10 +134,15 @@ class Audit:
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
         """`overview`, `parts` (the counts of each part), `loss`, and each part's own table, with underscores."""
-        counts = pd.DataFrame([part.row for part in self.parts])
+        counts = [
+            {"part": part.name, "answer": part.answer}
+            | {status: part.count(status) for status in (SURVIVED, LOST, NEW)}
+            | {UNDECIDED: part.undecided, "by_chance": part.by_chance, "left": part.family.value}
+            for part in self.parts
+        ]
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
         own = {part.name.replace(" ", "_"): part.table for part in self.parts}
-        return {"overview": self.overview, "parts": counts} | loss | own
+        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | own
 
     @property
     def overview(self) -> pd.DataFrame:
@@ -138,13 +152,37 @@ class Audit:
             name: (change, VERDICTS[verdict.answer]) for name, (change, verdict) in self.means.items()
         }
         if self.loss is not None:
-            changes["loss"] = self.loss.change, self.loss.word
-        names = [name for name in ORDER if name in changes]
+            of_loss = Change("next-token loss in nats", self.loss.before, self.loss.after)
+            changes["loss"] = of_loss, self.loss.word
+        names = dict.fromkeys([*(name for name in ORDER if name in changes), *changes])
         rows = [
-            (name, change.name, change.before, change.after, word)
-            for name, (change, word) in ((name, changes[name]) for name in dict.fromkeys([*names, *changes]))
+            (name, moved.name, moved.before, moved.after, word)
+            for name in names
+            for moved, word in [changes[name]]
         ]
         return pd.DataFrame(rows, columns=["part", "measure", "before", "after", "verdict"])
+
+
+def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
+    """The heads that lost something in the most parts (two at least), each with these parts; none where many tie.
+
+    One that lost its output counts also if nothing else of it is lost: it is cut off.
+    """
+    lost: dict[tuple[int, int], dict[str, None]] = {}
+    for part in parts:
+        if part.name in OF_HEADS:
+            for head in part.table.loc[part.table["status"] == LOST, parts_of.HEAD].itertuples(
+                index=False, name=None
+            ):
+                lost.setdefault(head, {})[part.name] = None
+    hit = {
+        head: list(names) for head, names in sorted(lost.items()) if len(names) > 1 or HEAD_OUTPUTS in names
+    }
+    most = max(map(len, hit.values()), default=0)
+    hardest = [
+        f"{head_name(*head)} ({listed(names, 9)})" for head, names in hit.items() if len(names) == most
+    ]
+    return hardest if len(hardest) <= MOST_HARDEST else []
 
 
 def compare(
@@ -158,7 +196,7 @@ def compare(
 ) -> Audit:
     """Say which sinks, tags, outliers, positions, head outputs, entropies, head types and spectra another model has.
 
-    Of models that differ in shape or tokenizer, heads are matched by what they do (`matched.matched_heads`), and
+    Of models that differ in shape or tokenizer, heads are matched by what they do (`parts.matched_heads`), and
     compared; nothing else is.
 
     A difference has the standard error √(a² + b²) of the two runs' own, as if each had read a text of its own; they
@@ -174,51 +212,52 @@ def compare(
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
+    runs = (reference, other)
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
-    if not_runs := [run for run in (reference, other, *traces) if not isinstance(run, Run)]:
+    if not_runs := [run for run in (*runs, *traces) if not isinstance(run, Run)]:
         what = type(not_runs[0]).__name__
         raise UsageError(f"runs are compared, from survey(…) or Run.load(FOLDER); this is {what}")
     if names is not None and len(names) != 2:
         raise UsageError(f"two models are compared, and names has {len(names)}: give two")
     if len(traces) == 1:
         raise UsageError("tags are compared between two traces: give both or neither")
-    written = list(outputs_of or ())
-    names = names or (name_of(reference), name_of(other))
-    _check(names, [reference, other], traces, written)
-    runs = {names[0]: reference.provenance, names[1]: other.provenance}
+    names = names or (_name_of(reference), _name_of(other))
+    written = outputs_of or ()
+    _check(names, runs, traces, written)
+    of_names = dict(zip(names, (run.provenance for run in runs), strict=True))
     if not alike(reference.provenance, other.provenance):
-        parts: tuple[Survival, ...] = (matched.matched_heads(reference, other),)
-        return Audit(*names, parts, summarise(parts), runs)
+        return Audit(*names, (parts_of.matched_heads(*runs),), of_names)
     parts = (
-        parts_of.sinks(reference, other, outputs_of),
+        parts_of.sinks(*runs, outputs_of),
         *([parts_of.tags(*traces)] if traces else []),
-        parts_of.outlier_dimensions(reference, other),
-        parts_of.massive_activations(reference, other),
-        parts_of.positions(reference, other),
+        parts_of.outlier_dimensions(*runs),
+        parts_of.massive_activations(*runs),
+        parts_of.positions(*runs),
         *([parts_of.head_outputs(*written)] if written else []),
-        parts_of.entropies(reference, other),
-        parts_of.head_types(reference, other),
-        parts_of.spectra(reference, other),
+        parts_of.entropies(*runs),
+        parts_of.head_types(*runs),
+        parts_of.spectra(*runs),
     )
     if _model_and_edits(reference) == _model_and_edits(other):
         parts = tuple(part.of_one_model() for part in parts)
-    loss = outputs.loss(*written) if written else None
-    summary = summarise(parts, loss)
-    return Audit(*names, parts, summary, runs, loss, _means(reference, other))
+    return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
 
 
 def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
     """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
     contexts = int(runs[0].provenance["corpus"]["contexts"])
     shares = [values for run in runs if (values := column(run.heads, "propagation")) is not None]
-    cosines = [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs]
     measured = {
         "localization": (
             parts_of.mean_of("heads", "propagation"),
             [(values, share_error(values, contexts)) for values in shares],
             (contexts, "contexts"),
         ),
-        "context": (parts_of.mean_of("layers", "similarity_within"), cosines, (GROUPS, "groups of contexts")),
+        "context": (
+            parts_of.mean_of("layers", "similarity_within"),
+            [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs],
+            (GROUPS, "groups of contexts"),
+        ),
     }
     means = {}
     for name, (title, sides, rests_on) in measured.items():
@@ -226,44 +265,51 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
             continue
         (before, _, first_error), (after, _, second_error) = (mean_over_layers(*side) for side in sides)
         if math.isfinite(before) and math.isfinite(after):
-            difference = Estimate(after - before, math.hypot(first_error, second_error), *rests_on)
-            estimate = difference if difference.value else Estimate.exact(0.0)
+            estimate = Estimate(after - before, math.hypot(first_error, second_error), *rests_on)
+            estimate = estimate if estimate.value else Estimate.exact(0.0)
             verdict = judge(f"{name} is similar", f"change of the {title}", estimate, SIMILAR)
             means[name] = Change(title, before, after), verdict
     return means
 
 
-def name_of(run: Run) -> str:
+def _name_of(run: Run) -> str:
     """The model of a run, and the interventions that it was under."""
     edits = provenance(run, "fingerprint", "edits") or []
-    return " under ".join([str(run.provenance["model"]["id"]), *(str(edit) for edit in edits)])
+    return " under ".join([str(run.provenance["model"]["id"]), *map(str, edits)])
 
 
-def _check(names: tuple[str, str], surveys: list[Run], traces: list[Run], written: list[Run]) -> None:
+def _check(
+    names: tuple[str, str], surveys: Sequence[Run], traces: Sequence[Run], written: Sequence[Run]
+) -> None:
     """Refuse what cannot be compared."""
+    first, second = (survey.provenance for survey in surveys)
+    pair = f"{names[1]} and {names[0]}"
+    no_survey = {
+        TRACE: "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
+        OUTPUTS: "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
+    }
     for name, run in zip(names, surveys, strict=True):
-        if run.kind in NO_SURVEY:
-            raise UsageError(f"{name}: {NO_SURVEY[run.kind]}")
+        if run.kind in no_survey:
+            raise UsageError(f"{name}: {no_survey[run.kind]}")
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    no_trace = "this is not a trace of sinks; `theodolite trace` makes one"
-    no_outputs = "these are not outputs of heads; `comparison.read_outputs` makes them"
-    for kind, runs, refusal in ((TRACE, traces, no_trace), (OUTPUTS, written, no_outputs)):
-        for name, run in zip(names, runs, strict=False):
-            if run.kind != kind:
-                raise UsageError(f"{name}: {refusal}")
-    first, second = (survey.provenance for survey in surveys)
     if _shape(first) == _shape(second) and not alike(first, second):
         raise UsageError(
-            f"{names[1]} and {names[0]} did not read the same tokens: survey both with the same --corpus, --length "
-            "and --contexts (where only their tokenizers differ, comparison.matched_heads compares them in Python)"
+            f"{pair} did not read the same tokens: survey both with the same --corpus, --length and --contexts "
+            "(where only their tokenizers differ, comparison.matched_heads compares them in Python)"
         )
     if first["corpus"]["name"] != second["corpus"]["name"]:
-        pair = f"{names[1]} and {names[0]}"
         raise UsageError(f"{pair} did not read the same text: survey both with one --corpus")
     check_lengths({name: each["corpus"]["length"] for name, each in zip(names, (first, second), strict=True)})
-    for noun, verb, companions in (("trace", "is", traces), ("outputs", "are", written)):
+    no_trace = "this is not a trace of sinks; `theodolite trace` makes one"
+    no_outputs = "these are not outputs of heads; `comparison.read_outputs` makes them"
+    for kind, companions, refusal, noun, verb in (
+        (TRACE, traces, no_trace, "trace", "is"),
+        (OUTPUTS, written, no_outputs, "outputs", "are"),
+    ):
         for name, survey, run in zip(names, surveys, companions, strict=False):
+            if run.kind != kind:
+                raise UsageError(f"{name}: {refusal}")
             same_model = _model_and_edits(survey) == _model_and_edits(run)
             if not same_model or survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
                 another = f"{verb} of another {'text' if same_model else 'model'} than the survey"
@@ -291,57 +337,6 @@ def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 def _shape(provenance: Mapping[str, Any]) -> list[object]:
     return [provenance["model"].get(key) for key in SHAPE]
-
-
-def summarise(parts: tuple[Survival, ...], loss: Loss | None = None) -> str:
-    """Write the summary: what survived and what did not, the heads hit hardest, the loss, what was not compared."""
-    if parts[0].name == matched.NAME:
-        return f"{parts[0].counts()}. The models differ in shape or tokenizer: only their heads are matched."
-    clauses = [_verdict(parts, loss is None or loss.unchanged)]
-    if hardest := hit_hardest(parts):
-        clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
-    if loss is not None:
-        clauses.append(f"{loss}.")
-    if not any(part.name == parts_of.OUTPUTS for part in parts):
-        clauses.append("Head outputs were not compared.")
-    return " ".join(clauses)
-
-
-def _verdict(parts: tuple[Survival, ...], same_loss: bool) -> str:
-    """Say in one sentence which parts are kept, partly kept, lost and not decided."""
-    if same_loss and all(part.exact for part in parts if len(part.table)):
-        return "Everything survives exactly: no number differs."
-    groups: dict[Answer, list[str]] = {answer: [] for answer in VERDICTS}
-    for part in parts:
-        how_many = f"{part.count(SURVIVED)} of {part.of_reference}"
-        if part.paired is not None:
-            how_many = f"{percent(part.paired.value)} at the same places"
-        groups[part.answer].append(f"{part.name} ({how_many})" if part.answer != UNTESTABLE else part.name)
-    clauses = [f"{VERDICTS[answer]}: {listed(names, 9)}" for answer, names in groups.items() if names]
-    text = "; ".join(clauses)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def hit_hardest(parts: tuple[Survival, ...]) -> list[str]:
-    """The heads that lost something in the most parts, each with these parts; none where many tie.
-
-    One that lost its output counts also if nothing else of it is lost: it is cut off.
-    """
-    tables = [
-        part.table.loc[part.table["status"] == LOST, ["layer", "head"]]
-        .drop_duplicates()
-        .assign(part=part.name)
-        for part in parts
-        if part.name in OF_HEADS
-    ]
-    if not tables:
-        return []
-    names_of = pd.concat(tables).groupby(["layer", "head"])["part"].agg(list)
-    names_of = names_of[[len(names) >= LEAST_PARTS or parts_of.OUTPUTS in names for names in names_of]]
-    hardest = names_of[names_of.map(len) == names_of.map(len).max()]
-    if len(hardest) > MOST_HARDEST:
-        return []
-    return [f"{head_name(*head)} ({listed(names, len(OF_HEADS))})" for head, names in hardest.items()]
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:

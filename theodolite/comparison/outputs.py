@@ -20,7 +20,6 @@ from torch import Tensor
 from theodolite.accumulate.sums import State
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.comparison.survival import Change
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.job import Stage, States
@@ -87,7 +86,6 @@ class OutputsPass(CorpusPass):
         self._loss: Float[Tensor, " contexts"] = torch.full((self.total,), torch.nan, dtype=torch.float64)
         self._predicts = model.causal and model.source.predict is not None
         self._weights = weights
-        self._first, self._last = 0, 0
         self._places: list[Int[Tensor, "sinks place"]] = [torch.empty(0, len(PLACE), dtype=torch.int64)]
 
     def state(self) -> State:
@@ -119,8 +117,7 @@ class OutputsPass(CorpusPass):
         rows = output[self._context[chosen] - self._first, self._position[chosen]].double()
         heads, width = rows.shape[1:]  # of other layers they may be more, or wider
         weights = self._weights[layer, :heads, :width].to(rows.device)
-        written = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
-        self._written[layer, :heads][:, chosen] = written
+        self._written[layer, :heads][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         return output
 
     def forward(self, ids: Tensor) -> None:
@@ -184,14 +181,14 @@ def read_outputs(
     def weights(states: States) -> LayersPass:
         return LayersPass(range(model.layers), directed)
 
-    def tables(states: States) -> Run:
-        empty = pd.DataFrame()
-        arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
-        described = provenance | {"wall_seconds": states.seconds}
-        return Run(empty, empty, empty, empty, empty, arrays, described)
-
     def reading(states: States) -> OutputsPass:
         return OutputsPass(model, corpus, batch, states.of("weights")["directed"])
+
+    def tables(states: States) -> Run:
+        arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
+        empty = pd.DataFrame()
+        described = provenance | {"wall_seconds": states.seconds}
+        return Run(empty, empty, empty, empty, empty, arrays, described)
 
     return run_into(
         [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],
@@ -216,11 +213,6 @@ class Loss:
     contexts: int = 0
 
     @property
-    def change(self) -> Change:
-        """The loss before and after."""
-        return Change("next-token loss in nats", self.before, self.after)
-
-    @property
     def word(self) -> str:
         """The verdict on it in a word."""
         words = {HOLDS: "as good", FAILS: "worse"}
@@ -228,9 +220,8 @@ class Loss:
 
     def verdict(self, claim: str) -> Verdict:
         """Whether the other model predicts as well."""
-        estimate = Estimate(self.difference, self.se, self.contexts, "contexts")
         what = f"next-token loss less that before ({number(self.before)} nats), paired by context"
-        return judge(claim, what, estimate, AS_GOOD)
+        return judge(claim, what, Estimate(self.difference, self.se, self.contexts, "contexts"), AS_GOOD)
 
     def __str__(self) -> str:
         if self.unchanged:
@@ -243,8 +234,7 @@ class Loss:
 def loss(reference: Run, other: Run) -> Loss | None:
     """Compare the losses of two models; None where one predicts no next tokens."""
     old, new = (run.arrays["loss"].numpy() for run in (reference, other))
-    if not np.isfinite(old).all() or not np.isfinite(new).all():
+    if not np.isfinite([old, new]).all():
         return None
-    difference, error = mean_and_error(new - old)
     unchanged = bool((old == new).all())
-    return Loss(float(old.mean()), float(new.mean()), difference, error, unchanged, len(old))
+    return Loss(float(old.mean()), float(new.mean()), *mean_and_error(new - old), unchanged, len(old))

@@ -1,46 +1,88 @@
-"""The page of a comparison: one table of all parts, verdicts, figures before and after, one head in every model."""
+"""The page of a comparison: one table of all parts, verdicts, figures before and after, one head in every model.
+
+And what else is told of it: `comparison.json`, and what the command prints.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-import theodolite.comparison.matched as matched
 from theodolite.comparison.audit import Audit
-from theodolite.comparison.candidates import HeadOnPrompt, Measured
-from theodolite.comparison.parts import OUTPUTS, SINK, kept_places
-from theodolite.comparison.survival import HALF, MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
-from theodolite.judging import HOLDS, Criterion, Estimate, Verdict, judge, mix_of
+from theodolite.comparison.parts import MATCHED, OUTPUTS
+from theodolite.comparison.survival import MORE_THAN_HARDLY_ANY, NEARLY_ALL, SURVIVED, Survival
+from theodolite.judging import Verdict, mix_of
 from theodolite.measure.publications import BAO, SONG, ZHANG
+from theodolite.passes.run import Run
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
 from theodolite.report.outcome import Heading, Outcome
-from theodolite.system.wording import counted, head_name, listed, number, percent, shown_token, visible
+from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
+from theodolite.sinks.prompt import PromptTrace
+from theodolite.system.files import disk_errors, write_text
+from theodolite.system.wording import (
+    counted,
+    harmless,
+    head_name,
+    listed,
+    number,
+    percent,
+    shown_token,
+    visible,
+)
 
 PAPER_ON_LOW_RANK = "Without the low-rank term of a layer its sinks are gone (section 3.2, Fig. 4)"
 LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, Fig. 4)"
 PROMPT_SHOWN = 600  # characters of the prompt below the maps
-FEWEST_SINKS = 8  # of a layer (head × context pairs): below it nothing is tested
-GONE = Criterion("less than", HALF, "ours")  # what is left without the low-rank term
-STAY = Criterion("at least", HALF, "ours")  # and without a random part as large
+SCHEMA_VERSION = 2
+FILE = "comparison.json"
+
+
+@dataclass(frozen=True)
+class HeadOnPrompt:
+    """One head of every candidate on one prompt: the prompt's text and tokens, name → trace."""
+
+    layer: int
+    head: int
+    prompt: str
+    tokens: list[str]
+    traces: dict[str, PromptTrace]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Audits of all pairs, the content of the page, and the reference run."""
+
+    audits: list[Audit]
+    outcome: Outcome
+    run: Run
+
+    @property
+    def experiment(self) -> Heading:
+        """The head of the page."""
+        return experiment_of(self.audits, self.outcome)
 
 
 def outcome(
-    audits: Sequence[Audit], measured: Sequence[Measured] = (), on_prompt: HeadOnPrompt | None = None
+    audits: Sequence[Audit], on_prompt: HeadOnPrompt | None = None, page: Outcome | None = None
 ) -> Outcome:
-    """Make the page's content; `measured`: the models, where they were at hand; `on_prompt`: one head of each."""
-    page = Outcome()
-    if ablated := [model for model in measured if model.candidate.layer is not None]:
-        _judge_term(page, ablated, {model.candidate.name: model for model in measured}, audits)
-    for place, audit in enumerate(audits):
-        _judge_parts(page, audit, explain=place == 0)
+    """Make the page's content; `on_prompt`: one head of each model; `page`: what it begins with."""
+    page = page or Outcome()
+    for audit in audits:
+        page.verdicts += _verdicts(audit, explain=audit is audits[0])
     for name in audits[0].tables:
         tables = []
         for audit in audits:
@@ -65,7 +107,7 @@ def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
     for place, audit in enumerate(audits):
         table = audit.overview.set_index("part")
         names = ("measure", visible(audit.reference, 60), visible(audit.other, 60), f"verdict{' ' * place}")
-        for name, of in zip(names, ("measure", "before", "after", "verdict"), strict=True):
+        for name, of in zip(names, table, strict=True):
             columns[name] = columns[name].combine_first(table[of]) if name in columns else table[of]
     # Of models of another shape only the heads are compared, which is a part that the others do not have.
     parts = pd.Index(dict.fromkeys(part for audit in audits for part in audit.overview["part"]), name="part")
@@ -80,76 +122,24 @@ def experiment_of(audits: Sequence[Audit], content: Outcome) -> Heading:
     return Heading("sinks/compare", title, PAPER_ON_LOW_RANK if is_ablation else "")
 
 
-def _judge_parts(page: Outcome, audit: Audit, explain: bool) -> None:
-    """Add the verdicts on the whole mechanism and on each part; `explain` adds each part's criterion."""
+def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
+    """Judge the whole mechanism and each part, with its sentence and limits; `explain` adds each part's criterion."""
+
+    def judged(part: Survival, claim: str, sentence: str) -> Verdict:
+        criterion = f" Criterion: {part.criterion}." if explain else ""
+        left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
+        limits = (
+            f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
+        )
+        evidence = f"{sentence}{criterion} Left: {left}; criterion: {limits} (ours)"
+        return replace(part.verdict(claim), evidence=evidence)
+
     whole = f"The mechanism of {audit.reference} survives in {audit.other}"
-    evidence = {
-        part.name: part.sentence + (f" Criterion: {part.criterion}." if explain else "")
-        for part in audit.parts
-        if len(part.table)
-    }
-    if matched.NAME in evidence:  # the only part
-        words = f"{audit.summary} {evidence[matched.NAME]}"
-        page.verdicts.append(_judged(audit.part(matched.NAME), whole, words))
-        return
-    parts = [_judged(audit.part(name), f"{audit.other}, {name}", words) for name, words in evidence.items()]
-    page.verdicts += [replace(mix_of(whole, parts), evidence=audit.summary), *parts, *audit.further]
-
-
-def _judged(part: Survival, claim: str, sentence: str) -> Verdict:
-    """Judge what is left of a part, with its sentence and the limits as evidence."""
-    left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
-    limits = f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
-    return replace(part.verdict(claim), evidence=f"{sentence} Left: {left}; criterion: {limits} (ours)")
-
-
-def _of_the_layer(ablated: Sequence[Measured], audits: Sequence[Audit]) -> pd.DataFrame:
-    """The sinks of the layer with its low-rank term, without it, and without a random part of the same size."""
-    audit_of = {audit.other: audit for audit in audits}
-    tables = []
-    for model, name in zip(ablated, ("without_term", "without_random_part"), strict=True):
-        sinks = audit_of[model.candidate.name].part("sinks").table
-        of_layer = sinks[sinks["layer"] == model.candidate.layer]
-        columns = {"before": "with_term", "after": name, "se": f"{name}_se"}
-        tables.append(of_layer[[*SINK, "token", *columns]].rename(columns=columns))
-    table = tables[0].merge(tables[1], "outer", [*SINK, "token", "with_term"])
-    table = table.fillna({"with_term": 0.0, "without_term": 0.0, "without_random_part": 0.0})
-    return table.sort_values(["with_term", *SINK], ascending=[False] + [True] * 4, ignore_index=True)
-
-
-def _judge_term(
-    page: Outcome, ablated: Sequence[Measured], measured: Mapping[str, Measured], audits: Sequence[Audit]
-) -> None:
-    """Judge whether ablating a layer's low-rank term removes its sinks, and ablating a random part as large does not.
-
-    By the share of them that are at the same place of the same context, paired by context.
-    """
-    layer, contexts = ablated[0].candidate.layer, ablated[0].run.provenance["corpus"]["contexts"]
-    table = page.tables["sinks_of_the_layer"] = _of_the_layer(ablated, audits)
-    before = float(table["with_term"].sum())
-    if before * contexts < FEWEST_SINKS:
-        page.cannot_test(LOW_RANK_CLAIM, f"layer {layer} has too few sinks in this text, with the term")
-        return
-    reference_of = {audit.other: measured[audit.reference] for audit in audits if audit.reference in measured}
-    left = [
-        kept_places(reference_of[model.candidate.name].outputs, model.outputs, layer) or Estimate(math.nan)
-        for model in ablated
-    ]
-    shares = [f"{percent(share)} of ‖W_{name.upper()}‖²" for name, share in (ablated[0].taken or {}).items()]
-    without = (("it", left[0], GONE), ("the random part", left[1], STAY))
-    judged, control = (
-        judge(LOW_RANK_CLAIM, f"left at their place without {what}", share, limit)
-        for what, share, limit in without
-    )
-    evidence = (
-        f"layer {layer} has {number(before)} sinks per context with the term; ablating it leaves "
-        f"{percent(left[0].value)} of them at their place ({listed(shares)}), ablating a random part with the same "
-        f"singular values {percent(left[1].value)}; {judged.evidence}; {control.evidence}"
-    )
-    # What stays without the term needs no control.
-    verdict = mix_of(LOW_RANK_CLAIM, [judged, control]) if judged.answer == HOLDS else judged
-    too = "" if control.answer == HOLDS else "; ablating a random part of the same size may remove them, too"
-    page.verdicts.append(replace(verdict, evidence=evidence + (too if judged.answer == HOLDS else "")))
+    parts = [part for part in audit.parts if len(part.table)]
+    if parts and parts[0].name == MATCHED:  # the only part
+        return [judged(parts[0], whole, f"{audit.summary} {parts[0].sentence}")]
+    of_parts = [judged(part, f"{audit.other}, {part.name}", part.sentence) for part in parts]
+    return [replace(mix_of(whole, of_parts), evidence=audit.summary), *of_parts, *audit.further]
 
 
 def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
@@ -187,75 +177,65 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
     )
 
 
-@dataclass(frozen=True)
-class PartFigure:
-    """How the table of a part is drawn, and its caption: what is drawn, what to look for, whose figure it is."""
+Draw = Callable[..., go.Figure]
 
-    part: str
-    title: str
-    draw: Callable[..., go.Figure]
-    shows: str
-    look_for: str
-    source: str
-    wide: bool = False
-
-
-def _dots(shown: drawing.Dots) -> Callable[[pd.DataFrame], go.Figure]:
-    return functools.partial(drawing.scatter, shown=shown)
-
-
-FIGURES = (
-    PartFigure(
-        matched.NAME,
+# Part, title, how its table is drawn, what is drawn, what to look for, whose figure it is, and whether it is wide.
+FIGURES: tuple[tuple[str, str, Draw, str, str, str, bool], ...] = (
+    (
+        MATCHED,
         "Heads matched by what they do",
         lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
         "One dot per head: its depth (0 first, 1 last) and that of the most similar head of the other model.",
         "dots along the line: the two models do the same things at the same depth.",
         "ours",
+        False,
     ),
-    PartFigure(
+    (
         "sinks",
         "Sinks before and after",
-        _dots(drawing.SINK_DOTS),
+        functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
         "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
         "dots at the lower edge (lost) and at the left edge (new). On the line nothing changed.",
         f"{ZHANG}, section 3.3",
+        False,
     ),
-    PartFigure(
+    (
         "tags",
         "Tags before and after",
-        _dots(drawing.TAG_DOTS),
+        functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
         "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
         "dots at the lower edge. A lost dot near the line has rotated: it tags in another direction.",
         f"{ZHANG}, sections 2 and 3.4",
+        False,
     ),
-    PartFigure(
+    (
         OUTPUTS,
         "Head outputs before and after",
-        _dots(drawing.OUTPUT_DOTS),
+        functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
         "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
         "dots at the lower edge: heads that write nothing any more. A lost head near the line writes other things.",
         "ours",
+        False,
     ),
-    PartFigure(
+    (
         "entropies",
         "Entropy of attention, head by head",
         drawing.entropies,
         "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
         "strong colours on the right: heads that attend to fewer keys (blue) or more (orange).",
         f"{BAO}, section 5",
-        wide=True,
+        True,
     ),
-    PartFigure(
+    (
         "outlier dimensions",
         "Outlier dimensions, layer by layer",
         drawing.outliers,
         "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
         "rows that are strong in only one of the two.",
         f"{ZHANG}, section 3.2; Dettmers et al. 2022",
-        wide=True,
+        True,
     ),
-    PartFigure(
+    (
         "positional basis",
         "Positions, layer by layer",
         drawing.positions,
@@ -263,43 +243,108 @@ FIGURES = (
         "curve: similarity of the Gram matrices.",
         "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
         f"{SONG}, Tables 1, 2 and 4",
-        wide=True,
+        True,
     ),
-    PartFigure(
+    (
         "spectra",
         "Norm of W_QK before and after",
-        _dots(drawing.SPECTRUM_DOTS),
+        functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
         "One dot per head: the Frobenius norm of its query-key matrix.",
         "dots far below the line: heads whose logits hardly distinguish keys any more.",
         f"{BAO}, section 3",
+        False,
     ),
 )
 
 
-def _drawn(drawings: Sequence[Callable[[], go.Figure]], index: int) -> go.Figure:
-    return drawings[index]()
-
-
 def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
     """Draw the parts that some comparison has, with a picker where there are several comparisons."""
-    for figure in FIGURES:
-        tables = {
-            audit.other: part.table for audit in audits for part in audit.parts if part.name == figure.part
-        }
+    for name, title, draw, *captions, wide in FIGURES:
+        tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
-        draw = figure.draw
         if draw is drawing.outliers:  # all comparisons have the same rows and columns
-            dimensions = sorted(
-                {int(dimension) for table in tables.values() for dimension in table["dimension"]}
+            dimensions = sorted({int(each) for table in tables.values() for each in table["dimension"]})
+            layers = next(
+                len(part.table) for audit in audits for part in audit.parts if part.name == "positional basis"
             )
-            bases = [
-                part.table for audit in audits for part in audit.parts if part.name == "positional basis"
-            ]
-            layers = len(bases[0])
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
-        drawings = [functools.partial(draw, table) for table in tables.values()]
-        choice = by_name("model", list(tables), functools.partial(_drawn, drawings))
-        drawn = choice if len(tables) > 1 else drawings[0]()
-        key = figure.part.replace(" ", "-")
-        page.figure(key, figure.title, drawn, figure.shows, figure.look_for, figure.source, wide=figure.wide)
+        shown = list(tables.values())
+        drawn = by_name("model", list(tables), functools.partial(_drawn, draw, shown))
+        figure = drawn if len(shown) > 1 else draw(shown[0])
+        page.figure(name.replace(" ", "-"), title, figure, *captions, wide=wide)
+
+
+def _drawn(draw: Draw, tables: Sequence[pd.DataFrame], index: int) -> go.Figure:
+    return draw(tables[index])
+
+
+def as_json(compared: Compared) -> dict[str, Any]:
+    """What `comparison.json` holds: for each pair the summary and its parts; then verdicts, tables, provenance."""
+    of_part, of_page = (
+        ("name", "answer", "criterion", "sentence"),
+        ("verdicts", "tables", "provenance", "other_runs"),
+    )
+    comparisons = [
+        {name: getattr(audit, name) for name in ("reference", "other", "answer", "summary")}
+        | {"parts": [{name: getattr(part, name) for name in of_part} for part in audit.parts]}
+        for audit in compared.audits
+    ]
+    page = result(compared.experiment, compared.outcome, compared.run.provenance)
+    told = {"schema_version": SCHEMA_VERSION, "comparisons": comparisons}
+    return told | {name: page[name] for name in of_page}
+
+
+def write(compared: Compared, out: Path) -> Path:
+    """Write `out`/comparison.json and the page with its tables as parquet; the page's path.
+
+    Raises:
+        WorkError: the folder cannot be written.
+    """
+    page = write_outcome(compared.experiment, compared.outcome, compared.run.provenance, out)
+    text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
+    with disk_errors(out):
+        write_text(out / FILE, text + "\n")
+    write_index(out)
+    return page
+
+
+def show(compared: Compared, console: Console) -> None:
+    """Print, for each pair, the summary, the loss and all parts in one table, a sentence on each part, and verdicts."""
+
+    def say(verdict: Verdict) -> None:
+        line = f"{MARKS[verdict.answer]} {verdict.claim}: {verdict.answer}\n  {harmless(verdict.evidence)}"
+        console.print(f"\n{line}", markup=False, highlight=False)
+
+    for audit in compared.audits:
+        pair, summary = (
+            escape(harmless(text)) for text in (f"{audit.reference} → {audit.other}", audit.summary)
+        )
+        console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {summary}", highlight=False)
+        console.print(_overview(audit))
+        for part in audit.parts:
+            console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
+        names = [part.name for part in audit.parts]
+        for name, ending in (("tags", "sinks"), (OUTPUTS, "outputs")):
+            if name not in names and MATCHED not in names:
+                why = f"Not compared: not every survey has a run FOLDER-{ending}."
+                console.print(f"[bold]{name}[/bold]  {why}")
+        for verdict in audit.further:
+            say(verdict)
+    for verdict in compared.outcome.verdicts:
+        if verdict.claim == LOW_RANK_CLAIM:
+            say(verdict)
+
+
+def _overview(audit: Audit) -> Table:
+    """The loss, and every part: its number before and after, the verdict, and how many units survive."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("part", "before", "after", "verdict", "survived", "left"):
+        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right", no_wrap=True)
+    parts = {part.name: part for part in audit.parts}
+    for row in audit.overview.to_dict("records"):
+        cells = [row["part"], number(row["before"]), number(row["after"]), row["verdict"]]
+        if part := parts.get(row["part"]):
+            cells += [f"{part.count(SURVIVED)} of {part.of_reference}", percent(part.family.value)]
+        table.add_row(*cells)
+    return table

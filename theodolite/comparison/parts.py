@@ -1,6 +1,7 @@
 """The parts of the mechanism that are compared: what each takes from two runs, and what counts as a unit of it.
 
-One function a part. All of them read runs on the same text, and judge by the rules of `survival.py`.
+One function a part. All of them read runs on the same text, and judge by the rules of `survival.py`. Of models that
+differ in shape or tokenizer only heads are compared, matched by what they do.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import math
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
+from scipy.optimize import linear_sum_assignment
+from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
 from theodolite.comparison.survival import (
     BY_HALVES,
+    ENDS,
     HALF,
+    LEFT,
     LOST,
+    SIDES,
     SURVIVED,
     UNDECIDED,
     Change,
@@ -35,12 +41,14 @@ from theodolite.comparison.survival import (
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
+from theodolite.errors import UsageError
 from theodolite.estimates import jackknife_error
 from theodolite.judging import Criterion, Estimate, judge
 from theodolite.logits.attribution import scored_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
+from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.measure.ratios import ratio_by_context
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
@@ -53,26 +61,24 @@ from theodolite.report.data import (
     provenance,
     value_of,
 )
-from theodolite.report.drawing.sinks import sink_name
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
-from theodolite.system.wording import counted, head_name, number, percent
+from theodolite.system.wording import counted, head_name, listed, number, percent
 
 HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id"]
 """What a head, and a sink, is found again by; which token comes first does not matter."""
 
-SIDES = ("before", "after")
 A_HALF = Criterion("at least", HALF, "ours")
 ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
-NO_GROUPS = torch.empty(0, GROUPS, 1)
 TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
 RANGES = np.array(["collapsed", "", "uniform"])  # below `ENTROPY_COLLAPSE`, above `UNIFORM_ATTENTION`
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
-OUTPUTS = "head outputs"
-ALIKE_CLAIM, DIFFERENCE = "heads write nearly the same", "‖new − old‖/‖old‖, mean over heads"
+OUTPUTS, MATCHED = "head outputs", "matched heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
+ENTROPY = "entropy_share"  # of a head: its entropy over the maximum
+SHUFFLES = 20  # of what the other model's heads do, for what a matching finds by chance
 
 
 def mean_of(table: str, name: str) -> str:
@@ -92,9 +98,16 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
             then judged by the share of sinks that the other model has at the same place, paired by context.
     """
-    table = _joined_sinks(_shares(reference), _shares(other), {"value": ""})
+    shares = []
+    for run in (reference, other):
+        rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
+        rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
+        shares.append(
+            rows.groupby(SINK, as_index=False).agg(token=("token", "first"), value=("share", "sum"))
+        )
+    table = _joined_sinks(shares[0], shares[1], {"value": ""})
     table = table[(table[list(SIDES)] >= LEAST_SHARE).any(axis=1)]
-    table = _strongest_first(_with_status(table, _contexts(reference)), "before", "after")
+    table = _strongest_first(_with_status(table, _contexts(reference)), *SIDES)
     paired = None if places is None else kept_places(*places)
     together = "; all of them together by the share that is at the same place of the same context"
     return Survival(
@@ -104,9 +117,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         f"independent){'' if paired is None else together}",
         table,
         Change("sinks per context", table["before"].sum(), table["after"].sum()),
-        each(
-            lambda row: f"{sink_name(row)} ({percent(row['before'])} → {percent(row['after'])} of contexts)"
-        ),
+        each(lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)"),
         details=() if paired is None else (f"at the same place of the same context: {paired}",),
         weight="before",
         least=LEAST_SHARE,
@@ -119,10 +130,8 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     """The share of the reference's sinks (of one layer, or all) that the other has at the same place of a context.
 
     With the standard error of a ratio of means over contexts, a few of which may be alike by chance
-    (`Estimate.floored`). Exact where every head writes the very same. None: not known of both, or no sinks.
+    (`Estimate.floored`). Exact where every head writes the very same. None: there are no sinks.
     """
-    if SINK_PLACES not in reference.arrays or SINK_PLACES not in other.arrays:
-        return None
     places, others = (
         pd.DataFrame(run.arrays[SINK_PLACES].numpy(), columns=PLACE) for run in (reference, other)
     )
@@ -135,24 +144,14 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
     contexts = len(reference.arrays["loss"])
     counts = [np.bincount(places["context"], weights, contexts) for weights in (kept, np.ones(len(places)))]
-    share, error = ratio_by_context(*map(torch.from_numpy, counts))
-    if contexts == 1:
-        return Estimate(float(share), n=1, of="contexts")
-    return Estimate(float(share), float(error), contexts, "contexts").floored()
-
-
-def _shares(run: Run) -> pd.DataFrame:
-    """How often each sink occurs, per context."""
-    rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
-    rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-    return rows.groupby(SINK, as_index=False).agg(token=("token", "first"), value=("share", "sum"))
+    share, error = map(float, ratio_by_context(*map(torch.from_numpy, counts)))
+    return Estimate(share, error if contexts > 1 else math.nan, contexts, "contexts").floored()
 
 
 def _joined_sinks(before: pd.DataFrame, after: pd.DataFrame, values: dict[str, str]) -> pd.DataFrame:
     table = join(before, after, SINK, values, texts=["token"])
-    token = table["token_before"].fillna(table["token_after"])
-    table.insert(len(SINK), "token", token)
-    return table.drop(columns=["token_before", "token_after"])
+    table.insert(len(SINK), "token", table.pop("token_before").fillna(table.pop("token_after")))
+    return table
 
 
 def _with_status(table: pd.DataFrame, contexts: int) -> pd.DataFrame:
@@ -168,15 +167,28 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
+    traces = []
+    for run in (reference, other):
+        rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
+        # A tag whose error is not known, as of one context, is not certain.
+        rows["tag_se"] = rows["tag_se"].where(rows["tag"].isna() | rows["tag_se"].notna(), np.inf)
+        rows["direction_se"] = rows["direction_se"].fillna(np.inf)
+        # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
+        absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
+        traces.append(rows[rows["kind"] != "learned"].fillna(absent).rename(columns={"tag": "value"}))
     values = {"value": "tag_se", "released": "released_se"}
     values |= dict.fromkeys(("share", "contexts", "row", "direction_se", "tagged"), "")
-    table = _joined_sinks(_tagging(reference), _tagging(other), values)
+    table = _joined_sinks(traces[0], traces[1], values)
     is_unit = [table[side].ge(TAGGED) & table[f"share_{side}"].ge(LEAST_SHARE) for side in SIDES]
     table = table[is_unit[0] | is_unit[1]].reset_index(drop=True)
-    rows = [(run, table[f"row_{side}"]) for run, side in zip((reference, other), SIDES, strict=True)]
-    directions = [_rows(run.arrays["tag_direction"], numbers) for run, numbers in rows]
+    directions, by_group = (
+        [
+            _rows(run.arrays[name], table[f"row_{side}"])
+            for run, side in zip((reference, other), SIDES, strict=True)
+        ]
+        for name in ("tag_direction", "tag_by_group")
+    )
     table["cosine"] = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
-    by_group = [_rows(run.arrays.get("tag_by_group", NO_GROUPS), numbers) for run, numbers in rows]
     table["cosine_margin"], kept, turned = kept_directions(table, by_group[0], by_group[1])
     contexts = table[["contexts_before", "contexts_after"]].replace(0, np.nan).min(axis=1)
     status = statuses(table, TAGGED, contexts)
@@ -187,10 +199,22 @@ def tags(reference: Run, other: Run) -> Survival:
     table = _strongest_first(table, "tagged_before", "tagged_after")
     own = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
 
-    def mean(name: str) -> float:
-        return float(np.average(own[name], weights=own["tagged_before"])) if len(own) else 0.0
+    def mean(name: str, value: str) -> Change:
+        weights = own["tagged_before"]
+        ends = (
+            np.average(own[end], weights=weights) if len(own) else 0.0
+            for end in (f"{value}before", f"{value}after")
+        )
+        return Change(name, *map(float, ends))
 
-    ends, cosine = (*SIDES, "difference", "se"), own["cosine"].median()
+    def change(row: pd.Series) -> str:
+        if row["status"] == LOST and row["after"] >= HALF * row["before"]:
+            return f"(rotated, cosine {number(row['cosine'])})"
+        return f"(η² {number(row['before'])} → {number(row['after'])})"
+
+    cosine = own["cosine"].median()
+    shown = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
+    shown += [*(f"released_{end}" for end in ENDS), "tagged_before", "tagged_after", "status"]
     return Survival(
         "tags",
         "tag",
@@ -199,15 +223,11 @@ def tags(reference: Run, other: Run) -> Survival:
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
         "that is gone, if the sink is lost",
-        table[
-            [*SINK, "token", "share_before", "share_after", *ends, "cosine", "cosine_margin"]
-            + [f"released_{end}" for end in ends]
-            + ["tagged_before", "tagged_after", "status"]
-        ],
-        Change("mean η² in the head's output", mean("before"), mean("after")),
-        each(_tag_change),
+        table[shown],
+        mean("mean η² in the head's output", ""),
+        each(change),
         details=(
-            Change("largest η² in later layers", mean("released_before"), mean("released_after")),
+            mean("largest η² in later layers", "released_"),
             *([f"median cosine of the directions {number(cosine)}"] if np.isfinite(cosine) else []),
         ),
         weight="tagged_before",
@@ -215,17 +235,6 @@ def tags(reference: Run, other: Run) -> Survival:
         least=TAGGED,
         contexts=_contexts(reference),
     )
-
-
-def _tagging(run: Run) -> pd.DataFrame:
-    """Sinks that write something, with their row in the arrays counted from 1; `value`: the strength of the tag."""
-    rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
-    # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
-    absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
-    # A tag whose error is not known, as of one context or in an older trace, is not certain.
-    rows["tag_se"] = rows["tag_se"].where(rows["tag"].isna() | rows["tag_se"].notna(), np.inf)
-    rows["direction_se"] = rows["direction_se"].fillna(np.inf) if "direction_se" in rows else np.inf
-    return rows[rows["kind"] != "learned"].fillna(absent).rename(columns={"tag": "value"})
 
 
 def kept_directions(
@@ -249,23 +258,23 @@ def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
     return padded[torch.where(numbers < len(padded), numbers, 0)]
 
 
-def _tag_change(row: pd.Series) -> str:
-    if row["status"] == LOST and row["after"] >= HALF * row["before"]:
-        return f"{sink_name(row)} (rotated, cosine {number(row['cosine'])})"
-    return f"{sink_name(row)} (η² {number(row['before'])} → {number(row['after'])})"
-
-
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
-    """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after."""
-    shares = [need(run, "outlier_share").astype(np.float64) for run in (reference, other)]
+    """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after, paired by context."""
+    runs = (reference, other)
+    shares = [need(run, "outlier_share").astype(np.float64) for run in runs]
     layer, dimension = np.nonzero(np.maximum(*shares) >= OUTLIER_SHARE)
-    places = pd.DataFrame({"layer": layer, "dimension": dimension})
-    values = [places.assign(value=of_run[layer, dimension]) for of_run in shares]
-    table = join(values[0], values[1], list(places), {"value": ""})
-    old, new = (_in_halves(run, layer, dimension) for run in (reference, other))
-    table["se"] = half_sample_error(new - old).numpy()
-    errors = [half_sample_error(a - HALF * b).numpy() for a, b in ((new, old), (old, new))]
-    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, (errors[0], errors[1]))
+    before, after = (share[layer, dimension] for share in shares)
+    table = pd.DataFrame({"layer": layer, "dimension": dimension, "before": before, "after": after})
+    old, new = (
+        balanced_halves()
+        @ torch.from_numpy(need(run, "outlier_share_by_group")[layer, :, dimension]).T.double()
+        / (GROUPS // 2)
+        for run in runs
+    )
+    halves = (new - old, new - HALF * old, old - HALF * new)
+    error, of_left, of_new = (half_sample_error(of).numpy() for of in halves)
+    table = table.assign(difference=after - before, se=error)
+    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, (of_left, of_new))
     units = [int((table[side] >= OUTLIER_SHARE).sum()) for side in SIDES]
     return Survival(
         "outlier dimensions",
@@ -281,21 +290,18 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     )
 
 
-def _in_halves(
-    run: Run, layer: Int[np.ndarray, " units"], dimension: Int[np.ndarray, " units"]
-) -> Float[Tensor, "halves units"]:
-    """Shares of tokens in balanced halves of the contexts; NaN where a run of an older schema, or of few, has none."""
-    by_group = run.arrays.get("outlier_share_by_group")
-    if by_group is None:
-        return torch.full((1, len(layer)), torch.nan, dtype=torch.float64)
-    return balanced_halves() @ by_group[layer, :, dimension].T.double() / (GROUPS // 2)
-
-
 def massive_activations(reference: Run, other: Run) -> Survival:
     """Massive activations by residual layer, dimension, and place: their number before and after."""
-    # A dimension that has none in one model has none in any of its halves.
-    key = ["layer", "dimension", "position"]
-    table = join(_massive(reference), _massive(other), key, {"value": "error"})
+    sides = []
+    for run in (reference, other):
+        places = []
+        for name, position in (("massive_first", "first"), ("massive", "later")):
+            rows = run.outliers[["layer", "dimension"]].assign(position=position, value=run.outliers[name])
+            # Infinite where it is not known: a missing row has none, in any half of the contexts.
+            places.append(rows.assign(error=run.outliers[f"{name}_se"].fillna(np.inf)))
+        side = pd.concat(places, ignore_index=True).query("value > 0")
+        sides.append(side.astype({"layer": int, "dimension": int}))
+    table = join(sides[0], sides[1], ["layer", "dimension", "position"], {"value": "error"})
     return Survival(
         "massive activations",
         "massive dimension",
@@ -310,17 +316,6 @@ def massive_activations(reference: Run, other: Run) -> Survival:
     )
 
 
-def _massive(run: Run) -> pd.DataFrame:
-    """How many massive activations each dimension of a layer has at the first and at later tokens, and their errors."""
-    table = run.outliers
-    parts = []
-    for name, position in (("massive_first", "first"), ("massive", "later")):
-        # Infinite where it is not known: a missing row has none.
-        error = table[f"{name}_se"].fillna(np.inf) if f"{name}_se" in table else np.inf
-        parts.append(table[["layer", "dimension"]].assign(position=position, value=table[name], error=error))
-    return pd.concat(parts, ignore_index=True).query("value > 0").astype({"layer": int, "dimension": int})
-
-
 def _dimension_names(rows: pd.DataFrame) -> list[str]:
     layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
     return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
@@ -332,14 +327,19 @@ def positions(reference: Run, other: Run) -> Survival:
     values = {name: "".join(declared("layers")[name].columns[1:]) for name in names}
     table = join(reference.layers, other.layers, ["layer"], values)
     cosines = squared_cosines(reference, other)
-    table["overlap"] = [c.mean() for c in cosines]
+    table["overlap"] = [of_layer.mean() for of_layer in cosines]
     table["overlap_margin"] = overlap_margins(cosines, reference, other)
-    table["curve"] = _curves(reference, other)
+    table["curve"] = [_alike(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
     norms = statuses(table.rename(columns=lambda name: name.removeprefix("relative_norm_")), 0.0, GROUPS)
     kept, turned = A_HALF.decided(table["overlap"], table["overlap_margin"])
-    table["status"] = np.where(kept & (norms == SURVIVED), SURVIVED, UNDECIDED)
-    table.loc[turned | (norms == LOST), "status"] = LOST
-    overlap_mean, curve_mean = (float(table[name].mean()) for name in ("overlap", "curve"))
+    table["status"] = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
+    # The layers share contexts, so errors add up.
+    norm, rank = (
+        Change(
+            mean_of("layers", name), *(mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
+        )
+        for name in ("relative_norm", "rank")
+    )
     return Survival(
         "positional basis",
         "layer",
@@ -348,34 +348,18 @@ def positions(reference: Run, other: Run) -> Survival:
         "where less of one is, each with the whole 95 % interval; curve: similarity of the positions' Gram matrices "
         "(linear CKA), which is invariant to rotation",
         table,
-        _mean_change(table, "relative_norm"),
-        each(lambda row: f"layer {row['layer']}"),
+        norm,
+        lambda rows: [f"layer {layer}" for layer in rows["layer"]],
         verb=("keeps its positional basis", "keep their positional basis"),
         details=(
-            _mean_change(table, "rank"),
-            f"overlap of its leading directions {number(overlap_mean, 2)} (random: "
+            rank,
+            f"overlap of its leading directions {number(table['overlap'].mean(), 2)} (random: "
             f"{number(_chance(cosines, reference), 2)})",
-            f"similarity of its Gram matrix (linear CKA) {number(curve_mean, 2)}",
+            f"similarity of its Gram matrix (linear CKA) {number(table['curve'].mean(), 2)}",
         ),
         directions="overlap",
         contexts=_contexts(reference),
     )
-
-
-def _mean_change(table: pd.DataFrame, name: str) -> Change:
-    """Compare the means over layers. The layers share contexts, so errors add up."""
-    before, after, error = (mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
-    return Change(mean_of("layers", name), before, after, error)
-
-
-def _curves(reference: Run, other: Run) -> Floats:
-    """Linear CKA of both positional bases by layer, ⟨PPᵀ, P′P′ᵀ⟩/(‖PPᵀ‖‖P′P′ᵀ‖); NaN where a basis is zero."""
-    similarities = []
-    for p, q in zip(*_bases(reference, other), strict=True):
-        norms = torch.linalg.matrix_norm(p.T @ p) * torch.linalg.matrix_norm(q.T @ q)
-        product = torch.linalg.matrix_norm(p.T @ q).square()
-        similarities.append(float(product / norms) if norms > 0 else math.nan)
-    return np.array(similarities)
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
@@ -387,17 +371,23 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
     ]
 
 
+def _alike(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
+    """Linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
+    crossed, own, others = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
+    return float(crossed.square() / (own * others))
+
+
 def overlap(first: Run, second: Run) -> tuple[Floats, float]:
     """Overlap ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
     And its mean for random directions, k/d.
     """
     cosines = squared_cosines(first, second)
-    return np.array([c.mean() for c in cosines]), _chance(cosines, first)
+    return np.array([of_layer.mean() for of_layer in cosines]), _chance(cosines, first)
 
 
 def _chance(cosines: list[Floats], run: Run) -> float:
-    return float(np.mean([len(c) for c in cosines])) / need(run, "positional_basis").shape[2]
+    return float(np.mean([len(of_layer) for of_layer in cosines])) / need(run, "positional_basis").shape[2]
 
 
 def squared_cosines(first: Run, second: Run) -> list[Floats]:
@@ -411,14 +401,9 @@ def squared_cosines(first: Run, second: Run) -> list[Floats]:
 
 
 def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """The `direction_margins` of `overlap` by layer; what directions owe to the contexts is their `subspace_error`.
-
-    NaN where a run of an older schema, or of few contexts, has neither.
-    """
-    if not all("subspace_of_half" in run.arrays for run in runs):
-        return np.full(len(cosines), np.nan)
+    """The `direction_margins` of `overlap` by layer; what directions owe to the contexts is their `subspace_error`."""
     halves, owed = [], []
-    for layer, k in enumerate(len(c) for c in cosines):
+    for layer, k in enumerate(map(len, cosines)):
         one, two = (run.arrays["subspace_of_half"][layer, :, :k].double() for run in runs)
         halves.append((one @ two.mT).square().sum(dim=(1, 2)) / k)
         owed.append(sum(float(run.arrays["subspace_error"][layer, k - 1]) for run in runs) / 2)
@@ -427,15 +412,21 @@ def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
 
 def head_outputs(reference: Run, other: Run) -> Survival:
     """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
-    changed, old, new = _squares(reference, other)
-    contexts, tokens = changed.shape[1], len(reference.arrays["context"])
+    # Squared lengths, summed over the tokens of each context: (heads of all layers, contexts).
+    context = torch.unique(reference.arrays["context"], return_inverse=True)[1]
+    layers, heads, tokens = reference.arrays["written"].shape[:3]
+    contexts = int(context.max()) + 1
+    squares = torch.zeros(3, layers, heads, contexts, dtype=torch.float64)
+    for layer, (one, two) in enumerate(
+        zip(reference.arrays["written"], other.arrays["written"], strict=True)
+    ):
+        for kind, values in enumerate((two.double() - one, one.double(), two.double())):
+            squares[kind, layer].index_add_(1, context, values.square().sum(dim=2))
+    changed, old, new = squares.flatten(1, 2)
     lost, error = (values.numpy() for values in ratio_by_context(changed, old))
     difference, before, after = ((sums.sum(dim=1) / tokens).sqrt().numpy() for sums in (changed, old, new))
     writes = before > 0
-    kept = np.where(
-        writes, 1 - lost, after > 0
-    )  # a head that wrote nothing has 0 before, and 1 if it writes now
-    layers, heads = reference.arrays["written"].shape[:2]
+    kept = np.where(writes, 1 - lost, after > 0)  # of a head that wrote nothing, 1 if it writes now
     table = pd.DataFrame(np.ndindex(layers, heads), columns=HEAD).assign(
         before=writes.astype(float),
         after=kept,
@@ -447,6 +438,15 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         norm_difference=after - before,
     )
     table = table[writes | (after > 0)].reset_index(drop=True)
+
+    def change(row: pd.Series) -> str:
+        if row["norm_after"] == 0:
+            return "(no longer writes anything)"
+        retained = percent(row["after"]) if row["after"] > 0 else "nothing"
+        return f"(retains {retained}; norm {number(row['norm_before'])} → {number(row['norm_after'])})"
+
+    what = "‖new − old‖/‖old‖, mean over heads"
+    relative = _relative_difference(changed[writes], old[writes])
     return Survival(
         OUTPUTS,
         "head",
@@ -455,65 +455,48 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         "whole 95 % interval (over contexts)",
         table.assign(status=statuses(table, 1.0, contexts)),
         Change("mean norm of the outputs", before.mean(), after.mean()),
-        each(_output_change),
+        each(change),
         verb=("keeps its output", "keep their output"),
         details=(f"median relative difference {number(table['relative_difference'].median())}",),
         least=1.0,
         contexts=contexts,
-        further=(judge(ALIKE_CLAIM, DIFFERENCE, _difference(changed[writes], old[writes]), ALIKE),),
+        further=(judge("heads write nearly the same", what, relative, ALIKE),),
     )
 
 
-def _squares(reference: Run, other: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared lengths of new − old, old and new, summed over the tokens of each context, (layers · heads, contexts)."""
-    _, context = torch.unique(reference.arrays["context"], return_inverse=True)
-    sums: list[list[Tensor]] = [[], [], []]
-    for old, new in zip(reference.arrays["written"], other.arrays["written"], strict=True):
-        for of_layers, values in zip(sums, (new.double() - old, old.double(), new.double()), strict=True):
-            by_context = torch.zeros(len(values), int(context.max()) + 1, dtype=torch.float64)
-            of_layers.append(by_context.index_add_(1, context, values.square().sum(dim=2)))
-    changed, old, new = (torch.cat(of_layers) for of_layers in sums)
-    return changed, old, new
-
-
-def _difference(changed: Float[Tensor, "heads contexts"], old: Float[Tensor, "heads contexts"]) -> Estimate:
+def _relative_difference(
+    changed: Float[Tensor, "heads contexts"], old: Float[Tensor, "heads contexts"]
+) -> Estimate:
     """‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error over contexts."""
     if not len(old):
         return Estimate(math.nan)
-    value, contexts = float((changed.sum(dim=1) / old.sum(dim=1)).sqrt().mean()), old.shape[1]
-    if contexts == 1:
-        return Estimate(value, n=1, of="contexts")
-    changed_without, old_without = (sums.sum(dim=1, keepdim=True) - sums for sums in (changed, old))
-    left_out = (changed_without.clamp_min(0) / old_without).sqrt().nan_to_num().mean(dim=0)
-    return Estimate(value, float(jackknife_error(left_out)), contexts, "contexts")
-
-
-def _output_change(row: pd.Series) -> str:
-    if row["norm_after"] == 0:
-        return f"{head_name(row['layer'], row['head'])} (no longer writes anything)"
-    retained = percent(row["after"]) if row["after"] > 0 else "nothing"
-    norms = f"{number(row['norm_before'])} → {number(row['norm_after'])}"
-    return f"{head_name(row['layer'], row['head'])} (retains {retained}; norm {norms})"
+    contexts, error = old.shape[1], math.nan
+    if contexts > 1:
+        changed_without, old_without = (sums.sum(dim=1, keepdim=True) - sums for sums in (changed, old))
+        left_out = (changed_without.clamp_min(0) / old_without).sqrt().nan_to_num().mean(dim=0)
+        error = float(jackknife_error(left_out))
+    value = (changed.sum(dim=1) / old.sum(dim=1)).sqrt().mean()
+    return Estimate(float(value), error, contexts, "contexts")
 
 
 def entropies(reference: Run, other: Run) -> Survival:
     """Mean attention entropy of every head, its share of the maximum, and propagation."""
-    heads = [
-        run.heads.assign(share=_or_unknown(entropy_share(run), run)).rename(columns={"entropy": "value"})
-        for run in (reference, other)
-    ]
+    runs, contexts = (reference, other), _contexts(reference)
+    heads = [run.heads.assign(share=_share(run)).rename(columns={"entropy": "value"}) for run in runs]
     table = join(heads[0], heads[1], HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
-    shares = table["share_before"].to_numpy(), table["share_after"].to_numpy()
-    before, after = map(range_of, shares)
-    errors, contexts = (entropy_share_error(reference), entropy_share_error(other)), _contexts(reference)
-    looks = looks_of(int(table["difference"].notna().sum()))
-    table = table.drop(columns="share_difference").assign(
-        left_range=np.where(before != after, RANGES[after], ""),
-        status=status_of(*similar_entropies(shares, errors, contexts, looks)),
-    )
-    table = table[table["difference"].notna()].reset_index(drop=True)
-    first, second = table["share_before"].to_numpy()[:, None], table["share_after"].to_numpy()
-    holds: Flags = (np.abs(first - second) <= TENTH) & (range_of(first) == range_of(second))
+    first, second = (table[f"share_{side}"].to_numpy() for side in SIDES)
+    known = table["difference"].notna()
+    looks = looks_of(int(known.sum()))
+    errors = [margins(entropy_share_error(run), contexts, looks) for run in runs]
+    kept, lost = similar_entropies(first, second, *errors)
+    left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
+    table = table.drop(columns="share_difference").assign(left_range=left, status=status_of(kept, lost))
+    table = table[known].reset_index(drop=True)
+
+    def change(row: pd.Series) -> str:
+        entered = f", now {row['left_range']}" if row["left_range"] else ""
+        return f"({number(row['before'])} → {number(row['after'])}{entered})"
+
     return Survival(
         "entropies",
         "head",
@@ -522,67 +505,65 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
         Change(mean_of("heads", "entropy"), table["before"].mean(), table["after"].mean()),
-        each(_entropy_change),
+        each(change),
         verb=("keeps its entropy", "keep their entropy"),
-        by_chance=expected_by_chance(holds),
+        by_chance=expected_by_chance(similar_entropies(first[known, None], second[known], 0.0, 0.0)[0]),
         contexts=contexts,
     )
 
 
 def similar_entropies(
-    shares: tuple[Floats, Floats], errors: tuple[Floats, Floats], contexts: int, looks: int
+    before: Floats, after: Floats, error: Floats | float, error_after: Floats | float
 ) -> tuple[Flags, Flags]:
-    """Decide by whole intervals whether entropies survive or are lost: by their change, and their place in `RANGES`."""
-    kept, lost = A_TENTH.decided(shares[1] - shares[0], margins(np.hypot(*errors), contexts, looks))
-    ends = [
-        [range_of(share + sign * margins(error, contexts, looks)) for sign in (-1, 1)]
-        for share, error in zip(shares, errors, strict=True)
-    ]
-    (low, high), (new_low, new_high) = ends
+    """Decide whether entropies survive or are lost: by their change, and their place in `RANGES`.
+
+    `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
+    """
+    kept, lost = A_TENTH.decided(after - before, np.hypot(error, error_after))
+    (low, high), (new_low, new_high) = (
+        (range_of(share - margin), range_of(share + margin))
+        for share, margin in ((before, error), (after, error_after))
+    )
     return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
+
+
+def range_of(share: Floats) -> np.ndarray:
+    """The place in `RANGES` of each entropy, as a share of the maximum."""
+    return np.digitize(share, [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
 def entropy_share_error(run: Run) -> Floats:
     """The standard error of each head's entropy as a share of the maximum."""
     entropy, error = _values(run, "entropy"), _values(run, "entropy_se")
     with np.errstate(divide="ignore", invalid="ignore"):
-        maximum = entropy / _or_unknown(entropy_share(run), run)
+        maximum = entropy / _share(run)
     # A head whose entropy is 0 in every context has no error either, and no maximum that could be seen.
     return np.where(entropy > 0, error / maximum, error)
 
 
+def _share(run: Run) -> Floats:
+    shares = entropy_share(run)
+    return np.full(len(run.heads), np.nan) if shares is None else shares
+
+
 def _values(run: Run, name: str) -> Floats:
-    return _or_unknown(column(run.heads, name), run)
-
-
-def _or_unknown(values: Floats | None, run: Run) -> Floats:
+    values = column(run.heads, name)
     return np.full(len(run.heads), np.nan) if values is None else values
-
-
-def range_of(share: Floats | pd.Series) -> np.ndarray:
-    """The place in `RANGES` of each entropy, as a share of the maximum."""
-    return np.digitize(np.asarray(share), [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
-
-
-def _entropy_change(row: pd.Series) -> str:
-    entered = f", now {row['left_range']}" if row["left_range"] else ""
-    change = f"{number(row['before'])} → {number(row['after'])}{entered}"
-    return f"{head_name(row['layer'], row['head'])} ({change})"
 
 
 def head_types(reference: Run, other: Run) -> Survival:
     """Heads that follow a pattern or attend to sinks, by the report's thresholds."""
-    tables = []
+    runs, tables = (reference, other), []
     for role in ROLES:
-        if role.column not in reference.heads and role.column not in other.heads:
+        if not any(role.column in run.heads for run in runs):
             continue
-        scores = [
+        one, two = (
             run.heads[HEAD].assign(
                 value=np.nan_to_num(_values(run, role.column)), error=score_error(run, role)
             )
-            for run in (reference, other)
-        ]
-        table = join(scores[0], scores[1], HEAD, {"value": "error"})
+            for run in runs
+        )
+        table = join(one, two, HEAD, {"value": "error"})
         table.insert(len(HEAD), "type", role.title)
         table.insert(len(HEAD) + 1, "least", role.threshold)
         table["n"] = independent_scores(reference, role)
@@ -590,14 +571,19 @@ def head_types(reference: Run, other: Run) -> Survival:
     table = pd.concat(tables, ignore_index=True)
     table["status"] = statuses(table, table["least"].to_numpy(), table.pop("n"))
     units = [int((table[side] >= table["least"]).sum()) for side in SIDES]
+
+    def change(row: pd.Series) -> str:
+        scores = f"{number(row['before'], 2)} → {number(row['after'], 2)}"
+        return f"as {row['type'].removesuffix(' head')} ({scores})"
+
+    thresholds = "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
     return Survival(
         "head types",
         "head role",
-        "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
-        + f"; it {BY_HALVES}",
+        f"{thresholds}; it {BY_HALVES}",
         table,
         Change("heads with a role", *units),
-        each(_role_change),
+        each(change),
         contexts=_contexts(reference),
     )
 
@@ -614,28 +600,29 @@ def independent_scores(run: Run, role: HeadRole) -> int:
     return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else _contexts(run)
 
 
-def _role_change(row: pd.Series) -> str:
-    change = f"{number(row['before'], 2)} → {number(row['after'], 2)}"
-    return f"{head_name(row['layer'], row['head'])} as {row['type'].removesuffix(' head')} ({change})"
-
-
 def spectra(reference: Run, other: Run) -> Survival:
     """W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
-    heads = [
+    one, two = (
         run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
-    ]
-    regimes = [name for name in ("regime", "regime_data") if all(name in table for table in heads)]
-    table = join(heads[0], heads[1], HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
+    )
+    titles = {"regime": "regime", "regime_data": "regime with the covariance of what the head reads"}
+    regimes = [name for name in titles if name in one and name in two]
+    table = join(one, two, HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
-    one, two = first.to_numpy()[:, None], second.to_numpy()
+    before, after = first.to_numpy()[:, None], second.to_numpy()
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
-    holds: Flags = same_regime & (two >= HALF * one) & (one >= HALF * two)
+    holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
     zero = int((first == 0).sum())
     median = round((second / first.where(first > 0)).median() - 1, 4) + 0.0  # no −0 %
-    same = [int((table[f"{name}_before"] == table[f"{name}_after"]).sum()) for name in regimes]
-    titles = ("regime", "regime with the covariance of what the head reads")
+    same = {name: int((table[f"{name}_before"] == table[f"{name}_after"]).sum()) for name in regimes}
+
+    def change(row: pd.Series) -> str:
+        old, new = row["regime_before"], row["regime_after"]
+        norms = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
+        return f"({norms})" if old == new else f"({norms}, {old} → {new})"
+
     return Survival(
         "spectra",
         "head",
@@ -643,20 +630,122 @@ def spectra(reference: Run, other: Run) -> Survival:
         "the weights alone) is the same",
         table,
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
-        each(_spectrum_change),
+        each(change),
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
         details=(
             f"median change of the norm {percent(median)}"
             + (f" (without {counted(zero, 'head')} of norm 0 before)" if zero else ""),
-            *(f"same {title} in {count}" for title, count in zip(titles, same, strict=False)),
+            *(f"same {titles[name]} in {count}" for name, count in same.items()),
         ),
         by_chance=expected_by_chance(holds),
         certain=True,
     )
 
 
-def _spectrum_change(row: pd.Series) -> str:
-    change = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
-    if row["regime_before"] != row["regime_after"]:
-        change += f", {row['regime_before']} → {row['regime_after']}"
-    return f"{head_name(row['layer'], row['head'])} ({change})"
+def matched_heads(reference: Run, other: Run) -> Survival:
+    """Match each head of the reference with the head of the other model that does the most similar things.
+
+    Heads are described by shares between 0 and 1: their score in each role, their entropy over its maximum, and the
+    share of keys that propagate. The pairs, min(N, M) of them, are those with the least sum of squared distances
+    (`scipy.optimize.linear_sum_assignment`). A head without a partner is lost. By chance: as many as survive, in the
+    mean, where each of these shares is shuffled among the other model's heads and they are matched in the same way.
+
+    Args:
+        reference, other: surveys with N and M heads.
+
+    Raises:
+        UsageError: a run that lacks entropies.
+    """
+    runs = (reference, other)
+    measured = (*(role.column for role in ROLES), "propagation")
+    described = [
+        pd.DataFrame({ENTROPY: entropy_share(run)} | {name: column(run.heads, name) for name in measured})
+        for run in runs
+    ]
+    names = [name for name in described[0] if all(of_run[name].notna().any() for of_run in described)]
+    if ENTROPY not in names:
+        raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
+    first, second = (of_run[names].astype(np.float64) for of_run in described)
+    places, partners = matches(first.to_numpy(), second.to_numpy())
+    before, after = (of_run.reset_index(drop=True) for of_run in (first.iloc[places], second.iloc[partners]))
+    # The runs may be of other tokens of the text, so that the fewer contexts count.
+    roles, looks = [role for role in ROLES if role.column in names], looks_of(len(first))
+    independent = {role: min(independent_scores(run, role) for run in runs) for role in roles}
+    errors = [
+        pd.DataFrame(
+            {ENTROPY: margins(entropy_share_error(run), min(map(_contexts, runs)), looks)}
+            | {role.column: margins(score_error(run, role), n, looks) for role, n in independent.items()}
+        ).iloc[of_run]
+        for run, of_run in zip(runs, (places, partners), strict=True)
+    ]
+    table = reference.heads[HEAD].reset_index(drop=True)
+    blocks = [run.heads["layer"].to_numpy(np.float64) for run in runs]
+    depths = [
+        ((block + (run.heads["head"] + 0.5) / (run.heads["head"].max() + 1)) / (block.max() + 1)).to_numpy()
+        for run, block in zip(runs, blocks, strict=True)
+    ]  # 0 before the first head of the first block, 1 after the last head of the last
+    table.loc[places, "match"] = [head_name(*of) for of in other.heads[HEAD].iloc[partners].to_numpy()]
+    table = table.fillna({"match": ""}).assign(depth_before=depths[0])
+    table.loc[places, "depth_after"] = depths[1][partners]
+    table.loc[places, "difference"] = np.linalg.norm(before - after, axis=1)
+    for name in first:
+        table[f"{name}_before"] = first[name]
+        table.loc[places, f"{name}_after"] = after[name].to_numpy()
+    table["status"] = LOST
+    table.loc[places, "status"] = status_of(*_do_the_same(before, after, *errors))
+    by_chance, exact = [], 0 * errors[0].fillna(0)
+    generator = np.random.default_rng(0)
+    for _ in range(SHUFFLES):
+        shuffled = generator.permuted(second.to_numpy(), axis=0)
+        rows, others = matches(first.to_numpy(), shuffled)
+        old, new = first.iloc[rows].reset_index(drop=True), pd.DataFrame(shuffled[others], columns=names)
+        by_chance.append(_do_the_same(old, new, exact, exact)[0].sum())
+    details = []
+    if np.isfinite(rank := float(rank_correlation(blocks[0][places], blocks[1][partners]))):
+        details.append(f"rank correlation of the blocks of partners {number(rank)}")
+    if unmatched := len(second) - len(partners):
+        details.append(f"{counted(unmatched, 'head')} of the other model without a partner")
+    for role in roles:
+        side = f"{role.column}_before"
+        if len(rows := table[table[side] >= role.threshold]):
+            pairs = [
+                f"{head_name(row['layer'], row['head'])} → {row['match'] or 'none'} "
+                f"({number(row[side], 2)} → {number(row[f'{role.column}_after'], 2)})"
+                for _, row in rows.sort_values(side, ascending=False, kind="stable").iterrows()
+            ]
+            details.append(f"{role.plural}: {listed(pairs, 4)}")
+    return Survival(
+        MATCHED,
+        "head",
+        "a head and its partner in the other model, matched by their roles, entropy and propagation: survives where at "
+        f"least half of the score is left in each role that the head has, and the entropy differs by at most "
+        f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
+        table,
+        Change("mean entropy over its maximum", first[ENTROPY].mean(), second[ENTROPY].mean()),
+        verb=("has a partner that does the same", "have a partner that does the same"),
+        details=tuple(details),
+        by_chance=float(np.mean(by_chance)),
+        contexts=_contexts(reference),
+    )
+
+
+def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of `first`, ascending, and those of their partners in `second`; NaN counts as 0."""
+    places, partners = linear_sum_assignment(
+        cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
+    )
+    return places, partners
+
+
+def _do_the_same(before: pd.DataFrame, after: pd.DataFrame, *errors: pd.DataFrame) -> tuple[Flags, Flags]:
+    """Decide whether heads do what their partners do, and whether not: by entropy and every role that the first has.
+
+    `errors`: half the widths of the intervals of both.
+    """
+    kept, lost = similar_entropies(*(frame[ENTROPY].to_numpy() for frame in (before, after, *errors)))
+    for role in (role for role in ROLES if role.column in before):
+        old, new, *margins_of = (frame[role.column].to_numpy() for frame in (before, after, *errors))
+        enough, too_little = LEFT.decided(new - HALF * old, np.hypot(*margins_of))
+        has = old >= role.threshold
+        kept, lost = kept & (enough | ~has), lost | (too_little & has)
+    return kept, lost

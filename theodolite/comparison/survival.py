@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +17,20 @@ from theodolite.estimates import sigmas
 from theodolite.judging import SIGMAS, Answer, Criterion, Estimate, Verdict, judge, mix_of, untestable
 from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report.data import Floats
-from theodolite.system.wording import counted, listed, number, percent
+from theodolite.report.drawing.sinks import sink_name
+from theodolite.system.wording import counted, head_name, listed, number, percent
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
-
 HALF = 0.5
 """What survives retains at least this share (ours)."""
-
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
-
 BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
 """The rule of halves in words (`statuses`)."""
-
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
+SIDES = ("before", "after")
+ENDS = (*SIDES, "difference", "se")
 
 Flags = npt.NDArray[np.bool_]
 
@@ -50,7 +48,8 @@ def join(
         key: columns that both have.
         values: column → that of its standard error, or none. They become `VALUE_before`, `VALUE_after`,
             `VALUE_difference` and, where there is an error, `VALUE_se` of the difference; of the one called `value`
-            without the name. They are 0 where a table lacks the key, and NaN where it lacks the column.
+            without the name. They are 0 where a table lacks the key, and NaN where it lacks the column. An infinite
+            error stands for one that is not known.
         texts: columns that become `TEXT_before` and `TEXT_after`.
     """
     numbers = [name for name in dict.fromkeys([*values, *values.values()]) if name]
@@ -58,24 +57,21 @@ def join(
     for frame in (before, after):
         side = frame.reindex(columns=[*key, *numbers, *texts]).astype(dict.fromkeys(numbers, np.float64))
         # Columns of pyarrow's texts cannot be merged where one of them is empty.
-        others = side.columns.difference(side.select_dtypes("number").columns)
-        sides.append(side.astype(dict.fromkeys(others, object)))
-    both = sides[0].merge(
-        sides[1], "outer", list(key), suffixes=("_before", "_after"), indicator=True, sort=True
-    )
-    for side, missing in (("before", "right_only"), ("after", "left_only")):
+        sides.append(side.astype(dict.fromkeys(side.select_dtypes(exclude="number"), object)))
+    suffixes = tuple(f"_{side}" for side in SIDES)
+    table = sides[0].merge(sides[1], "outer", list(key), suffixes=suffixes, indicator=True, sort=True)
+    for side, missing in zip(SIDES, ("right_only", "left_only"), strict=True):
         columns = [f"{name}_{side}" for name in numbers]
-        both[columns] = both[columns].mask(both["_merge"] == missing, 0.0)
-    table = both[list(key)].copy()
+        table[columns] = table[columns].mask(table["_merge"] == missing, 0.0)
+    shown = list(key)
     for name, error in values.items():
-        table[f"{name}_before"], table[f"{name}_after"] = both[f"{name}_before"], both[f"{name}_after"]
-        table[f"{name}_difference"] = both[f"{name}_after"] - both[f"{name}_before"]
+        table[f"{name}_difference"] = table[f"{name}_after"] - table[f"{name}_before"]
         if error:
-            # An infinite error stands for one that is not known.
-            se = np.hypot(both[f"{error}_before"], both[f"{error}_after"])
+            se = np.hypot(table[f"{error}_before"], table[f"{error}_after"])
             table[f"{name}_se"] = se.replace(np.inf, np.nan)
-    both = both[[f"{name}_{side}" for name in texts for side in ("before", "after")]]
-    return table.join(both).rename(columns=lambda name: name.removeprefix("value_"))
+        shown += [f"{name}_{end}" for end in (ENDS if error else ENDS[:3])]
+    shown += [f"{name}_{side}" for name in texts for side in SIDES]
+    return table[shown].rename(columns=lambda name: name.removeprefix("value_"))
 
 
 @dataclass(frozen=True)
@@ -88,106 +84,86 @@ class Change:
     error: float = math.nan
 
     def __str__(self) -> str:
-        margin = float(margins(self.error, GROUPS))
-        within = self.error > 0 and abs(self.after - self.before) <= margin
+        within = self.error > 0 and abs(self.after - self.before) <= margins(self.error, GROUPS)
         words = f"{self.name} {number(self.before)} → {number(self.after)}"
         return f"{words} (within the 95 % interval)" if within else words
 
 
 @dataclass(frozen=True)
 class Survival:
-    """What survives of one part of the mechanism.
+    """What survives of one part of the mechanism."""
 
-    Attributes:
-        name: of the part: `sinks`, `tags`, …
-        unit: what is counted, in the singular.
-        criterion: what makes a unit, and when it survives.
-        table: one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them.
-        moved: the part in one number.
-        names: rows of lost or new units → what a sentence says of them.
-        verb: what a unit that survives does, of one and of several.
-        details: further clauses of the sentence, where anything changed.
-        weight: the column by which units count; empty: each counts once.
-        by_chance: how many units would survive if heads were matched at random; 0: none.
-        least: what makes a unit of `before`; the column `least` where each has its own.
-        paired: share of the whole family left, over contexts; None: read off the units.
-        further: verdicts on more than what survives.
-        contexts: that the units' errors rest on; 0: no errors are known, so that the part is not decided.
-        certain: no other text would say anything else: spectra of weights, or one model twice.
-        directions: the column that is 1 where a unit's directions are as they were; empty: it has none.
-    """
-
-    name: str
-    unit: str
-    criterion: str
-    table: pd.DataFrame
-    moved: Change
-    names: Callable[[pd.DataFrame], list[str]] = lambda rows: []
-    verb: tuple[str, str] = ("survives", "survive")
-    details: tuple[str | Change, ...] = ()
-    weight: str = ""
-    by_chance: float = 0.0
-    least: float = 0.0
-    paired: Estimate | None = None
-    further: tuple[Verdict, ...] = ()
-    contexts: int = 0
-    certain: bool = False
-    directions: str = ""
+    name: str  # of the part: `sinks`, `tags`, …
+    unit: str  # what is counted, in the singular
+    criterion: str  # what makes a unit, and when it survives
+    table: (
+        pd.DataFrame
+    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
+    moved: Change  # the part in one number
+    names: Callable[[pd.DataFrame], list[str]] = lambda rows: []  # of lost or new units, for the sentence
+    verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
+    details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
+    weight: str = ""  # the column by which units count; empty: each counts once
+    by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
+    least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
+    paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
+    further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
+    contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
+    certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
+    directions: str = (
+        ""  # the column that is 1 where a unit's directions are as they were; empty: it has none
+    )
 
     def count(self, status: str) -> int:
         """How many units have this status."""
         return int((self.table["status"] == status).sum())
 
-    @property
-    def row(self) -> dict[str, Any]:
-        """Its row in the table of all parts."""
-        counts = {status: self.count(status) for status in (SURVIVED, LOST, NEW, UNDECIDED)}
-        counts[UNDECIDED] = self.undecided  # of the reference
-        beyond = {"by_chance": self.by_chance, "left": self.family.value}
-        return {"part": self.name, "answer": self.answer} | counts | beyond
-
-    @property
-    def decided(self) -> int:
-        """Units of the reference of which it is known whether they survive."""
-        return self.count(SURVIVED) + self.count(LOST)
+    def _of_reference(self, weight: str = "") -> tuple[float, float, float]:
+        """How many units of the reference survive, are lost, and are undecided; or what they weigh."""
+        table = self.table
+        weights = table[weight] if weight else pd.Series(1.0, table.index)
+        is_open = table["status"] == UNDECIDED
+        if "before" in table:
+            is_open &= table["before"] >= table.get("least", self.least)
+        rows = (table["status"] == SURVIVED, table["status"] == LOST, is_open)
+        survived, lost, unknown = (float(weights[of].sum()) for of in rows)
+        return survived, lost, unknown
 
     @property
     def undecided(self) -> int:
         """Units of the reference of which it is not known whether they survive."""
-        return int(self._is_open.sum())
+        return int(self._of_reference()[2])
 
     @property
     def of_reference(self) -> int:
         """Units of the reference."""
-        return self.decided + self.undecided
-
-    @property
-    def _is_open(self) -> pd.Series:
-        table = self.table
-        is_open = table["status"] == UNDECIDED
-        return is_open & (table["before"] >= table.get("least", self.least)) if "before" in table else is_open
+        return int(sum(self._of_reference()))
 
     @property
     def family(self) -> Estimate:
         """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
 
-        Then the interval goes from where all undecided ones are lost to where all of them survive. Where units have
-        weights, which ones there are and what they weigh is itself known from these contexts only: the score test's
-        interval of a share of so many contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with
-        half a context (Yates).
+        Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
+        would keep is taken off both the units and those that survive. Where units have weights, which ones there are
+        and what they weigh is itself known from these contexts only: the score test's interval of a share of so many
+        contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with half a context (Yates).
         """
         if self.paired is not None:
             return self.paired
-        survived, lost, unknown = self._weights()
-        total = survived + lost + unknown
+        survived, lost, unknown = self._of_reference(self.weight)
+        could = survived + lost + unknown - self.by_chance
+        low, high = (
+            max(kept - self.by_chance, 0.0) / could if could > 0 else math.nan
+            for kept in (survived, survived + unknown)
+        )
         if self.certain and not unknown:
-            return Estimate.exact(self._share(survived, total))
-        low, high = self._share(survived, total), self._share(survived + unknown, total)
+            return Estimate.exact(low)
         if not self.contexts:
             return Estimate((low + high) / 2)
-        limit = NEARLY_ALL.limit
-        of_sample = math.sqrt(limit * (1 - limit) / self.contexts) + 0.5 / self.contexts / SIGMAS
-        error = (high - low) / 2 / SIGMAS + (of_sample if self.weight else 0.0)
+        error = (high - low) / 2 / SIGMAS
+        if self.weight:
+            limit = NEARLY_ALL.limit
+            error += math.sqrt(limit * (1 - limit) / self.contexts) + 0.5 / self.contexts / SIGMAS
         return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
 
     def of_one_model(self) -> Survival:
@@ -195,18 +171,6 @@ class Survival:
         table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
         part = replace(self, table=table, certain=True)
         return part if part.exact else self
-
-    def _weights(self) -> tuple[float, float, float]:
-        """Of the units of the reference that survive, are lost, and are undecided."""
-        weight = self.table[self.weight] if self.weight else pd.Series(1.0, self.table.index)
-        status = self.table["status"]
-        sums = [float(weight[rows].sum()) for rows in (status == SURVIVED, status == LOST, self._is_open)]
-        return sums[0], sums[1], sums[2]
-
-    def _share(self, survived: float, total: float) -> float:
-        """What survives beyond chance, of what could."""
-        could = total - self.by_chance
-        return max(survived - self.by_chance, 0.0) / could if could > 0 else math.nan
 
     def verdict(self, claim: str) -> Verdict:
         """Whether the part survives, by the share that is left with its interval.
@@ -216,8 +180,7 @@ class Survival:
         """
         if self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1):
             return untestable(claim, f"by chance {self.by_chance:.1f} of {self.of_reference} would survive")
-        what = f"share of the {self.name} that is left"
-        limits = NEARLY_ALL, MORE_THAN_HARDLY_ANY
+        what, limits = f"share of the {self.name} that is left", (NEARLY_ALL, MORE_THAN_HARDLY_ANY)
         return mix_of(claim, [judge(claim, what, self.family, limit) for limit in limits])
 
     @property
@@ -243,36 +206,34 @@ class Survival:
             clauses = [f"All {counted(len(self.table), self.unit)} {self.verb[1]}, unchanged", *numbers]
         else:
             clauses = [self.counts() if self.of_reference else f"The reference has no {self.unit}"]
-            clauses += [str(self.moved), *map(str, self.details), *self._named(LOST), *self._named(NEW)]
+            clauses += map(str, (self.moved, *self.details))
+            for status in (LOST, NEW):  # those that changed most first
+                rows = self.table[self.table["status"] == status]
+                if "difference" in rows:
+                    rows = rows.sort_values("difference", key=lambda of: -of.abs(), kind="stable")
+                if names := self.names(rows):
+                    clauses.append(f"{status}: {listed(names, NAMED)}")
         return "; ".join(clauses) + "."
-
-    def _named(self, status: str) -> list[str]:
-        """`lost: A, B and 3 more`: the units of a status, those that changed most first."""
-        rows = self.table[self.table["status"] == status]
-        if "difference" in rows:
-            order = rows["difference"].abs().sort_values(ascending=False, kind="stable").index
-            rows = rows.loc[order]
-        return [f"{status}: {listed(names, NAMED)}"] if len(rows) and (names := self.names(rows)) else []
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
-        weights = self._weights()
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
             text += f" ({self.by_chance:.1f} by chance)"
         elif self.weight and 0 < survived < total:
+            weights = self._of_reference(self.weight)
             text += f" ({percent(weights[0] / sum(weights))} by weight)"
-        if added := self.count(NEW):
-            text += f", {added} new"
-        if self.undecided:
-            text += f", {self.undecided} undecided (within the 95 % interval)"
-        return text
+        text += f", {new} new" if (new := self.count(NEW)) else ""
+        return f"{text}, {self.undecided} undecided (within the 95 % interval)" if self.undecided else text
 
 
 def each(describe: Callable[[pd.Series], str]) -> Callable[[pd.DataFrame], list[str]]:
-    """Describe several units one by one."""
-    return lambda rows: [describe(row) for _, row in rows.iterrows()]
+    """Name the head or sink of every row, each with what `describe` says of it."""
+    return lambda rows: [
+        f"{(sink_name(row) if 'kind' in row else head_name(row['layer'], row['head']))} {describe(row)}"
+        for _, row in rows.iterrows()
+    ]
 
 
 def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
@@ -318,14 +279,14 @@ def statuses(
         n: how many contexts, or groups of them, the errors rest on, or how many in each row.
         errors: of after − before/2 and of before − after/2, where they are known better than by `se`.
     """
-    before, after = (changed[side].to_numpy() for side in ("before", "after"))
+    before, after = (changed[side].to_numpy() for side in SIDES)
     is_unit = before >= least
     looks = looks_of(int(is_unit.sum()))
     errors = errors or (changed.get("se", 0.0),) * 2
     of_left, of_new = (margins(error, n, looks) if np.ndim(error) else 0.0 for error in errors)
-    kept, lost = LEFT.decided(after - HALF * before, of_left)
-    added = np.where(LEFT.decided(before - HALF * after, of_new)[1], NEW, UNDECIDED)
-    return np.where(is_unit, status_of(kept, lost), added)
+    of_reference = status_of(*LEFT.decided(after - HALF * before, of_left))
+    is_new = LEFT.decided(before - HALF * after, of_new)[1]
+    return np.where(is_unit, of_reference, np.where(is_new, NEW, UNDECIDED))
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:

@@ -93,6 +93,12 @@ class Table:
     headings: list[tuple[str, str]]
     rows: list[list[Cell]]
 
+    @property
+    def are_words(self) -> list[bool]:
+        """Of each column whether it holds words, which are aligned on the left."""
+        columns = zip(*self.rows, strict=True)
+        return [{cell.value is None for cell in of if cell.shown != MISSING} == {True} for of in columns]
+
 
 def tiles(run: Run) -> list[Tile]:
     """The key numbers that this run has."""

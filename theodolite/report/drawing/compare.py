@@ -20,6 +20,8 @@ from theodolite.report.drawing.prompt import MARK
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
+SIDES = ("before", "after")
+POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN, style.PURPLE)
 STATUS_COLOURS = {
     "survived": style.BLUE,
     "lost": style.VERMILLION,
@@ -55,36 +57,34 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
-    values = np.maximum(values, FEWEST) if shown.shares else values
     largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
-    diagonal = [FEWEST if shown.shares else 0.0, largest]
-    traces: list[Any] = reference(diagonal, diagonal, "unchanged", showlegend=False)
-    for status, colour in STATUS_COLOURS.items():
-        of_status = (table["status"] == status).to_numpy()
-        x, y = values[of_status].T
-        texts = [_hover_text(row, shown) for _, row in table[of_status].iterrows()]
-        hover = "%{text}<extra>" + status + "</extra>"
-        traces.append(dots(x, y, texts, status, colour, hover, marker={"size": 9, "opacity": 0.75}))
+    least, show = (FEWEST, percent) if shown.shares else (0.0, number)
     axis: dict[str, Any] = {"range": list(shown.limits)} if shown.limits else {}
     if shown.shares:
-        ticks = [FEWEST, 0.01, 0.03, 0.1, 0.3, 1.0]
+        values, ticks = np.maximum(values, FEWEST), [0.01, 0.03, 0.1, 0.3, 1.0]
         axis = {
             "type": "log",
-            "range": [float(np.log10(FEWEST * 0.8)), float(np.log10(1.25))],
-            "tickvals": ticks,
-            "ticktext": ["none", *(percent(tick) for tick in ticks[1:])],
+            "range": np.log10([FEWEST * 0.8, 1.25]).tolist(),
+            "tickvals": [FEWEST, *ticks],
+            "ticktext": ["none", *map(percent, ticks)],
         }
+
+    def hover(row: pd.Series) -> str:
+        name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+        name += f" → {row['match']}" if "match" in row else ""
+        text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
+        return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
+
+    traces: list[Any] = reference([least, largest], [least, largest], "unchanged", showlegend=False)
+    for status, colour in STATUS_COLOURS.items():
+        rows = (table["status"] == status).to_numpy()
+        texts = [hover(row) for _, row in table[rows].iterrows()]
+        told = "%{text}<extra>" + status + "</extra>"
+        marker = {"size": 9, "opacity": 0.75}
+        x, y = values[rows].T
+        traces.append(dots(x, y, texts, status, colour, told, marker=marker))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
-
-
-def _hover_text(row: pd.Series, shown: Dots) -> str:
-    name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
-    if "match" in row:
-        name += f" → {row['match']}"
-    show = percent if shown.shares else number
-    text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
-    return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
 
 def entropies(table: pd.DataFrame) -> go.Figure:
@@ -117,53 +117,45 @@ def _few_ticks(count: int) -> dict[str, Any]:
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
     """Map the share of tokens beyond 6 by outlier dimension and residual layer; blank where it is no outlier."""
-    row, layer = (
-        [dimensions.index(dimension) for dimension in table["dimension"]],
-        table["layer"].to_numpy(dtype=int),
-    )
-    highest = float(table[["before", "after"]].max(axis=None))
-    names = [str(dimension) for dimension in dimensions]
-    columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
     shown: list[Panel] = []
-    for side in ("before", "after"):
-        grid = np.full((len(dimensions), layers), np.nan)
-        grid[row, layer] = table[side]
-        hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>"
-        bar = None if shown else style.colour_bar("share of tokens", tickformat="~%")
+    for side in SIDES:
+        grid = table.pivot(index="dimension", columns="layer", values=side).reindex(
+            dimensions, columns=range(layers)
+        )
+        cells = heat(
+            grid.to_numpy(np.float64),
+            0,
+            float(table[list(SIDES)].max(axis=None)),
+            f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>",
+            bar=None if shown else style.colour_bar("share of tokens", tickformat="~%"),
+            y=[str(dimension) for dimension in dimensions],
+        )
+        columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
         title = "" if shown else "dimension"
-        cells = heat(grid, 0, highest, hover, bar=bar, y=names)
         shown.append(Panel(side, [cells], "residual layer", title, columns, {"type": "category"}))
     return panels(shown, 2, height=map_height(len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
-POSITION_COLOURS = {
-    "before": style.REFERENCE,
-    "after": style.MEASURED,
-    "overlap": style.GREEN,
-    "curve": style.PURPLE,
-}
-
-
 def positions(table: pd.DataFrame) -> go.Figure:
     """Draw rank, relative norm and retained directions of the positional basis by layer, before and after."""
-    across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
-    down = {"rangemode": "tozero", "zeroline": False}
+    colours = dict(zip((*SIDES, "overlap", "curve"), POSITION_COLOURS, strict=True))
     shown: list[Panel] = []
     for title, prefix, names in (
-        ("rank", "rank_", ("before", "after")),
-        ("relative norm", "relative_norm_", ("before", "after")),
+        ("rank", "rank_", SIDES),
+        ("relative norm", "relative_norm_", SIDES),
         ("overlap of the directions", "", ("overlap", "curve")),
     ):
         traces: list[Any] = []
         for name in names:
-            hover = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
+            told = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
             look: dict[str, Any] = {
                 "width": 2,
                 "marker": 6,
                 "showlegend": title != "relative norm",
             }  # named once
-            colour = POSITION_COLOURS[name]
-            traces += line(table["layer"], table[prefix + name], name, colour, hover=hover, **look)
+            traces += line(table["layer"], table[prefix + name], name, colours[name], hover=told, **look)
+        across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
+        down = {"rangemode": "tozero", "zeroline": False}
         shown.append(Panel(title, traces, "residual layer", "", across, down))
     return panels(shown, 3, height=340 - HEADROOM, gaps=(2 * GAP, 0), layout={"legend": {"y": 1.12}})
 
@@ -178,18 +170,16 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
     height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
     shown: list[Panel] = []
     for index, (name, figure) in enumerate(figures.items()):
-        own = {axis: _fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis")}
-        titles = [axis.pop("title", {}).get("text", "") for axis in own.values()]
+        x, y = (_fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis"))
+        title, left = (axis.pop("title", {}).get("text", "") for axis in (x, y))
         trace = figure.data[0].update(showscale=index == 0)
-        y = titles[1] if index % columns == 0 else ""
-        shown.append(Panel(name, [trace], titles[0], y, own["xaxis"], own["yaxis"], square=square))
+        shown.append(Panel(name, [trace], title, "" if index % columns else left, x, y, square=square))
     total = rows * height + (rows - 1) * ROW_GAP
-    drawn = panels(
-        shown, columns, gaps=(GAP, ROW_GAP / total), layout={"margin": {"l": 80, "t": 40, "b": 70}}
-    )
+    margins = {"margin": {"l": 80, "t": 40, "b": 70}}
+    drawn = panels(shown, columns, gaps=(GAP, ROW_GAP / total), layout=margins)
     drawn.update_layout(height=round(total) + 110)
-    for title in drawn.layout.annotations:
-        title.text = "<br>".join(textwrap.wrap(title.text, WRAP // columns, break_long_words=False))
+    for heading in drawn.layout.annotations:
+        heading.text = "<br>".join(textwrap.wrap(heading.text, WRAP // columns, break_long_words=False))
     return drawn
 
 
@@ -198,8 +188,7 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
     labels = list(zip(axis["tickvals"], axis["ticktext"], strict=True))
     of_tokens = "tickangle" in axis
     written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
-    names = {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
-    return axis | names
+    return axis | {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
 
 
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
@@ -211,18 +200,15 @@ def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure
     """
     shown = []
     for name, title in measures.items():
-        errors = table.get(f"{name}_se")
-        traces = line(
-            table["step"],
-            table[name],
-            title,
-            style.MEASURED,
-            errors=None if errors is None else errors.to_numpy(dtype=np.float64),
-            marker=6,
-            text=table["name"].tolist(),
-            hover="%{text}, step %{x}: %{y:.4g}<extra></extra>",
-            showlegend=False,
-        )
+        errors = table[f"{name}_se"].to_numpy(np.float64) if f"{name}_se" in table else None
+        told = "%{text}, step %{x}: %{y:.4g}<extra></extra>"
+        look: dict[str, Any] = {
+            "marker": 6,
+            "text": table["name"].tolist(),
+            "hover": told,
+            "showlegend": False,
+        }
+        traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, **look)
         short, _, of = title.partition(", ")
         shown.append(Panel(short, traces, "step", of))
     down = 0.13 if len(shown) <= 6 else 0.09  # two rows, or more
