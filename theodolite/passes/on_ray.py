@@ -236,7 +236,9 @@ class _Pool:
         how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
         how |= {f"num_{name.lower()}s": amount for name, amount in needs.items()}
         actor = ray.remote(Worker).options(**how)
-        self._task = [ray.put(part) for part in task]  # held, so that Ray still has it when it restarts a worker
+        self._task = [
+            ray.put(part) for part in task
+        ]  # held, so that Ray still has it when it restarts a worker
         workers = [actor.remote(*self._task, torch.get_num_threads()) for _ in range(count)]
         self._starting = {worker.ready.remote(): worker for worker in workers}
         self._processes: dict[Any, int] = {}  # of the workers that have started

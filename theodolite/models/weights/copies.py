@@ -79,6 +79,11 @@ def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[
     return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
 
 
+def hooked_by_accelerate(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module whose weights accelerate brings when they run; here they may be on the meta device."""
+    return [child for child in module.modules() if hasattr(child, "_hf_hook")]
+
+
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a module with its floating-point tensors in `dtype`; return the module itself where they are on meta.
 
@@ -92,7 +97,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     quantised = list(quantised_layers(module, type(module).__name__))
     plain = {id(layer): dequantised(name, layer).to(dtype) for name, layer in quantised}
     not_copied = {id(tensor) for _, layer in quantised for tensor in (*layer.parameters(), *layer.buffers())}
-    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]
+    hooked = hooked_by_accelerate(module)
     with ExitStack() as weights_present:
         if hooked:
             from accelerate.utils import align_module_device

@@ -27,6 +27,7 @@ from theodolite.models.weights.copies import (
     NotAffine,
     as_sequences,
     copy_in_dtype,
+    hooked_by_accelerate,
     run_until_tap,
     stop_at_tap,
 )
@@ -96,7 +97,7 @@ def read_head_weights(
 
 
 def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
-    """From the parameters that hold them, where these are in memory and a map says which they are."""
+    """From the parameters that hold them, where these can be copied and a map says which they are."""
 
     def use(weight_map: WeightMap) -> HeadWeights | None:
         # A layer may leave out norms that others of its kind have.
@@ -112,8 +113,10 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
                 return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
+    if any(p.is_meta for p in attention.parameters()) and not hooked_by_accelerate(attention):
+        return None
     try:
-        return None if any(p.is_meta for p in attention.parameters()) else maps.first(attention, call, use)
+        return maps.first(attention, call, use)
     except NotAffine:
         return None
 
