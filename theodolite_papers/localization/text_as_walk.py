@@ -10,17 +10,17 @@ import plotly.graph_objects as go
 
 from theodolite import Corpus
 from theodolite.accumulate.sums import State
-from theodolite.accumulate.walks import LAGS, WalkSums, simulated_walk
 from theodolite.estimates import Estimates
 from theodolite.judging import Criterion
-from theodolite.measure import walks
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
+from theodolite_papers.localization import walks
 from theodolite_papers.localization.walk_pass import TextWalk, read_walk
+from theodolite_papers.localization.walks import LAGS, WalkSums, simulated_walk
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
 LINES = {

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from theodolite import OpenModel
 from theodolite.accumulate.sums import State
-from theodolite.accumulate.walks import LAGS, WalkSums
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
+from theodolite_papers.localization.walks import LAGS, WalkSums
 
 CONTEXTS = 64
 """Read at most, whatever the corpus: a fixed cost. Eight in each group."""

@@ -13,7 +13,6 @@ from sklearn.metrics import cohen_kappa_score
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.measure.walks import MEASURES
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
@@ -30,6 +29,7 @@ from theodolite_papers.localization.head_behaviour import (
 )
 from theodolite_papers.localization.head_predictions import Prediction, from_increments, from_survey
 from theodolite_papers.localization.text_as_walk import text_walk
+from theodolite_papers.localization.walks import MEASURES
 
 
 def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from theodolite.accumulate.walks import simulated_walk
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.measure.walks import mean_gram, walk_table
 from theodolite.theory.propagation import propagation_finite
 from theodolite_papers.localization.head_predictions import from_increments
 from theodolite_papers.localization.walk_pass import LEAST_LENGTH, check_length, read_walk
+from theodolite_papers.localization.walks import mean_gram, simulated_walk, walk_table
 
 
 def test_the_pass_sees_what_the_model_computes(opened):

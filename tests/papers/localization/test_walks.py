@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.accumulate.walks import LAGS, WalkSums
-from theodolite.measure.walks import (
+from theodolite_papers.localization.walks import (
+    LAGS,
+    WalkSums,
     autocorrelations,
     mean_gram,
     pair_table,
