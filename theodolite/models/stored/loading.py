@@ -353,10 +353,13 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
         if not torch.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            why = " values: the checkpoint is broken, nothing to measure"
             if kind == "infinite" and parameter.dtype == torch.float16:
-                why = " values in float16: try --dtype float32"
-            raise WorkError(f"tensor {prefix}{name} holds {kind}{why}")
+                raise WorkError(
+                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
+                )
+            raise WorkError(
+                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
+            )
 
 
 def hash_checkpoint(
