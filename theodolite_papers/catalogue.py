@@ -1,92 +1,22 @@
-"""Every experiment by name, as each paper's `experiments.toml` declares it; the look-up, and `reproduce`."""
+"""Every experiment by name: the look-up, and `reproduce`."""
 
 from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from importlib import import_module
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from theodolite.errors import UsageError
-from theodolite.system.wording import reading_order
+from theodolite_papers.declarations import aliases, declarations
 
 if TYPE_CHECKING:
     from theodolite import Corpus, OpenModel, Run
     from theodolite.models.prompts import Focus
     from theodolite.report.outcome import Outcome
     from theodolite_papers.experiment import Experiment
-
-PAPERS = {"geometry": "hidden_geometry", "localization": "localization", "sinks": "catch_tag_release"}
-"""Group of experiments → the folder of its paper."""
-
-CLAIMS = "Every claim that the other experiments judge, on one page"
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """An experiment as `experiments.toml` has it; nothing is imported for it.
-
-    needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
-    text; `theodolite train …`: a folder that it wrote. options: `other`, `prompt`, `layer`, `head`. scaled_down: what
-    is smaller than in the paper, whatever the model. figures: key → caption: title, shows, look_for, source, wide.
-    elsewhere: published figures that are this one of another model or text. module: where the function is; empty: of
-    the collected claims.
-    """
-
-    name: str
-    module: str
-    title: str
-    paper: str
-    needs: Sequence[str] = ()
-    options: Sequence[str] = ()
-    scaled_down: str = ""
-    figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Alias:
-    """A published figure that is another one drawn for another model or text."""
-
-    name: str
-    of: str
-    published_on: str
-
-
-@cache
-def declared() -> dict[str, Declaration]:
-    """All declarations by name: of each paper the tables, the figures, the rest, the claims."""
-    found: dict[str, Declaration] = {}
-    for group, folder in PAPERS.items():
-        text = (files("theodolite_papers") / folder / "experiments.toml").read_text(encoding="utf-8")
-        modules = tomllib.loads(text)
-        paper = modules.pop("claims")
-        entries = {name: entry for of_module in modules.values() for name, entry in of_module.items()}
-        for module, of_module in modules.items():
-            for name, entry in of_module.items():
-                place = f"theodolite_papers.{folder}.{module}"
-                whole = {**entries.get(entry.get("like"), {}), "elsewhere": {}, **entry}
-                whole.pop("like", None)
-                found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, **whole)
-        options = sorted({option for entry in entries.values() for option in entry.get("options", [])})
-        found[f"{group}/claims"] = Declaration(f"{group}/claims", "", CLAIMS, paper, options=options)
-    order = sorted(found, key=lambda it: (it.partition("/")[0], not found[it].module, *reading_order(it)))
-    return {name: found[name] for name in order}
-
-
-@cache
-def aliases() -> dict[str, Alias]:
-    """The published figures that are another experiment's, by name."""
-    return {
-        f"{one.name.partition('/')[0]}/{name}": Alias(f"{one.name.partition('/')[0]}/{name}", one.name, text)
-        for one in declared().values()
-        for name, text in one.elsewhere.items()
-    }
 
 
 class _Catalogue(Mapping[str, "Experiment"]):
@@ -96,7 +26,7 @@ class _Catalogue(Mapping[str, "Experiment"]):
         self._read: dict[str, Experiment] = {}
 
     def __getitem__(self, name: str) -> Experiment:
-        module = declared()[name].module
+        module = declarations()[name].module
         if name not in self._read:
             from theodolite_papers.experiment import Experiment, claims
 
@@ -107,17 +37,17 @@ class _Catalogue(Mapping[str, "Experiment"]):
             else:
                 group = name.partition("/")[0]
                 others = [self[each] for each in self if each.startswith(f"{group}/") and each != name]
-                self._read[name] = claims(declared()[name], others)
+                self._read[name] = claims(declarations()[name], others)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(declared())
+        return iter(declarations())
 
     def __len__(self) -> int:
-        return len(declared())
+        return len(declarations())
 
     def __contains__(self, name: object) -> bool:
-        return name in declared()
+        return name in declarations()
 
 
 EXPERIMENTS: Mapping[str, Experiment] = _Catalogue()
@@ -182,7 +112,7 @@ def check_options(experiments: Sequence[Experiment], given: Sequence[str]) -> No
     known = {option for experiment in experiments for option in experiment.options}
     for option in given:
         if option not in known:
-            takers = [name for name, one in declared().items() if option in one.options]
+            takers = [name for name, one in declarations().items() if option in one.options]
             raise UsageError(
                 f"--{option} is not for {', '.join(experiment.name for experiment in experiments)}: "
                 f"only {', '.join(takers)} take it"

@@ -28,7 +28,7 @@ from theodolite.report.exhibit import by_name as by_name
 from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
-from theodolite_papers import catalogue
+from theodolite_papers.declarations import Declaration, declarations
 
 
 @dataclass
@@ -64,18 +64,18 @@ def experiment(
     options: Sequence[str] = (),
     scaled_down: str = "",
 ) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
-    """Declare the function below it an `Experiment`; the arguments are those of `catalogue.Declaration`."""
+    """Declare the function below it an `Experiment`; the arguments are those of `Declaration`."""
     return lambda fill: Experiment(name, title, paper, needs, fill, options, scaled_down)
 
 
 def declared(name: str) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
     """Make the function below it the experiment that its paper's `experiments.toml` has under this name."""
-    of = catalogue.declared()[name]
+    of = declarations()[name]
     heading = name, of.title, of.paper, of.needs
     return lambda fill: Experiment(*heading, fill, of.options, of.scaled_down, of.figures)
 
 
-def claims(of: catalogue.Declaration, experiments: list[Experiment]) -> Experiment:
+def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
     """The experiment that collects the verdicts of `experiments`."""
 
     @experiment(of.name, of.title, of.paper, options=of.options)

@@ -23,6 +23,7 @@ from theodolite.system.files import check_target, json_text
 from theodolite.system.interrupt import interruptible
 from theodolite.system.wording import harmless
 from theodolite_papers import catalogue
+from theodolite_papers.declarations import aliases, declarations
 
 if TYPE_CHECKING:
     from theodolite.models.prompts import Focus
@@ -34,7 +35,7 @@ def _complete(incomplete: str) -> list[str]:
     """Names of experiments and of their groups; the last of several with commas between them."""
     before, comma, last = incomplete.rpartition(",")
     groups = dict.fromkeys(name.partition("/")[0] for name in catalogue.EXPERIMENTS)
-    names = *groups, *catalogue.EXPERIMENTS, *catalogue.aliases()
+    names = *groups, *catalogue.EXPERIMENTS, *aliases()
     return [before + comma + name for name in names if name.startswith(last)]
 
 
@@ -189,24 +190,24 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
 
 def _list_experiments(console: Console) -> None:
     """Print every name with one line, and which published figures are others on another model or text."""
-    names, aliases = (Table(box=None, padding=(0, 2, 0, 0), show_header=False) for _ in range(2))
+    names, elsewhere = (Table(box=None, padding=(0, 2, 0, 0), show_header=False) for _ in range(2))
     names.add_column(no_wrap=True)
     names.add_column()
     for row in list_as_json():
-        if row["name"] in catalogue.aliases():
-            aliases.add_row(row["name"], escape(row["paper"]))
+        if row["name"] in aliases():
+            elsewhere.add_row(row["name"], escape(row["paper"]))
         else:
             names.add_row(row["name"], escape(row["title"]))
     console.print(names)
     console.print("\nPublished figures that show the same for another model or text:", highlight=False)
-    console.print(aliases)
+    console.print(elsewhere)
 
 
 def list_as_json() -> list[dict[str, str]]:
     """Name, title and the paper's finding of every experiment, and of the published figures that are one elsewhere."""
-    declared = catalogue.declared()
+    declared = declarations()
     rows = [{"name": one.name, "title": one.title, "paper": one.paper} for one in declared.values()]
-    for alias in catalogue.aliases().values():
+    for alias in aliases().values():
         paper = f"{alias.of}, published for {alias.published_on}"
         rows.append({"name": alias.name, "title": declared[alias.of].title, "paper": paper})
     return rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from theodolite.judging import Verdict
-from theodolite_papers.catalogue import declared
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import Outcome
 
 
@@ -27,7 +27,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def outcome_of(name: str) -> Outcome:
     """An empty one, with the captions of an experiment."""
-    return Outcome(captions=declared()[name].figures)
+    return Outcome(captions=declarations()[name].figures)
 
 
 def verdicts_of(

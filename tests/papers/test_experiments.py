@@ -23,7 +23,7 @@ from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite.report.outcome import Outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite_papers.catalogue import declared
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import claims
 from theodolite_papers.hidden_geometry.separation import gap_errors
 
@@ -35,7 +35,7 @@ OF_THE_SURVEY = [
     )
 ]
 FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
-CLAIMS = claims(declared()["geometry/claims"], OF_THE_SURVEY)
+CLAIMS = claims(declarations()["geometry/claims"], OF_THE_SURVEY)
 
 
 def changed(run: Run, **columns: object) -> Run:
@@ -262,7 +262,7 @@ def test_what_is_missing_is_said_in_one_line(run, opened):
 
 def test_what_is_declared_is_there():
     """Oracle: the modules' functions, and the parts that a caption has."""
-    for name, of in declared().items():
+    for name, of in declarations().items():
         assert EXPERIMENTS[name].name == name
         assert (EXPERIMENTS[name].title, EXPERIMENTS[name].paper) == (of.title, of.paper)
         for caption in of.figures.values():

@@ -17,12 +17,12 @@ from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading
 from theodolite.report.outcome_page import tally, write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.catalogue import declared
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import claims
 
 CLAIMS = replace(
     claims(
-        declared()["geometry/claims"],
+        declarations()["geometry/claims"],
         [EXPERIMENTS[f"geometry/{name}"] for name in ("table1", "table2", "table3", "figure2")],
     ),
     name="geometry/some-claims",
