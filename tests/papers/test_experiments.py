@@ -278,7 +278,7 @@ def test_what_is_declared_is_there():
         for caption in of.figures.values():
             assert caption.keys() - {"wide"} == {"title", "shows", "look_for", "source"}
         for claim in of.claims.values():
-            parts = [part for part in claim.values() if isinstance(part, dict)] or [claim]
+            parts = [claim | part for part in claim.values() if isinstance(part, dict)] or [claim]
             assert claim["claim"]
             assert all(part["what"] and part["criterion"] in of.criteria for part in parts)
 

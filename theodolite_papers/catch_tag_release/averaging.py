@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import Estimate, most_extreme
-from theodolite.judging import Criterion, judge, mix_of
+from theodolite.judging import mix_of
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
@@ -29,7 +29,7 @@ from theodolite.theory.grouping import variance_explained
 from theodolite_papers.catch_tag_release import averaging_training as training
 from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
 from theodolite_papers.drawing import POWERS, maps
-from theodolite_papers.experiment import Outcome, Study, declared
+from theodolite_papers.experiment import Outcome, Study, criterion, declared
 
 RANK_TOLERANCE = 1e-6
 """Of the largest singular value of what a layer writes: directions below it are not written along."""
@@ -114,36 +114,17 @@ DIRECTIONS = 64
 SPECIFIC_SHARE = 0.05
 """The tag's direction is what counts where at most this share of random directions cost as much (ours)."""
 
-SOLVED = Criterion("at most", 0.1, "a tenth of the target's variance (ours)")
-UNSOLVED = Criterion("at least", SOLVED.limit, "no longer solved")
-MOST = Criterion("at least", 0.5, "most of the models (ours)")
-SINK = Criterion("at least", SINK_THRESHOLD, "mean attention that makes a sink in the literature")
-OUTLIER = Criterion(
-    "at least", 6.0, "six times the other coordinates, as |x| ≥ 6 with numbers of size 1 (ours)"
-)
-RANK_ONE = Criterion(
-    "at most", 0.1, "“low rank” read as: a second singular value of a tenth of the first (ours)"
-)
+SOLVED, SINK, OUTLIER = (criterion(f"sinks/{name}") for name in ("solved", "sink", "outlier"))
 
-_SECOND = "second over first singular value"
-CLAIMS = (
-    ("[SEP] forms an attention sink", "sink", "attention of later tokens to it", SINK),
-    (
-        "There is an outlier feature dimension",
-        "outlier",
-        "RMS of the largest coordinate after [SEP] over the median of the others",
-        OUTLIER,
-    ),
-    ("W_V¹ is low rank", "second_value", _SECOND, RANK_ONE),
-    ("W_Q² W_K² is low rank", "second_query_key", _SECOND, RANK_ONE),
-    (
-        "The sink is what makes the tags (section 4.2)",
-        "left_blind",
-        "residual variance with [SEP] hidden from later tokens in the first layer",
-        UNSOLVED,
-    ),
-)
-"""Claims on a mean over models: claim, column, what it is, criterion."""
+JUDGED = {
+    "sink": "sink",
+    "outlier": "outlier",
+    "value-rank": "second_value",
+    "query-key-rank": "second_query_key",
+    "tags-read": "as_costly",
+    "tags-made": "left_blind",
+}
+"""Claim on the models that solve the task → the column of `measured` that it is about."""
 
 
 @declared("sinks/averaging")
@@ -157,12 +138,11 @@ def averaging(study: Study, outcome: Outcome) -> None:
     judge_models(outcome, models)
     draw_losses(outcome, trained, models)
     draw_attention(outcome, trained, models)
-    sink, outlier = (
-        "mean attention of tokens after [SEP] to it",
-        "largest coordinate over the median of the others",
-    )
-    for column, axis, criterion in (("sink", sink, SINK), ("outlier", outlier, OUTLIER)):
-        draw_scatter(outcome, models, column, axis, (SOLVED.limit, criterion.limit))
+    for column, axis, limit in (
+        ("sink", "mean attention of tokens after [SEP] to it", SINK.limit),
+        ("outlier", "largest coordinate over the median of the others", OUTLIER.limit),
+    ):
+        draw_scatter(outcome, models, column, axis, (SOLVED.limit, limit))
 
 
 def measured(trained: training.TrainedModels) -> pd.DataFrame:
@@ -256,71 +236,60 @@ def _range(values: pd.Series) -> str:
 def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
     """Claims of section 4, on models that solve the task: rows as `measured` gives them."""
     solved = models[models["solved"]]
-    papers = solved[solved["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
+    of_paper = [training.PUBLISHED, training.PUBLISHED_LARGE_TAG]
+    papers = solved[solved["kind"].isin(of_paper)]
     standard = solved[solved["kind"] == training.STANDARD]
     _necessity(outcome, solved)
-    _learned(outcome, models)
+    _learned(outcome, models[models["kind"].isin(of_paper)])
     for name, rows in (("paper's architecture", papers), (f"standard one, d = {training.WIDTH}", standard)):
         where = f"; {name}, {counted(len(rows), 'trained model')} that solve{'s' * (len(rows) == 1)} the task"
-        for claim, column, what, criterion in CLAIMS:
-            if column == "left_blind":
-                _tag_is_read(outcome, f"The tags are what the second layer reads (section 4.2){where}", rows)
+        for claim, column in JUDGED.items():
+            if claim == "tags-read":
+                _tag_is_read(outcome, where, rows)
+                continue
             begun = f"{column}_begun"
-            what += f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
-            what += ", mean over seeds" + (f" (from {_range(rows[column])})" if len(rows) else "")
+            before = f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
+            seeds = f" (from {_range(rows[column])})" if len(rows) else ""
             mean = Estimate.mean(rows[column], "models") if len(rows) else math.nan
-            outcome.claim(f"{claim}{where}", what, mean, criterion)
+            outcome.judge(claim, mean, where=where, before=before, seeds=seeds)
 
 
 def _mean_of(values: pd.Series) -> str:
     return with_error(float(values.mean()), float(values.sem()))
 
 
-def _tag_is_read(outcome: Outcome, claim: str, rows: pd.DataFrame) -> None:
+def _tag_is_read(outcome: Outcome, where: str, rows: pd.DataFrame) -> None:
     """Judge whether models need the tag's direction more than a random direction of what the layer writes."""
     if rows.empty:
-        outcome.cannot_test(claim, "no model solves the task")
+        outcome.cannot_judge("tags-read", "no model solves the task", where=where)
         return
-    fails = UNSOLVED.met(rows["left_untagged"].to_numpy(dtype=np.float64))
-    tag_specific = fails & (rows["as_costly"] <= SPECIFIC_SHARE).to_numpy()
+    fails = criterion("sinks/unsolved").met(rows["left_untagged"].to_numpy(dtype=np.float64))
     costly = rows["as_costly"]
-    what = (
-        f"share of the models that no longer solve it with the tag direction projected out of what the first layer "
-        f"writes (here {int(fails.sum())} of {len(rows)}; residual variance {_mean_of(rows['left_untagged'])}), and of "
-        f"which at most {percent(SPECIFIC_SHARE)} of {DIRECTIONS} random directions of what it writes cost as much "
-        f"(residual variance {_mean_of(rows['left_random'])}, spread over directions "
-        f"{number(rows['left_random_sd'].mean())}; as costly or more: {percent(costly.min())} to "
-        f"{percent(costly.max())} of them)"
-    )
-    share = Estimate.share(float(tag_specific.mean()), len(rows), "models")
-    outcome.claim(claim, what, share, MOST)
+    specific = fails & (costly <= SPECIFIC_SHARE).to_numpy()
+    values = {"fails": int(fails.sum()), "models": len(rows), "left": _mean_of(rows["left_untagged"])}
+    values |= {"share": percent(SPECIFIC_SHARE), "directions": DIRECTIONS}
+    values |= {"random": _mean_of(rows["left_random"]), "spread": number(rows["left_random_sd"].mean())}
+    values |= {"least": percent(costly.min()), "most": percent(costly.max())}
+    share = Estimate.share(float(specific.mean()), len(rows), "models")
+    outcome.judge("tags-read", share, where=where, **values)
 
 
 def _necessity(outcome: Outcome, solved: pd.DataFrame) -> None:
     """Judge whether a sink is needed: one model that solves the task without a strong sink refutes it."""
-    claim = "Simple tasks, like averaging, necessitate the mechanism (abstract, section 6)"
     if solved.empty:
-        outcome.cannot_test(claim, "no model solves the task")
+        outcome.cannot_judge("necessary", "no model solves the task")
         return
-    parts = []
+    kinds = []
     for kind, rows in solved.groupby("kind", sort=False):
         without = rows[rows["sink"] < SINK.limit]
-        part = f"{kind}: {len(without)} of {len(rows)}"
+        kinds.append(f"{kind}: {len(without)} of {len(rows)}")
         if len(without):
-            best = without.loc[without["left"].idxmin()]
-            left = number(best["left"])
-            part += f" (attention {_range(without['sink'])}, residual variance {left} and more)"
-        parts.append(part)
-    strong = (
-        f"models that solve the task ({SOLVED}) and pay [SEP] less than {SINK.limit:g}: {'; '.join(parts)}; least "
-        "attention that any of them pays it"
-    )
-    weak = "least residual variance of any of them with [SEP] hidden from later tokens in the first layer"
-    needs = [
-        judge(claim, strong, _least(solved, "sink"), SINK),
-        judge(claim, weak, _least(solved, "left_blind"), UNSOLVED),
-    ]
-    outcome.verdicts.append(mix_of(claim, needs))
+            left = number(without["left"].min())
+            kinds[-1] += f" (attention {_range(without['sink'])}, residual variance {left} and more)"
+    values = {"solved": SOLVED, "strong": SINK.limit, "kinds": "; ".join(kinds)}
+    strong = outcome.verdict("necessary.strong", _least(solved, "sink"), **values)
+    weak = outcome.verdict("necessary.weak", _least(solved, "left_blind"))
+    outcome.verdicts.append(mix_of(outcome.sentence("necessary"), [strong, weak]))
 
 
 def _least(models: pd.DataFrame, column: str) -> Estimate:
@@ -330,19 +299,16 @@ def _least(models: pd.DataFrame, column: str) -> Estimate:
     return Estimate(float(row[column]), error, HELD_OUT_SEQUENCES, "sequences")
 
 
-def _learned(outcome: Outcome, models: pd.DataFrame) -> None:
+def _learned(outcome: Outcome, papers: pd.DataFrame) -> None:
     """Judge whether the paper's own architecture learns the task, from either start."""
-    claim = "A two-layer attention model can be trained to average (section 1)"
-    papers = models[models["kind"].isin([training.PUBLISHED, training.PUBLISHED_LARGE_TAG])]
     if papers.empty:
-        outcome.cannot_test(claim, "it was not trained")
+        outcome.cannot_judge("learned", "it was not trained")
         return
-    parts = [
+    kinds = [
         f"{kind}: {int(rows['solved'].sum())} of {len(rows)} seeds (residual variance {_range(rows['left'])})"
         for kind, rows in papers.groupby("kind", sort=False)
     ]
-    what = f"the paper's architecture: {'; '.join(parts)}; least residual variance of any seed"
-    outcome.claim(claim, what, _least(papers, "left"), SOLVED)
+    outcome.judge("learned", _least(papers, "left"), kinds="; ".join(kinds))
 
 
 S_TAGS = np.arange(2.0, 37.0, 2.0)
@@ -357,22 +323,12 @@ VARIANTS = {PLAIN: (0.0, 1.0), "b = 3": (3.0, 1.0), "d = 0.1": (0.0, 0.1), "d = 
 def construction(study: Study, outcome: Outcome) -> None:
     numbers, places = draw([torch.Generator().manual_seed(study.provenance["seed"])], SEQUENCES)
     numbers, places = numbers[0].double(), places[0]
-    _maps(outcome, numbers)
-    _convergence(outcome, numbers, places)
-    _outside(outcome, numbers)
-    _attention(outcome, numbers, places)
-
-
-def _maps(outcome: Outcome, numbers: Tensor) -> None:
     middle = LENGTH // 2
     pictures = {
         f"s_tag = {tag:g}": averaging_model(tag)(numbers[:1], middle).attention[0].numpy()
         for tag in SHOWN_TAGS
     }
     outcome.draw("attention", attention_maps(pictures, middle))
-
-
-def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
     errors = outcome.tables["errors"] = _errors(numbers, places)
     by_tag = errors[errors["b_d"] == PLAIN].set_index("s_tag")
     ratio = by_tag["median"][20.0] / by_tag["derived_median"][20.0]
@@ -387,42 +343,35 @@ def _convergence(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
     }
     curves[f"{PLAIN}, largest"] = (by_tag["largest"].to_numpy(), np.full(len(by_tag), np.nan))
     outcome.draw("convergence", convergence(S_TAGS, curves, "|f(x) − mean|"))
-
-
-def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
-    averages = mean_after(numbers, places)
-    rows = []
-    for name, (b, d) in VARIANTS.items():
-        for tag in S_TAGS.tolist():
-            error = (averaging_model(tag, b, d)(numbers, places).output - averages).abs()
-            derived = averaging_error(numbers, places, tag, b, d).abs()
-            rows.append(
-                {"b_d": name, "s_tag": tag, "median": float(error.median()), "mean": float(error.mean())}
-                | {"largest": float(error.max()), "derived_median": float(derived.median())}
-            )
-    return pd.DataFrame(rows)
-
-
-def _outside(outcome: Outcome, numbers: Tensor) -> None:
-    """Report the construction where the theorem says nothing: [SEP] in the last place, or absent."""
+    # Where the theorem says nothing: [SEP] in the last place, or absent.
     model = averaging_model(SHOWN_TAGS[-1])
-    last, absent = model(numbers, LENGTH - 1).output, model(numbers, ABSENT).output
-    without_last = numbers[:, :-1].sum(-1) / LENGTH
+    last, absent = (model(numbers, place).output for place in (LENGTH - 1, ABSENT))
     for what, difference in (
-        ("[SEP] in the last place: largest |f(x) − sum of the numbers/T|", last - without_last),
+        (
+            "[SEP] in the last place: largest |f(x) − sum of the numbers/T|",
+            last - numbers[:, :-1].sum(-1) / LENGTH,
+        ),
         ("no [SEP]: largest |f(x) − mean of all numbers|", absent - numbers.mean(-1)),
     ):
         outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))
-
-
-def _attention(outcome: Outcome, numbers: Tensor, places: Tensor) -> None:
     table = outcome.tables["attention"] = _rest(numbers, places)
     curves = {
         "tokens after [SEP]": (table["rest"].to_numpy(), table["derived"].to_numpy()),
         "[SEP] itself": (table["rest_of_separator"].to_numpy(), table["derived_of_separator"].to_numpy()),
     }
     outcome.draw("rest", convergence(S_TAGS, curves, "1 − A¹ to [SEP]"))
+
+
+def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
+    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
+    averages = mean_after(numbers, places)
+    rows = []
+    for (name, (b, d)), tag in product(VARIANTS.items(), S_TAGS.tolist()):
+        error = (averaging_model(tag, b, d)(numbers, places).output - averages).abs()
+        derived = averaging_error(numbers, places, tag, b, d).abs()
+        values = error.median(), error.mean(), error.max(), derived.median()
+        rows.append((name, tag, *map(float, values)))
+    return pd.DataFrame(rows, columns=["b_d", "s_tag", "median", "mean", "largest", "derived_median"])
 
 
 def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:

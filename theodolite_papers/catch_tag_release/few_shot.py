@@ -29,7 +29,7 @@ from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES, TEST_STR
 from theodolite.estimates import Estimate
 from theodolite.evaluate.few_shot import PROMPTS, batch_of_prompts, few_shot_answers, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
-from theodolite.judging import HOLDS, Criterion, all_of, judge, unless_explained
+from theodolite.judging import HOLDS, all_of, unless_explained
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
@@ -47,6 +47,39 @@ FIGURE_HEIGHT = 380
 ASIDE = 0.05
 """Of an example, between the markers of neighbouring models: their intervals must not hide each other."""
 
+COMMAND = "theodolite train few-shot"
+
+SPARSITIES = (0.5, 0.7)
+"""The paper's, and one at which small models lose more."""
+
+CALIBRATION = 512
+"""Prompts that pruning is calibrated on; no model was trained or is tested on them."""
+
+PROMPT_SEED = 1
+"""Seed of the prompts that all models answer."""
+
+ABLATION_PROMPTS = 1000
+"""That every model answers under every intervention, the same for all."""
+
+CONTROLS = 2
+"""Seeded controls of each intervention. Of all controls the one that costs most is judged, model by model."""
+
+DENSE, HIDDEN = "dense", "sinks hidden"
+OTHERS, ATTENDED = "as many other keys hidden", "as many other keys hidden, the most attended"
+OATS, WITHOUT, RANDOM = "OATS", "OATS without its low-rank terms", "OATS without random terms as large"
+PAIRS = {
+    HIDDEN: ("Hiding the sinks", DENSE, (OTHERS, ATTENDED)),
+    WITHOUT: ("Taking out the low-rank terms", OATS, (RANDOM,)),
+}
+"""Intervention → in words, what it is made on, and its controls."""
+
+AT_CHANCE = (
+    "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
+)
+
+Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
+"""(prompts of a batch) → the interventions on the model while it reads them."""
+
 
 def accuracy_by_shots(
     means: pd.DataFrame,
@@ -59,68 +92,44 @@ def accuracy_by_shots(
 
     means: `model shots accuracy low high`. by_seed: `model seed shots accuracy accuracy_se`; None: no markers.
     """
-    models = list(dict.fromkeys(means["model"]))
-    lines: list[Any] = []
+    models, shots = list(dict.fromkeys(means["model"])), sorted(set(means["shots"]))
+    traces: list[Any] = []
     for index, (model, colour) in enumerate(zip(models, style.CATEGORIES, strict=False)):
-        shift = ASIDE * (index - (len(models) - 1) / 2)
-        if by_seed is not None:
-            lines.append(_marks(by_seed[by_seed["model"] == model], colour, shift))
-        lines += _line(model, means[means["model"] == model], colour, shift)
-    shots = sorted(set(means["shots"]))
-    if len(best):
-        lines += _bound("best possible", list(range(len(best))), best, "dash")
-    if math.isfinite(chance):
-        lines += _bound("chance", shots, [chance] * len(shots), "dot")
+        shift, name = ASIDE * (index - (len(models) - 1) / 2), for_plotly(model)
+        if by_seed is not None:  # one open circle per seed
+            rows = by_seed[by_seed["model"] == model]
+            notes = [
+                [row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()
+            ]
+            hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
+            own: dict[str, Any] = {
+                "opacity": 0.6,
+                "legendgroup": name,
+                "showlegend": False,
+                "customdata": notes,
+            }
+            own["marker"], at = (
+                {"size": 4, "symbol": "circle-open"},
+                rows["shots"].to_numpy(np.float64) + shift,
+            )
+            traces.append(dots(at, rows["accuracy"], None, None, colour, hover, **own))
+        rows = means[means["model"] == model]
+        values = [rows[of].to_numpy(np.float64) for of in ("accuracy", "low", "high")]
+        texts = [[count, *map(percent, each)] for count, *each in zip(rows["shots"], *values, strict=True)]
+        hover = f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} (%{{customdata[2]}} to %{{customdata[3]}})"
+        own = {"error_y": whiskers(*values), "legendgroup": name, "marker": 6, "customdata": texts}
+        at = rows["shots"].to_numpy(np.float64) + shift
+        traces += line(at, values[0], model, colour, hover=f"{hover}<extra></extra>", **own)
+    bounds = [("best possible", range(len(best)), best, "dash")] if len(best) else []
+    bounds += [("chance", shots, [chance] * len(shots), "dot")] if math.isfinite(chance) else []
+    for name, at, heights, dash in bounds:
+        hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"
+        traces += line(list(at), heights, name, style.GREY, dash=dash, width=1.2, hover=hover)
     layout = {
         "xaxis": {"tickmode": "array", "tickvals": shots, "zeroline": False},
         "yaxis": {"tickformat": ".0%", "zeroline": False},
     }
-    return style.figure(lines, "examples in the prompt", "accuracy", height=FIGURE_HEIGHT, layout=layout)
-
-
-def _line(model: str, rows: pd.DataFrame, colour: str, shift: float) -> list[Any]:
-    accuracy, low, high = (rows[name].to_numpy(np.float64) for name in ("accuracy", "low", "high"))
-    name = for_plotly(model)
-    shares = zip(rows["shots"], accuracy, low, high, strict=True)
-    own: dict[str, Any] = {"error_y": whiskers(accuracy, low, high), "legendgroup": name, "marker": 6}
-    own["customdata"] = [[shots, *map(percent, values)] for shots, *values in shares]
-    hover = (
-        f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} (%{{customdata[2]}} to %{{customdata[3]}})"
-    )
-    at = rows["shots"].to_numpy(np.float64) + shift
-    return line(at, accuracy, model, colour, hover=f"{hover}<extra></extra>", **own)
-
-
-def _marks(rows: pd.DataFrame, colour: str, shift: float) -> dict[str, Any]:
-    """Draw one open circle per seed."""
-    name = for_plotly(rows["model"].iloc[0]) if len(rows) else ""
-    notes = [[row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()]
-    hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
-    own = {"opacity": 0.6, "legendgroup": name, "showlegend": False, "customdata": notes}
-    marker, at = {"size": 4, "symbol": "circle-open"}, rows["shots"].to_numpy(np.float64) + shift
-    return dots(at, rows["accuracy"], None, None, colour, hover, marker=marker, **own)
-
-
-def _bound(name: str, shots: Sequence[int], values: Sequence[float], dash: str) -> list[Any]:
-    hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"
-    return line(shots, values, name, style.GREY, dash=dash, width=1.2, hover=hover)
-
-
-COMMAND = "theodolite train few-shot"
-
-DENSE = "dense"
-SPARSITIES = (0.5, 0.7)
-"""The paper's, and one at which small models lose more."""
-
-CALIBRATION = 512
-"""Prompts that pruning is calibrated on; no model was trained or is tested on them."""
-
-PROMPT_SEED = 1
-"""Seed of the prompts that all models answer."""
-
-EXAMPLES_HELP = Criterion("more than", 0.0, "higher accuracy with five examples than with none")
-WIDENS = Criterion("more than", 0.0, "a larger gap with five examples than with none")
-SIMILAR = Criterion("within", 0.02, "“similarly” read as: two points of accuracy (ours)")
+    return style.figure(traces, "examples in the prompt", "accuracy", height=FIGURE_HEIGHT, layout=layout)
 
 
 def calibration_prompts() -> Corpus:
@@ -167,47 +176,44 @@ def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
 
 @declared("sinks/figure3")
 def figure_3(study: Study, outcome: Outcome) -> None:
-    purpose = "sinks/figure3 is read from a folder of training runs"
-    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
-    show_accuracy(outcome, shots_table(folder, study.show))
+    show_accuracy(outcome, shots_table(_trained(study, outcome, "sinks/figure3"), study.show))
+
+
+def _trained(study: Study, outcome: Outcome, name: str) -> Path:
+    return study.training_folder(
+        "few_shot", f"{name} is read from a folder of training runs", COMMAND, outcome
+    )
 
 
 def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
     """Verdicts, levels and charts of accuracies, as `shots_table` gives them."""
     outcome.tables["accuracy"] = table
     dense = _by_shots(table, DENSE, SPARSITIES[0])
-    outcome.claim(
-        "More examples help the dense model (section 3.5)",
-        "accuracy with five examples less that with none",
-        Estimate.mean(dense[:, -1] - dense[:, 0], "models"),
-        EXAMPLES_HELP,
-    )
-    _read(outcome, DENSE, dense)
+    outcome.judge("examples-help", Estimate.mean(dense[:, -1] - dense[:, 0], "models"))
+    outcome.read(DENSE, _by_k(dense.mean(axis=0)))
+    order = {name: place for place, name in enumerate((DENSE, *METHODS.values()))}
     for sparsity in SPARSITIES:
         removed = f"{percent(sparsity)} removed"
         by_method = {name: _by_shots(table, name, sparsity) for name in METHODS.values()}
         for name, accuracy in by_method.items():
-            _read(outcome, f"{name}, {removed}", accuracy)
+            outcome.read(f"{name}, {removed}", _by_k(accuracy.mean(axis=0)))
         for name in ("Wanda", "SparseGPT"):
-            gap = by_method["OATS"] - by_method[name]
-            claim = f"OATS and {name} perform similarly without examples, {removed} (section 3.5, Fig. 3)"
-            what = f"accuracy with OATS less that with {name}, paired by model"
-            outcome.claim(claim, what, Estimate.mean(gap[:, 0], "models"), SIMILAR)
-            claim = f"OATS's lead over {name} widens with examples, {removed} (section 3.5, Fig. 3)"
-            what = "lead with five examples less that with none"
-            outcome.claim(claim, what, Estimate.mean(gap[:, -1] - gap[:, 0], "models"), WIDENS)
-        rows = table[table["sparsity"] == sparsity].sort_values("model", key=_order, kind="stable")
-        best = RULES.best_accuracy().tolist()
-        drawn = accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best)
-        outcome.draw(f"accuracy-{round(100 * sparsity)}", drawn, "accuracy", removed=removed)
+            gap, of = by_method["OATS"] - by_method[name], {"method": name, "removed": removed}
+            outcome.judge("similar", Estimate.mean(gap[:, 0], "models"), **of)
+            outcome.judge("widens", Estimate.mean(gap[:, -1] - gap[:, 0], "models"), **of)
+        rows = table[table["sparsity"] == sparsity]
+        rows = rows.sort_values("model", key=lambda names: names.map(order), kind="stable")
+        _draw(outcome, f"accuracy-{round(100 * sparsity)}", rows, removed=removed)
 
 
-def _read(outcome: Outcome, what: str, accuracy: Floats) -> None:
-    outcome.read(what, ", ".join(percent(value) for value in accuracy.mean(axis=0)) + " by k")
+def _draw(outcome: Outcome, key: str, rows: pd.DataFrame, **values: str) -> None:
+    best = RULES.best_accuracy().tolist()
+    drawn = accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best)
+    outcome.draw(key, drawn, "accuracy", **values)
 
 
-def _order(names: pd.Series) -> pd.Series:
-    return names.map({name: place for place, name in enumerate((DENSE, *METHODS.values()))})
+def _by_k(accuracy: Iterable[float]) -> str:
+    return ", ".join(percent(value) for value in accuracy) + " by k"
 
 
 def models_in(folder: str | Path) -> list[Path]:
@@ -230,29 +236,6 @@ def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
     models = [place.name for place in models_in(folder)]
     entry = {"folder": str(folder), "models": models, "prompts": PROMPTS}
     return of_trainings(f"{counted(len(models), 'model')} in {Path(folder).name}", "GPT-NeoX", few_shot=entry)
-
-
-ABLATION_PROMPTS = 1000
-"""That every model answers under every intervention, the same for all."""
-
-CONTROLS = 2
-"""Seeded controls of each intervention. Of all controls the one that costs most is judged, model by model."""
-
-DENSE, HIDDEN = "dense", "sinks hidden"
-OTHERS, ATTENDED = "as many other keys hidden", "as many other keys hidden, the most attended"
-OATS, WITHOUT, RANDOM = "OATS", "OATS without its low-rank terms", "OATS without random terms as large"
-PAIRS = {HIDDEN: (DENSE, (OTHERS, ATTENDED)), WITHOUT: (OATS, (RANDOM,))}
-"""Intervention → what it is made on, and its controls."""
-
-WORDS = {HIDDEN: "Hiding the sinks", WITHOUT: "Taking out the low-rank terms"}
-
-MORE = Criterion("more than", 0.0, "more than under the hardest control (ours)")
-AT_CHANCE = (
-    "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
-)
-
-Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
-"""(prompts of a batch) → the interventions on the model while it reads them."""
 
 
 @dataclass(frozen=True)
@@ -381,60 +364,49 @@ def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: Non
 
 @declared("sinks/examples")
 def examples(study: Study, outcome: Outcome) -> None:
-    purpose = "sinks/examples is read from a folder of training runs"
-    folder = study.training_folder("few_shot", purpose, COMMAND, outcome)
-    show_ablations(outcome, ablation_table(folder, study.show))
+    show_ablations(outcome, ablation_table(_trained(study, outcome, "sinks/examples"), study.show))
 
 
 def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
     """Verdicts, levels and a chart of accuracies, as `ablation_table` gives them."""
     outcome.tables["accuracy"] = table
     for name, rows in table.groupby("model", sort=False):
-        levels = rows.groupby("shots")["accuracy"].mean()
-        outcome.read(str(name), ", ".join(percent(value) for value in levels) + " by k")
+        outcome.read(str(name), _by_k(rows.groupby("shots")["accuracy"].mean()))
     hidden = table[table["hidden"] > 0].groupby("model", sort=False)["hidden"].mean()
     if len(hidden):
         shares = "; ".join(f"{name} {percent(share)}" for name, share in hidden.items())
         outcome.read("attention that went there, in heads with sinks", shares)
-    for name, (untouched, controls) in PAIRS.items():
+    for name, (words, untouched, controls) in PAIRS.items():
         lost = _lost(table, name, untouched)[:, 0]
         # The control that loses most, model by model and for each number of examples.
         of_controls = [_lost(table, control, untouched) for control in controls]
         hardest = np.concatenate(of_controls, axis=1).max(axis=1)
-        after = f"{WORDS[name]} costs accuracy after examples (section 3.5)"
-        means = f"({Estimate.mean(lost[:, -1], 'models')}) beyond the control that loses most"
-        what = f"accuracy lost with five examples {means} ({Estimate.mean(hardest[:, -1], 'models')})"
-        if name in hidden:
-            most = max(hidden[control] for control in controls)
-            theirs = percent(hidden[name])
-            what += f", which hides {percent(most)} of the attention where the sinks hide {theirs}"
         beyond = lost - hardest
-        outcome.claim(after, f"{what}, paired by model", Estimate.mean(beyond[:, -1], "models"), MORE)
-        growing = f"{WORDS[name]} costs more, the more examples there are (section 3.5)"
-        examples = np.arange(beyond.shape[1]) - (beyond.shape[1] - 1) / 2
-        trend = {
-            "rise an example, least squares over all numbers": beyond @ examples / (examples @ examples),
-            "with five examples less with four": beyond[:, -1] - beyond[:, -2],
+        attention = ""
+        if name in hidden:
+            most, theirs = percent(max(hidden[control] for control in controls)), percent(hidden[name])
+            attention = f", which hides {most} of the attention where the sinks hide {theirs}"
+        means = {
+            "lost": Estimate.mean(lost[:, -1], "models"),
+            "hardest": Estimate.mean(hardest[:, -1], "models"),
         }
-        by_model = [
-            judge(
-                growing,
-                f"accuracy lost beyond that control, {of}, by model",
-                Estimate.mean(values, "models"),
-                MORE,
+        estimate = Estimate.mean(beyond[:, -1], "models")
+        outcome.judge("costs", estimate, intervention=words, attention=attention, **means)
+        examples = np.arange(beyond.shape[1]) - (beyond.shape[1] - 1) / 2
+        parts = [
+            outcome.verdict(f"grows.{part}", Estimate.mean(values, "models"), intervention=words)
+            for part, values in (
+                ("trend", beyond @ examples / (examples @ examples)),
+                ("last", beyond[:, -1] - beyond[:, -2]),
             )
-            for of, values in trend.items()
         ]
         least = table[(table["model"] == name) & (table["shots"] == table["shots"].min())]["accuracy"]
         left = Estimate.mean(least.to_numpy(np.float64) - 1 / RULES.values, "models")
         floor = "" if left.value > left.margin else AT_CHANCE
-        outcome.verdicts.append(unless_explained(all_of(growing, by_model), HOLDS, floor))
+        verdict = all_of(outcome.sentence("grows", intervention=words), parts)
+        outcome.verdicts.append(unless_explained(verdict, HOLDS, floor))
     over_controls = table.groupby(["model", "folder", "seed", "shots"], as_index=False, sort=False)
-    by_seed = over_controls[["accuracy", "accuracy_se"]].mean()
-    best = RULES.best_accuracy().tolist()
-    outcome.draw(
-        "accuracy", accuracy_by_shots(over_seeds(by_seed), by_seed, chance=1 / RULES.values, best=best)
-    )
+    _draw(outcome, "accuracy", over_controls[["accuracy", "accuracy_se"]].mean())
 
 
 def _lost(table: pd.DataFrame, name: str, untouched: str) -> Floats:

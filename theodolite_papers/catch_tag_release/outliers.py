@@ -15,7 +15,6 @@ from theodolite import Corpus, OpenModel, find_outliers
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.estimates import Estimate
 from theodolite.jobs.job import Stage, run_stages
-from theodolite.judging import Criterion
 from theodolite.measure.heads import sinks_table
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
@@ -28,31 +27,13 @@ from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
 from theodolite_papers.drawing import Line, curves
-from theodolite_papers.experiment import ZHANG, Outcome, Study, declared
-
-SUN = "Sun et al. 2024"
+from theodolite_papers.experiment import Outcome, Study, declared
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
-CONSISTENT = Criterion(
-    "at least", 0.5, f"of the dimensions; consistent: half as even as Gaussian numbers, {EVEN:.3f} (ours)"
-)
-FEW_TOKENS = Criterion("at most", 0.01, "“few” read as: one token in a hundred (ours)")
-DELIMITED = Criterion("at least", 0.5, "most of them (ours)")
-SUDDEN = Criterion("at least", 0.5, "half of the largest size in one block (ours)")
-STAYS = Criterion("at least", 0.75, "three quarters of the layers from there on (ours)")
+"""A dimension is consistent whose values are half as even as Gaussian numbers (ours)."""
 
 LIFE = ["dimension", "token_id", "first"]
 """What tells one massive activation from another."""
-
-CLAIMS = {
-    "tokens": f"Massive activations are few: they sit at few tokens ({SUN})",
-    "delimiters": f"Massive activations sit at the first token and at delimiters ({SUN})",
-    "dimensions": f"Massive activations sit in few, fixed dimensions ({SUN})",
-    "sudden": f"Massive activations appear within one layer ({SUN})",
-    "stays": f"Massive activations stay until the last layers ({SUN})",
-    "at sinks": f"Massive activations are at tokens that are attention sinks ({SUN}; {ZHANG})",
-    "sinks at": f"Attention sinks are at tokens with massive activations ({SUN}; {ZHANG})",
-}
 
 
 @declared("sinks/outliers")
@@ -117,20 +98,16 @@ def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outl
         large = each.dimensions[each.dimensions["large_rms"] & ~each.dimensions["massive"]]
         return float((large["consistency"] >= EVEN).mean())
 
-    claim = f"Outlier feature dimensions are consistent across tokens ({ZHANG}, section 1.2)"
     large = outliers.dimensions[outliers.dimensions["large_rms"]]
     apart = f"{int(large['massive'].sum())} more carry massive activations after position 0"
     large = large[~large["massive"]]
     if large.empty:
-        outcome.cannot_test(claim, f"no dimension's RMS stands out in its layer ({apart})")
+        outcome.cannot_judge("consistent", f"no dimension's RMS stands out in its layer ({apart})")
         return
-    what = (
-        f"share of {counted(len(large), 'dimension')} with an outlying RMS, over all layers, whose geometric mean is "
-        f"not far below it (lowest: {number(large['consistency'].min())} of it; Gaussian numbers: "
-        f"{number(GAUSSIAN_CONSISTENCY)}; {apart})"
-    )
     estimate = _estimate(even(outliers), [even(part) for part in parts], _contexts(outliers))
-    outcome.claim(claim, what, estimate, CONSISTENT)
+    values = {"dimensions": counted(len(large), "dimension"), "lowest": number(large["consistency"].min())}
+    values |= {"gaussian": number(GAUSSIAN_CONSISTENCY), "apart": apart}
+    outcome.judge("consistent", estimate, even=EVEN, **values)
 
 
 def _at_delimiters(outliers: Outliers) -> float:
@@ -146,56 +123,39 @@ def _staying(outliers: Outliers) -> float:
     return float(np.median(shares)) if len(shares) else math.nan
 
 
+MASSIVE: dict[str, Callable[[Outliers], float]] = {
+    "tokens": lambda each: float(each.layers["tokens"].max()),
+    "delimiters": _at_delimiters,
+    "dimensions": lambda each: float(each.massive["dimension"].nunique()),
+    "sudden": lambda each: float(each.growth.drop_duplicates(LIFE)["rise"].median()),
+    "stays": _staying,
+}
+"""Claim of Sun et al. 2024 on massive activations → its number."""
+
+
 def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
     """Judge what Sun et al. 2024 claim, on massive activations of either rule, where theirs finds any."""
     if missing := _nothing(outliers):
-        for name in ("tokens", "delimiters", "dimensions", "sudden", "stays"):
-            outcome.cannot_test(CLAIMS[name], missing)
+        for name in MASSIVE:
+            outcome.cannot_judge(name, missing)
         return
     dimensions = sorted(set(outliers.massive["dimension"]))
     width = len(set(outliers.dimensions["dimension"]))
-    few = Criterion("at most", max(4.0, 0.01 * width), "“few” read as: 4, or 1 % of them (ours)")
     lives = outliers.growth.drop_duplicates(LIFE)
-    followed = f"median of {counted(len(lives), 'pair')} of token and dimension"
-    gone = int(lives["vanishes"].notna().sum())
     names = [carrier_name(row.token, row.first) for row in _by_token(outliers.massive).itertuples()]
-    first = percent(float(outliers.layers["tokens_first"].max()))
-    measures: dict[str, tuple[str, Callable[[Outliers], float], Criterion]] = {
-        "tokens": (
-            f"largest share over layers of the tokens after position 0 that carry one (position 0: {first})",
-            lambda each: float(each.layers["tokens"].max()),
-            FEW_TOKENS,
-        ),
-        "delimiters": (
-            "share at position 0 or at tokens without a letter or digit "
-            f"({listed(list(dict.fromkeys(names)), 5)})",
-            _at_delimiters,
-            DELIMITED,
-        ),
-        "dimensions": (
-            f"dimensions of {width} ({listed([str(dimension) for dimension in dimensions], 8)})",
-            lambda each: float(each.massive["dimension"].nunique()),
-            few,
-        ),
-        "sudden": (
-            f"largest growth in one block over the largest size, {followed}",
-            lambda each: float(each.growth.drop_duplicates(LIFE)["rise"].median()),
-            SUDDEN,
-        ),
-        "stays": (
-            "share of the layers, from the one where it appears, in which it is massive, "
-            f"{followed} ({gone} vanish before the last)",
-            _staying,
-            STAYS,
-        ),
+    values = {"first": percent(float(outliers.layers["tokens_first"].max())), "width": width}
+    values |= {
+        "carriers": listed(list(dict.fromkeys(names)), 5),
+        "dimensions": listed([str(dimension) for dimension in dimensions], 8),
     }
-    for name, (what, measure, criterion) in measures.items():
+    values |= {"pairs": counted(len(lives), "pair"), "gone": int(lives["vanishes"].notna().sum())}
+    for name, measure in MASSIVE.items():
         of_parts = [measure(part) for part in parts]
         if name == "sudden" and len(set(of_parts)) == 1:
             of_parts = []  # of position 0 with one token, by causality: no context can tell how far off it is
-        outcome.claim(
-            CLAIMS[name], what, _estimate(measure(outliers), of_parts, _contexts(outliers)), criterion
-        )
+        estimate = _estimate(measure(outliers), of_parts, _contexts(outliers))
+        few = max(4.0, 0.01 * width) if name == "dimensions" else None
+        outcome.judge(name, estimate, few, **values)
 
 
 def judge_sinks(
@@ -206,27 +166,21 @@ def judge_sinks(
 ) -> None:
     """Judge whether massive activations and sinks are at the same tokens, by token and first position."""
     if missing := _nothing(whole[0]) or ("no attention sink in this run" if whole[1].empty else ""):
-        for name in ("at sinks", "sinks at"):
-            outcome.cannot_test(CLAIMS[name], missing)
+        for name in ("at-sinks", "sinks-at"):
+            outcome.cannot_judge(name, missing)
         return
 
-    def tables(each: tuple[Outliers, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:
-        return _by_token(each[0].massive), _caught(each[1])
+    def tables(outliers: Outliers, sinks: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """By (token, first): massive activations; the contexts of the head in which it is a sink most often."""
+        caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
+        return _by_token(outliers.massive), caught
 
-    for name, one, other, weight, what in (
-        ("at sinks", 0, 1, "places", "massive activations at tokens that are sinks of some head"),
-        ("sinks at", 1, 0, "contexts", "sinks at tokens that carry massive activations"),
-    ):
-        chance = _chance(tables(whole)[other], corpus)
-        criterion = Criterion("at least", max(0.5, chance), "half, and more than of all tokens (ours)")
-        what = f"share of {what} (baseline: {percent(chance)} of all tokens of the text)"
-        shares = [_share_among(of[one], of[other], weight) for of in map(tables, (whole, *parts))]
-        outcome.claim(CLAIMS[name], what, _estimate(shares[0], shares[1:], len(corpus.contexts)), criterion)
-
-
-def _caught(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Count, for each (token, first), the contexts of the head in which it is a sink most often."""
-    return sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
+    by_text = [tables(*each) for each in (whole, *parts)]
+    for name, one, other, weight in (("at-sinks", 0, 1, "places"), ("sinks-at", 1, 0, "contexts")):
+        chance = _chance(by_text[0][other], corpus)
+        shares = [_share_among(of[one], of[other], weight) for of in by_text]
+        estimate = _estimate(shares[0], shares[1:], len(corpus.contexts))
+        outcome.judge(name, estimate, max(0.5, chance), chance=percent(chance))
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
@@ -251,12 +205,22 @@ def _nothing(outliers: Outliers) -> str:
         if tokens
         else "none either"
     )
-    sizes = outliers.dimensions[["maximum", "maximum_first"]].max(axis=1)
+    sizes = _largest(outliers)
     largest, ratio = float(sizes.max()), float((sizes / typical_rms(outliers)).max())
     return (
         f"no massive activation by the published rule: the largest |x| is {number(largest)}, and no value more than "
         f"{number(ratio)} times the RMS of its layer's median dimension; by comparison with its layer: {others}"
     )
+
+
+def _largest(outliers: Outliers) -> pd.Series:
+    """Largest |x| of each row of `dimensions`."""
+    return outliers.dimensions[["maximum", "maximum_first"]].max(axis=1)
+
+
+def typical_rms(outliers: Outliers) -> pd.Series:
+    """RMS of the median dimension of each row's layer."""
+    return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
 
 
 def is_delimiter(token: str) -> bool:
@@ -291,8 +255,7 @@ def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
 
 
 def _read(outcome: Outcome, outliers: Outliers) -> None:
-    layers, dimensions = outliers.layers, outliers.dimensions
-    largest = dimensions[["maximum", "maximum_first"]].max(axis=1)
+    layers, dimensions, largest = outliers.layers, outliers.dimensions, _largest(outliers)
     ratio = largest / typical_rms(outliers)
     top = int(ratio.to_numpy().argmax())
     for name, quantity, paper in (
@@ -323,6 +286,41 @@ SMALLEST = 1e-6  # of the largest value: below it the logarithmic axis of the gr
 NAMED: dict[str, Any] = {"type": "category", "showgrid": False}  # an axis of dimensions or tokens
 TURNED = {"tickangle": -90, "tickfont": {"size": 10}}  # its names, where there are many
 DASHES = ("solid", "dash", "dot", "dashdot")
+COUNTS = {
+    "adaptive": Line("outlier dimensions, from data", style.BLUE, marker=5),
+    "published": Line("outlier dimensions, published", style.SKY, "dash", marker=5),
+    "massive_adaptive": Line("dimensions with massive activations, from data", style.VERMILLION, marker=5),
+    "massive_published": Line(
+        "dimensions with massive activations, published", style.ORANGE, "dash", marker=5
+    ),
+}
+
+
+def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
+    """All figures of the page, of a text of so many contexts."""
+    ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
+    chosen = largest_columns(ratios)
+    titles = "dimension", "layer", "times the median"
+    outcome.draw("dimensions", ratio_map(ratios[:, chosen], chosen, titles))
+    _growth(outcome, outliers)
+    if not outliers.massive.empty:
+        _carriers(outcome, outliers, contexts)
+    values = [outliers.layers[name].to_numpy(dtype=np.float64) for name in COUNTS]
+    at = np.arange(len(outliers.layers), dtype=np.float64)
+    layers = {"tickmode": "array", "tickvals": evenly(len(at), 16), "zeroline": False}
+    own: dict[str, Any] = {"height": 360, "xaxis": layers, "yaxis": {"rangemode": "tozero"}}
+    outcome.draw("counts", curves(at, list(COUNTS.values()), values, ("layer", "dimensions"), **own))
+    table = outliers.head_dimensions
+    grid = _grid(
+        table.groupby(["layer", "head"], as_index=False)["rms_ratio"].max(), "rms_ratio", "layer", "head"
+    )
+    flagged = table[table["adaptive"]].drop_duplicates(["layer", "head"])
+    names = [head_name(row.layer, row.head) for row in flagged.itertuples()]
+    sentence = (
+        f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
+    )
+    drawn = ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median"))
+    outcome.draw("heads", drawn, heads=sentence + (f": {listed(names, 8)}" if names else ""))
 
 
 def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
@@ -346,27 +344,6 @@ def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str,
     return style.figure([cells], titles[0], titles[1], height=height, layout=layout)
 
 
-def _by_layer(name: str, values: Floats, colour: str, dash: str) -> list[Any]:
-    hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
-    positive = np.where(values > 0, values, np.nan)
-    return line(np.arange(len(values)), positive, name, colour, dash=dash, width=2, marker=5, hover=hover)
-
-
-def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
-    """All figures of the page, of a text of so many contexts."""
-    _map(outcome, outliers)
-    _growth(outcome, outliers)
-    if not outliers.massive.empty:
-        _carriers(outcome, outliers, contexts)
-    _counts(outcome, outliers)
-    _heads(outcome, outliers)
-
-
-def typical_rms(outliers: Outliers) -> pd.Series:
-    """RMS of the median dimension of each row's layer."""
-    return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
-
-
 def carrier_name(token: str, first: bool) -> str:
     """A token in quotation marks; what stands at position 0 is one place, whatever it is."""
     return "position 0" if first else f"“{shown_token(token)}”"
@@ -376,46 +353,38 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
     return table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
 
 
-def _map(outcome: Outcome, outliers: Outliers) -> None:
-    ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
-    chosen = largest_columns(ratios)
-    outcome.draw(
-        "dimensions", ratio_map(ratios[:, chosen], chosen, ("dimension", "layer", "times the median"))
-    )
-
-
 def _growth(outcome: Outcome, outliers: Outliers) -> None:
     """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
-    layers = outliers.dimensions.groupby("layer")
-    typical = typical_rms(outliers).groupby(outliers.dimensions["layer"]).median()
-    references = {
-        "RMS of the median dimension": typical.to_numpy(dtype=np.float64),
-        "largest |x|, positions 1 on": layers["maximum"].max().to_numpy(dtype=np.float64),
-        "largest |x| at position 0": layers["maximum_first"].max().to_numpy(dtype=np.float64),
-    }
     by, rising = ["places", "dimension", "layer"], [False, True, True]
     order = outliers.growth.sort_values(by, ascending=rising, kind="stable")
-    keys = ["dimension", "token_id", "token", "first"]
-    lines = {
-        (f"dimension {dimension}", carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
-        for (dimension, _, token, first), rows in order.groupby(keys, sort=False)
+    activations = order.groupby(["dimension", "token_id", "token", "first"], sort=False)
+    named = {
+        (dimension, carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
+        for (dimension, _, token, first), rows in activations
     }
-    threshold = outliers.numbers["thresholds"]["massive"]
-    drawn = dict(list(lines.items())[:LINES])
-    dimensions = list(dict.fromkeys(dimension for dimension, _ in drawn))
-    drawn_of_dimension: dict[str, int] = dict.fromkeys(dimensions, 0)
+    lines: list[tuple[str, Floats, str, str]] = []
+    of_dimension: dict[int, int] = {}  # lines drawn so far
+    for (dimension, token), values in list(named.items())[:LINES]:
+        count = of_dimension[dimension] = of_dimension.get(dimension, -1) + 1
+        colour = style.CATEGORIES[list(of_dimension).index(dimension) % (len(style.CATEGORIES) - 1)]
+        lines.append((f"dimension {dimension}, {token}", values, colour, DASHES[count % len(DASHES)]))
+    layers = outliers.dimensions.groupby("layer")
+    references = {
+        "RMS of the median dimension": typical_rms(outliers).groupby(outliers.dimensions["layer"]).median(),
+        "largest |x|, positions 1 on": layers["maximum"].max(),
+        "largest |x| at position 0": layers["maximum_first"].max(),
+    }
+    for (name, of_layers), dash in zip(references.items(), DASHES[1:], strict=True):
+        lines.append((name, of_layers.to_numpy(dtype=np.float64), style.GREY, dash))
     traces: list[Any] = []
-    for (dimension, token), values in drawn.items():
-        colour = style.CATEGORIES[dimensions.index(dimension) % (len(style.CATEGORIES) - 1)]
-        dash = DASHES[drawn_of_dimension[dimension] % len(DASHES)]
-        traces += _by_layer(f"{dimension}, {token}", values, colour, dash)
-        drawn_of_dimension[dimension] += 1
-    for (name, values), dash in zip(references.items(), DASHES[1:], strict=False):
-        traces += _by_layer(name, values, style.GREY, dash)
-    all_values = np.concatenate([*drawn.values(), *references.values(), [threshold]])
+    for name, values, colour, dash in lines:
+        hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
+        positive, look = np.where(values > 0, values, np.nan), {"width": 2.0, "marker": 5.0}
+        traces += line(np.arange(len(values)), positive, name, colour, dash=dash, hover=hover, **look)
+    threshold, length = outliers.numbers["thresholds"]["massive"], layers.ngroups
+    all_values = np.concatenate([*(values for _, values, *_ in lines), [threshold]])
     top = float(np.nanmax(all_values))
     low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
-    length = max(len(values) for values in references.values())
     traces += reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
     layout = {
         "xaxis": {"zeroline": False} | style.every_tick(length),
@@ -449,36 +418,3 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
     layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
     height = 110 + 24 * max(3, len(names))
     outcome.draw("tokens", style.figure([bars], "share of contexts", "", height=height, layout=layout))
-
-
-def _counts(outcome: Outcome, outliers: Outliers) -> None:
-    lines = {
-        "adaptive": Line("outlier dimensions, from data", style.BLUE, marker=5),
-        "published": Line("outlier dimensions, published", style.SKY, "dash", marker=5),
-        "massive_adaptive": Line(
-            "dimensions with massive activations, from data", style.VERMILLION, marker=5
-        ),
-        "massive_published": Line(
-            "dimensions with massive activations, published", style.ORANGE, "dash", marker=5
-        ),
-    }
-    values = [outliers.layers[name].to_numpy(dtype=np.float64) for name in lines]
-    at = np.arange(len(outliers.layers), dtype=np.float64)
-    layers = {"tickmode": "array", "tickvals": evenly(len(at), 16), "zeroline": False}
-    titles, zero = ("layer", "dimensions"), {"rangemode": "tozero"}
-    outcome.draw(
-        "counts", curves(at, list(lines.values()), values, titles, height=360, xaxis=layers, yaxis=zero)
-    )
-
-
-def _heads(outcome: Outcome, outliers: Outliers) -> None:
-    largest = outliers.head_dimensions.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
-    grid = _grid(largest, "rms_ratio", "layer", "head")
-    table = outliers.head_dimensions
-    flagged = table[table["adaptive"]].drop_duplicates(["layer", "head"])
-    names = [head_name(row.layer, row.head) for row in flagged.itertuples()]
-    sentence = (
-        f"{counted(len(names), 'head')} with an outlier dimension by comparison with the head's own others"
-    )
-    drawn = ratio_map(grid, range(grid.shape[1]), ("head", "block", "times the median"))
-    outcome.draw("heads", drawn, heads=sentence + (f": {listed(names, 8)}" if names else ""))

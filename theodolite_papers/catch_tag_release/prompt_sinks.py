@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -12,8 +11,8 @@ import plotly.graph_objects as go
 from torch import Tensor
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.estimates import CONFIDENCE, Estimate
-from theodolite.judging import FAILS, HOLDS, Criterion, Verdict, judge, unless_explained, untestable
+from theodolite.estimates import Estimate
+from theodolite.judging import FAILS, HOLDS, Verdict, unless_explained, untestable
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import evenly
@@ -22,12 +21,12 @@ from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_promp
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
-from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, declared
+from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared
 
 DEEPER = 4
 """Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
 
-TAIL = (1 - CONFIDENCE) / 2
+TAIL = criterion("sinks/rare").limit
 """Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""
 
 MOST_SHIFTS = 999
@@ -37,20 +36,10 @@ LEAST_SHIFTS = math.ceil(1 / TAIL) - 1
 TIE = 1e-12
 """Of two η²: a grouping and its complement explain the same, but for rounding."""
 
-RARE = Criterion("at most", TAIL, "of all places, its own among them")
-
-BY_CONSTRUCTION = (
-    "; nearly so by construction: the output mixes value vectors by attention, so that tokens that attend to one sink "
-    "share its value vector; what could fail is that the clusters remain"
-)
-
 CLUSTER = 2
 """Tokens that a group needs: one alone is no cluster."""
 
 DETRENDED = "less a quadratic in position"
-
-TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (Fig. 2c)"
-RELEASED = "The clusters remain in the residual stream of deeper layers (Fig. 2d)"
 
 
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
@@ -88,7 +77,19 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         explained = f"{number(row.variance_explained)} (at random {number(row.by_chance)}; {judged})"
         outcome.read(f"η² of the grouping by sink: {row.place}", explained)
     judge_places(outcome, trace, places)
-    _figures(outcome, trace, tokens, sinks, scores, groups)
+    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
+    shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
+    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
+
+    def plane(place: int) -> go.Figure:
+        return drawing.clusters(planes[place], of_shown, shown, sorted(set(of_shown)))
+
+    outcome.draw("attention", drawing.attention(trace.attention.numpy(), tokens, sinks), head=head)
+    outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
+    outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
+    outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))
+    outcome.draw("clusters", by_name("place", list(scores), plane, grid=True))
+    outcome.draw("received", drawing.received(trace.received.numpy(), tokens, sinks))
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
@@ -160,55 +161,24 @@ def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> 
             f"need {CLUSTER} each, and all together {LEAST_SHIFTS + 1}, or chance alone would explain as much; give "
             "a longer prompt"
         )
-    tagged = _judged(TAGGED, places, 1, why, BY_CONSTRUCTION)
+    tagged = _judged(outcome, "tagged", places, 1, why)
     if not why and tagged.answer != HOLDS:
         why = f"no tags to remain (clusters in the output of the head: {tagged.answer})"
-    outcome.verdicts += [tagged, _judged(RELEASED, places, len(places) - 1, why)]
+    outcome.verdicts += [tagged, _judged(outcome, "released", places, len(places) - 1, why)]
 
 
-def _judged(claim: str, places: pd.DataFrame, place: int, why: str, more: str = "") -> Verdict:
-    if why or not math.isfinite(places["gain"].iloc[place]):
-        return untestable(claim, why or "the vectors are all the same, or follow their position alone")
-    verdict = _by_shifts(claim, places.iloc[0], places.iloc[place])
-    return replace(verdict, evidence=verdict.evidence + more)
-
-
-def _by_shifts(claim: str, before: pd.Series, place: pd.Series) -> Verdict:
+def _judged(outcome: Outcome, claim: str, places: pd.DataFrame, at: int, why: str) -> Verdict:
     """A permutation test: all shifts are equally likely where the grouping means nothing and nothing drifts."""
+    before, place = places.iloc[0], places.iloc[at]
+    if why or not math.isfinite(place["gain"]):
+        why = why or "the vectors are all the same, or follow their position alone"
+        return untestable(outcome.sentence(claim), why)
     larger, smaller = ((1 + place[name]) / (1 + place["shifts"]) for name in ("as_large", "as_small"))
-    what = (
-        f"η² of the {place['place']}, {DETRENDED}, {number(place['beyond_position'])}, minus that before the head, "
-        f"{number(before['beyond_position'])}: {number(place['gain'])}; places of the same runs in the prompt where it "
-        "is as large"
-    )
+    levels = {"there": number(place["beyond_position"]), "before": number(before["beyond_position"])}
+    values = {"place": place["place"], "gain": number(place["gain"]), "detrended": DETRENDED}
+    verdict = outcome.verdict(claim, Estimate.exact(larger), **levels, **values)
     explanation = f"it is as small in {percent(smaller)} of them, so that neither is rare"
-    verdict = judge(claim, what, Estimate.exact(larger), RARE)
     return unless_explained(verdict, FAILS, "" if smaller <= TAIL else explanation)
-
-
-def _figures(
-    outcome: Outcome,
-    trace: PromptTrace,
-    tokens: list[str],
-    sinks: list[int],
-    scores: dict[str, Tensor],
-    groups: list[str],
-) -> None:
-    head, grouped = head_name(trace.layer, trace.head), trace.group != LEFT_OUT
-    colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
-    shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
-    names = sorted(set(of_shown))
-    outcome.draw("attention", drawing.attention(trace.attention.numpy(), tokens, sinks), head=head)
-    outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
-    outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
-    outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))
-    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
-
-    def drawn(place: int) -> go.Figure:
-        return drawing.clusters(planes[place], of_shown, shown, names)
-
-    outcome.draw("clusters", by_name("place", list(scores), drawn, grid=True))
-    outcome.draw("received", drawing.received(trace.received.numpy(), tokens, sinks))
 
 
 def _on_prompt(figure: int, prompt: str) -> Experiment:

@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -23,29 +23,23 @@ from theodolite import Corpus, OpenModel
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.estimates import Estimate
 from theodolite.evaluate.scores import mean_and_error
+from theodolite.judging import FAILS, all_of, mix_of
 from theodolite.measure.ratios import ratio_by_context
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.models.prompts import prompt_or_shipped
+from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import evenly
+from theodolite.report.drawing import prompt as drawing
+from theodolite.report.drawing.compare import parallel_map
+from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
-
-if TYPE_CHECKING:
-    from theodolite_papers.experiment import Study
-from collections.abc import Iterator
-
-import pandas as pd
-
-from theodolite.estimates import Estimate
-from theodolite.judging import FAILS, Criterion, Verdict, all_of, judge, mix_of
-from theodolite.models.prompts import prompt_or_shipped
-from theodolite.models.token_texts import token_texts
-from theodolite.report.drawing import compare as figures_compare
-from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.system.wording import for_plotly, head_name, shown_token, with_error
+from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite_papers.catch_tag_release.averaging import error_of_ratio
 from theodolite_papers.experiment import Outcome, Study, declared
 
@@ -59,6 +53,9 @@ ITERATIONS, RANK_RATIO = 80, 0.25
 
 MOST_CONTEXTS = 128
 """That are measured, evenly chosen, and as many that calibrate."""
+
+DENSE = "dense"
+CONTROL_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -132,22 +129,20 @@ def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
-    """Split the text in two: contexts that calibrate the pruning, and contexts on which it is measured."""
+    """Split the text in two: every second context calibrates the pruning, and the others are measured.
+
+    `MOST_CONTEXTS` of each at most, evenly chosen.
+    """
     model = study.require_model()
     corpus = study.require_corpus("pruned models are calibrated and measured on a text: pass it with the run")
-    if len(corpus.contexts) < 4:
-        raise UsageError(
-            f"{len(corpus.contexts)} contexts are too few to calibrate and to measure: give 4 or more"
-        )
+    count = len(corpus.contexts)
+    if count < 4:
+        raise UsageError(f"{count} contexts are too few to calibrate and to measure: give 4 or more")
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
-    return part_of(corpus, 0), part_of(corpus, 1)
-
-
-def part_of(corpus: Corpus, first: int) -> Corpus:
-    """Every second context of a corpus from the `first` on, `MOST_CONTEXTS` at most, evenly chosen."""
-    rows = range(first, len(corpus.contexts), 2)
-    return corpus.subset(torch.tensor([rows[place] for place in evenly(len(rows), MOST_CONTEXTS)]))
+    parts = (range(first, count, 2) for first in (0, 1))
+    first, second = (torch.tensor([rows[n] for n in evenly(len(rows), MOST_CONTEXTS)]) for rows in parts)
+    return corpus.subset(first), corpus.subset(second)
 
 
 def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
@@ -165,29 +160,14 @@ def pruned_measures(
     """
     calibration, measured = halves(study)
     model = copy.deepcopy(study.require_model())
-    pruned = prune_model(
-        model,
-        calibration,
-        method,
-        SPARSITY,
-        rank_ratio=RANK_RATIO,
-        iterations=ITERATIONS,
-        show_progress=partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}"),
-    )
+    show = partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}")
+    how = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS, "show_progress": show}
+    pruned = prune_model(model, calibration, method, SPARSITY, **how)
     measures, layer = {METHODS[method]: measure_sinks(model, measured, prompt)}, prompt.layer
     for name, control in (ablations or {}).items():
         with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
             measures[name] = measure_sinks(model, measured, prompt)
     return measures
-
-
-DENSE = "dense"
-CONTROL_SEED = 0
-
-KEEPS = Criterion("at least", 0.9, "“retains” read as: nine tenths of the sinks (ours)")
-MORE = Criterion("more than", 0.0, "the other method keeps fewer")
-REMOVED = Criterion("at most", 0.1, "“fully removes” read as: a tenth of the layer's sinks is left (ours)")
-SPARED = Criterion("at least", 0.9, "an untargeted control leaves nine tenths (ours)")
 
 
 def _prompt(study: Study) -> Prompt:
@@ -200,63 +180,6 @@ def _prompt(study: Study) -> Prompt:
     return Prompt(ids, strongest.layer, strongest.head)
 
 
-def _table(dense: ModelSinks, measured: Mapping[str, ModelSinks], layer: int | None = None) -> pd.DataFrame:
-    """One row per model: sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
-    columns = ("sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se")
-    rows = []
-    for name, model in measured.items():
-        kept, new = kept_sinks(dense, model, layer), new_sinks(dense, model)
-        numbers = *kept, *new, *loss_difference(dense, model)
-        rows.append({"model": name} | dict(zip(columns, numbers, strict=True)))
-    return pd.DataFrame(rows)
-
-
-def _read(outcome: Outcome, table: pd.DataFrame, whose: str) -> None:
-    """Levels of `_table`; `whose`: the sinks of which a share is kept. New sinks and the loss are the whole model's."""
-    for row in table.itertuples():
-        outcome.read(
-            row.model,
-            f"keeps {with_error(row.sinks_kept, row.sinks_kept_se)} of {whose}; the whole model has "
-            f"{with_error(row.sinks_new, row.sinks_new_se)} times as many new sinks, and its loss is "
-            f"{with_error(row.loss_more, row.loss_more_se)} nats more",
-        )
-
-
-def _maps(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
-    figures = {
-        name: figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
-        for name, trace, tokens, sinks in _on_prompt(study, measured, prompt)
-    }
-    drawn = figures_compare.parallel_map(figures, square=True)
-    outcome.draw("maps", drawn, head=head_name(prompt.layer, prompt.head))
-
-
-def _on_prompt(
-    study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt
-) -> Iterator[tuple[str, PromptTrace, list[str], list[int]]]:
-    """Name, trace, shown tokens and sinks of each model."""
-    tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
-    for name, model in measured.items():
-        assert model.prompt is not None
-        yield name, model.prompt, tokens, [int(place) for place in model.prompt.sinks if place >= 0]
-
-
-def _outputs(outcome: Outcome, study: Study, measured: Mapping[str, ModelSinks], prompt: Prompt) -> None:
-    """Draw the head's output and the residual stream behind its block, by dimension: the lower row of Figure 4."""
-    traces = list(_on_prompt(study, measured, prompt))
-    for key, vectors in (
-        ("outputs", [trace.output for _, trace, _, _ in traces]),
-        ("outliers", [trace.streams[prompt.layer + 1] for _, trace, _, _ in traces]),
-    ):
-        dense = vectors[0].numpy()
-        figures = {
-            name: figures_prompt.by_dimension(of_model.numpy(), tokens, sinks, scale_of=dense)
-            for (name, _, tokens, sinks), of_model in zip(traces, vectors, strict=True)
-        }
-        head, drawn = head_name(prompt.layer, prompt.head), figures_compare.parallel_map(figures)
-        outcome.draw(key, drawn, head=head, layer=prompt.layer)
-
-
 @declared("sinks/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
@@ -264,89 +187,133 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     measured: dict[str, ModelSinks] = {}
     for method in METHODS:
         measured |= pruned_measures(study, method, prompt)
-    outcome.tables["methods"] = table = _table(dense, measured)
-    _read(outcome, table, "the dense model's sinks")
-    if not dense.sinks.any():
+    _read(outcome, "methods", dense, measured)
+    judge_methods(outcome, dense, measured)
+    _draw(outcome, study, {DENSE: dense, **measured}, prompt)
+
+
+def judge_methods(outcome: Outcome, dense: ModelSinks, measured: Mapping[str, ModelSinks]) -> None:
+    """Judge whether OATS keeps the sinks, and more of them than each other method: paired by context."""
+    others, count = [name for name in measured if name != "OATS"], dense.sinks.flatten(1).sum(1).double()
+    if not count.any():
         why = "the dense model has no sink in this text"
-        outcome.cannot_test("Only OATS retains the sinks (Fig. 5)", why)
-    else:
-        _judge_oats(outcome, dense, measured["OATS"])
-        for name in ("Wanda", "SparseGPT", "magnitude"):
-            _judge_method(outcome, dense, measured["OATS"], measured[name], name)
-    _maps(outcome, study, {DENSE: dense, **measured}, prompt)
-
-
-def _judge_oats(outcome: Outcome, dense: ModelSinks, oats: ModelSinks) -> None:
-    claim = "OATS retains the attention sinks of the dense model (section 3.3, Fig. 5)"
-    what = f"share of the dense model's sinks that OATS at {SPARSITY:.0%} has"
-    outcome.claim(claim, what, _kept(dense, oats), KEEPS)
+        outcome.cannot_judge("retains", why)
+        for name in others:
+            outcome.cannot_judge("loses", why, method=name)
+        return
+    kept = {name: (dense.sinks & of.sinks).flatten(1).sum(1).double() for name, of in measured.items()}
+    outcome.judge("retains", _kept(dense, measured["OATS"]), sparsity=f"{SPARSITY:.0%}")
+    for name in others:
+        gain = kept["OATS"] - kept[name]
+        mean, error = float(gain.sum() / count.sum()), float(error_of_ratio(gain[None], count[None]))
+        outcome.judge("loses", Estimate(mean, error, len(gain), "contexts").floored(), method=name)
 
 
 def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
     return Estimate(*kept_sinks(dense, other, layer), len(dense.sinks), "contexts").floored()
 
 
-def _judge_method(
-    outcome: Outcome, dense: ModelSinks, oats: ModelSinks, other: ModelSinks, name: str
-) -> None:
-    """Judge whether OATS keeps more sinks than another method: difference of the shares, paired by context."""
-    count = dense.sinks.flatten(1).sum(1).double()
-    common = [(dense.sinks & model.sinks).flatten(1).sum(1).double() for model in (oats, other)]
-    gain = common[0] - common[1]
-    mean, error = float(gain.sum() / count.sum()), float(error_of_ratio(gain[None], count[None]))
-    claim = f"{name} loses sinks that OATS retains (section 3.3, Fig. 5)"
-    what = f"share kept by OATS less that kept by {name} (paired by context)"
-    outcome.claim(claim, what, Estimate(mean, error, len(gain), "contexts").floored(), MORE)
-
-
-def _ablations(layer: int) -> dict[str, int | None]:
+def ablations(layer: int) -> dict[str, int | None]:
+    """Of OATS in a layer: name → control of `without_low_rank`."""
     return {
         f"OATS without the low-rank term of layer {layer}": None,
         f"OATS without a norm-matched random part of layer {layer}": CONTROL_SEED,
     }
 
 
-def judge_low_rank(claim: str, left: Mapping[str, Estimate]) -> Verdict:
-    """Judge whether the sinks go with the low-rank term; in part where they go with a random part as large, too."""
-    removed, spared = (
-        judge(claim, f"share of the layer's sinks that is left: {name}", share, criterion)
-        for (name, share), criterion in zip(left.items(), (REMOVED, SPARED), strict=True)
-    )
-    return (all_of if removed.answer == FAILS else mix_of)(claim, [removed, spared])
-
-
-def _left(outcome: Outcome, left: Mapping[str, Estimate]) -> None:
-    """Draw one dot per ablation with its 95 % interval, and a dotted line at each limit of the claim."""
-    names = ["<br>".join(map(for_plotly, textwrap.wrap(name, 44))) for name in left]
-    dots = go.Scatter(
-        x=np.array([share.value for share in left.values()], dtype=np.float32),
-        y=names,
-        mode="markers",
-        marker={"size": 11, "color": style.BLUE},
-        error_x=style.error_bars([share.margin for share in left.values()]),
-        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
-    )
-    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
-    drawn = style.figure([dots], "share left", height=150 + 60 * len(names), layout=layout)
-    for limit in (REMOVED.limit, SPARED.limit):
-        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
-    outcome.draw("left", drawn)
-
-
 @declared("sinks/figure4")
 def figure_4(study: Study, outcome: Outcome) -> None:
     prompt = _prompt(study)
     layer, dense = prompt.layer, dense_measures(study, prompt)
-    measured = pruned_measures(study, "oats", prompt, _ablations(layer))
-    outcome.tables["models"] = table = _table(dense, measured, layer)
-    _read(outcome, table, f"the dense model's sinks in layer {layer}")
-    claim = f"The low-rank term is responsible for the sinks of layer {layer}: ablating it removes them (section 3.2)"
+    measured = pruned_measures(study, "oats", prompt, ablations(layer))
+    _read(outcome, "models", dense, measured, layer)
     oats = measured["OATS"]
-    if not (dense.sinks[:, layer] & oats.sinks[:, layer]).any():
-        outcome.cannot_test(claim, "the pruned model has none of the layer's sinks in this text")
+    if (dense.sinks[:, layer] & oats.sinks[:, layer]).any():
+        left = {name: _kept(oats, measured[name], layer) for name in ablations(layer)}
+        judge_low_rank(outcome, left, layer)
     else:
-        left = {name: _kept(oats, measured[name], layer) for name in _ablations(layer)}
-        outcome.verdicts.append(judge_low_rank(claim, left))
-        _left(outcome, left)
-    _maps(outcome, study, {DENSE: dense, **measured}, prompt)
-    _outputs(outcome, study, {DENSE: dense, **measured}, prompt)
+        why = "the pruned model has none of the layer's sinks in this text"
+        outcome.cannot_judge("low-rank", why, layer=layer)
+    _draw(outcome, study, {DENSE: dense, **measured}, prompt, vectors=True)
+
+
+def judge_low_rank(outcome: Outcome, left: Mapping[str, Estimate], layer: int) -> None:
+    """Judge whether the sinks go with the low-rank term; in part where they go with a random part as large, too.
+
+    left: share of the layer's sinks, without the term, and without the control; drawn with the limits of the claim.
+    """
+    parts = ("low-rank.removed", "low-rank.spared")
+    removed, spared = (
+        outcome.verdict(part, share, layer=layer, name=name)
+        for part, (name, share) in zip(parts, left.items(), strict=True)
+    )
+    joined = all_of if removed.answer == FAILS else mix_of
+    outcome.verdicts.append(joined(outcome.sentence("low-rank", layer=layer), [removed, spared]))
+    names = ["<br>".join(textwrap.wrap(name, 44)) for name in left]
+    margins = style.error_bars([share.margin for share in left.values()])
+    values, hover = [share.value for share in left.values()], "%{y}: %{x:.3f}<extra></extra>"
+    own: dict[str, Any] = {"marker": {"size": 11}, "error_x": margins}
+    shown = dots(np.array(values), names, None, None, style.BLUE, hover, **own)
+    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
+    drawn = style.figure([shown], "share left", height=150 + 60 * len(names), layout=layout)
+    for part in parts:
+        limit = outcome.criterion(part).limit
+        drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})
+    outcome.draw("left", drawn)
+
+
+def _read(
+    outcome: Outcome,
+    key: str,
+    dense: ModelSinks,
+    measured: Mapping[str, ModelSinks],
+    layer: int | None = None,
+) -> None:
+    """Of each model sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
+    whose = "the dense model's sinks" + ("" if layer is None else f" in layer {layer}")
+    rows = []
+    for name, model in measured.items():
+        kept, new = kept_sinks(dense, model, layer), new_sinks(dense, model)
+        more = loss_difference(dense, model)
+        rows.append((name, *kept, *new, *more))
+        outcome.read(
+            name,
+            f"keeps {with_error(*kept)} of {whose}; the whole model has {with_error(*new)} times as many new sinks, "
+            f"and its loss is {with_error(*more)} nats more",
+        )
+    columns = ["sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se"]
+    outcome.tables[key] = pd.DataFrame(rows, columns=["model", *columns])
+
+
+def _draw(
+    outcome: Outcome,
+    study: Study,
+    measured: Mapping[str, ModelSinks],
+    prompt: Prompt,
+    *,
+    vectors: bool = False,
+) -> None:
+    """Every model's attention on the prompt, side by side; and `vectors`: the lower row of Figure 4.
+
+    That is the head's output, and the residual stream behind its block, by dimension.
+    """
+    tokens = [shown_token(text) for text in token_texts(study.require_model(), prompt.ids)]
+    traces = {name: model.prompt for name, model in measured.items() if model.prompt is not None}
+    sinks = {name: [int(at) for at in trace.sinks if at >= 0] for name, trace in traces.items()}
+    head = head_name(prompt.layer, prompt.head)
+    maps = {
+        name: drawing.attention(trace.attention.numpy(), tokens, sinks[name])
+        for name, trace in traces.items()
+    }
+    outcome.draw("maps", parallel_map(maps, square=True), head=head)
+    if not vectors:
+        return
+    for key, of_models in (
+        ("outputs", {name: trace.output.numpy() for name, trace in traces.items()}),
+        ("outliers", {name: trace.streams[prompt.layer + 1].numpy() for name, trace in traces.items()}),
+    ):
+        figures = {
+            name: drawing.by_dimension(values, tokens, sinks[name], scale_of=of_models[DENSE])
+            for name, values in of_models.items()
+        }
+        outcome.draw(key, parallel_map(figures), head=head, layer=prompt.layer)

@@ -12,7 +12,7 @@ import torch
 from theodolite import Corpus, Run, trace_sinks
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
-from theodolite.judging import Criterion, Verdict, all_of, judge, untestable
+from theodolite.judging import Verdict, all_of, untestable
 from theodolite.report import style
 from theodolite.report.sink_trace import show_trace
 from theodolite.sinks.ablation import (
@@ -64,22 +64,8 @@ def trace_of(study: Study) -> Run:
     return study.cached("trace", lambda: trace_sinks(model, corpus, folder, show_progress=show))
 
 
-MORE = Criterion("more than", 0.0, "an effect beyond that of the hardest control (ours)")
-MORE_THAN_NONE = Criterion("more than", 0.0, "more than on other tokens")
 HALF = 0.5
 """Of a grouping's η²: what must go for the clusters to be the tag's (ours)."""
-USED = "The tag is retrieved by deeper layers (abstract): ablating it makes the prediction of caught tokens worse"
-MORE_THAN_OTHERS = (
-    "The tag serves the caught tokens (section 2): ablating it costs them more than other tokens"
-)
-CLUSTERS = (
-    "The clusters in deeper layers come from the tag (Fig. 2d): ablating it lowers the variance that the grouping "
-    "explains"
-)
-LOW_RANK = (
-    "Low-rank parts of W_Q, W_K, W_V make the sinks (section 3.2): ablating them leaves the head fewer sinks"
-)
-BEHIND = "Sinks downstream of the head depend on its tag: ablating it leaves fewer (ours)"
 
 
 def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]:
@@ -115,12 +101,13 @@ def ablated(study: Study, outcome: Outcome) -> None:
             f"{number(row.untouched)} untouched, change {with_error(row.change, row.change_se)}, control "
             f"{with_error(row.control, row.control_se)}",
         )
+    tag, low_rank = "tag ablated", table["ablation"].iloc[-1]
     outcome.verdicts += [
-        against_control(USED, table, "tag ablated", LOSS_CAUGHT, +1),
-        against_others(table),
-        against_control(CLUSTERS, table, "tag ablated", last, -1, HALF),
-        against_control(LOW_RANK, table, table["ablation"].iloc[-1], HEAD_SINKS, -1),
-        against_control(BEHIND, table, "tag ablated", LATER_SINKS, -1),
+        against_control(outcome, "retrieved", table, tag, LOSS_CAUGHT, +1),
+        against_others(outcome, table),
+        against_control(outcome, "clusters", table, tag, last, -1, HALF),
+        against_control(outcome, "low-rank", table, low_rank, HEAD_SINKS, -1),
+        against_control(outcome, "behind", table, tag, LATER_SINKS, -1),
     ]
     outcome.draw("losses", changes(table, [LOSS_CAUGHT, LOSS_OTHERS]), name=name)
     outcome.draw("sinks", changes(table, [HEAD_SINKS, LATER_SINKS]), name=name)
@@ -133,41 +120,46 @@ def _row(table: pd.DataFrame, ablation: str, measure: str) -> pd.Series:
 
 
 def against_control(
-    claim: str, table: pd.DataFrame, ablation: str, measure: str, sign: int, least: float = 0.0
+    outcome: Outcome,
+    claim: str,
+    table: pd.DataFrame,
+    ablation: str,
+    measure: str,
+    sign: int,
+    least: float = 0.0,
 ) -> Verdict:
     """Judge whether a measure changes more than under the control that is hardest to beat."""
     row = _row(table, ablation, measure)
     if row["untouched"] == 0 and row["change"] == 0:
-        return untestable(claim, f"{measure}: there are none")
-    measured = (
-        f"{ablation}: {measure} changes by {with_error(row['change'], row['change_se'])}, under the controls by "
-        f"{with_error(row['control'], row['control_se'])}"
-    )
-    part = f", less {percent(least)} of what it was" if least else ""
-    what = f"{measured}; {'falls' if sign < 0 else 'rises'} more than under the hardest of them{part}"
+        return untestable(outcome.sentence(claim), f"{measure}: there are none")
     hardest = "beyond_most" if sign > 0 else "beyond_least"
     gain = sign * row[hardest] - least * abs(row["untouched"])
     step = 1.0 if measure in (HEAD_SINKS, LATER_SINKS) else 0.0  # of sinks, which may change alike by chance
-    known = Estimate(gain, row[f"{hardest}_se"], int(row["contexts"]), "contexts")
-    return _more(claim, what, known.floored(step))
+    known = Estimate(gain, row[f"{hardest}_se"], int(row["contexts"]), "contexts").floored(step)
+    changes = {name: with_error(row[name], row[f"{name}_se"]) for name in ("change", "control")}
+    part = f", less {percent(least)} of what it was" if least else ""
+    moves = "falls" if sign < 0 else "rises"
+    return _paired(
+        outcome, claim, known, ablation=ablation, measure=measure, moves=moves, part=part, **changes
+    )
 
 
-def against_others(table: pd.DataFrame) -> Verdict:
+def against_others(outcome: Outcome, table: pd.DataFrame) -> Verdict:
     """Judge whether caught tokens lose more than others, and by more than they do under any control."""
     losses = (LOSS_CAUGHT, LOSS_OTHERS, LOSS_DIFFERENCE)
     caught, uncaught, between = (_row(table, "tag ablated", name) for name in losses)
-    what = (
-        f"tag ablated: the loss changes by {with_error(caught['change'], caught['change_se'])} on caught tokens, by "
-        f"{with_error(uncaught['change'], uncaught['change_se'])} on others; rises more on caught tokens than on others"
-    )
+    changes = {
+        name: with_error(of["change"], of["change_se"])
+        for name, of in (("caught", caught), ("others", uncaught))
+    }
     change = Estimate(between["change"], between["change_se"], int(between["contexts"]), "contexts")
-    more = _more(MORE_THAN_OTHERS, what, change, MORE_THAN_NONE)
-    beyond = against_control(MORE_THAN_OTHERS, table, "tag ablated", LOSS_DIFFERENCE, +1)
-    return all_of(MORE_THAN_OTHERS, [more, beyond])
+    more = _paired(outcome, "serves.others", change, **changes)
+    beyond = against_control(outcome, "serves.controls", table, "tag ablated", LOSS_DIFFERENCE, +1)
+    return all_of(outcome.sentence("serves"), [more, beyond])
 
 
-def _more(claim: str, what: str, gain: Estimate, criterion: Criterion = MORE) -> Verdict:
+def _paired(outcome: Outcome, claim: str, gain: Estimate, **values: str) -> Verdict:
     """Judge a difference paired by context."""
     if not math.isfinite(gain.error):
-        return untestable(claim, f"{what}: too few contexts; {criterion}")
-    return judge(claim, f"{what}, by", gain, criterion)
+        return untestable(outcome.sentence(claim), f"too few contexts; {outcome.criterion(claim)}")
+    return outcome.verdict(claim, gain, **values)

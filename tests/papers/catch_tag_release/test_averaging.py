@@ -60,7 +60,8 @@ def models(*rows: tuple[str, float, dict[str, float]]) -> pd.DataFrame:
 
 
 def judged(table: pd.DataFrame, words: str) -> Verdict:
-    return next(verdict for verdict in verdicts_of(judge_models, table) if words in verdict.claim)
+    judged = verdicts_of(judge_models, table, of="sinks/averaging")
+    return next(verdict for verdict in judged if words in verdict.claim)
 
 
 def verdict(table: pd.DataFrame, words: str) -> str:

@@ -23,7 +23,6 @@ from theodolite.report.page import block_of
 from theodolite.sinks.outliers import Outliers
 from theodolite_papers import Study
 from theodolite_papers.catch_tag_release.outliers import (
-    CLAIMS,
     is_delimiter,
     judge_consistency,
     judge_massive,
@@ -35,7 +34,7 @@ from theodolite_papers.catch_tag_release.outliers import (
 )
 from theodolite_papers.experiment import of_nothing
 
-SINKS = ["token_id", "first", "contexts"]
+NAME, SINKS = "sinks/outliers", ["token_id", "first", "contexts"]
 
 
 def run_of(model: OpenModel, sinks: pd.DataFrame) -> Run:
@@ -74,16 +73,17 @@ def test_verdicts_on_a_planted_activation(studied, found):
     assert [verdict.answer for verdict in outcome.verdicts[-2:]] == [HOLDS, UNDECIDED]
     assert "0.625 (no standard error)" in outcome.verdicts[-1].evidence
     assert len(outcome.verdicts) == 8
-    of = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
     # A letter carries it, M of the byte tokens, and not a delimiter.
     # 0.9 % of the tokens, and of a part up to 3 %: too near to one in a hundred.
     expected = {"tokens": UNDECIDED, "delimiters": FAILS, "dimensions": HOLDS, "sudden": HOLDS}
     expected |= {"stays": HOLDS}
-    assert {CLAIMS[name]: of[CLAIMS[name]] for name in expected} == {
-        CLAIMS[name]: verdict for name, verdict in expected.items()
-    }
+    of = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
+    assert {name: of[outcome.sentence(name)] for name in expected} == expected
+    assert not outcome.unjudged
     # Without parts of the text no number has an error.
-    assert all("(no standard error)" in verdict.evidence for verdict in verdicts_of(judge_massive, found))
+    assert all(
+        "(no standard error)" in verdict.evidence for verdict in verdicts_of(judge_massive, found, of=NAME)
+    )
     assert outcome.tables["massive"]["dimension"].unique().tolist() == [DIMENSION]
     assert outcome.runs["outliers"]["corpus"]["sha256"] == study.corpus.sha256
 
@@ -133,7 +133,7 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     sinks = pd.DataFrame([(7, False, 5), (9, False, 20), (7, False, 4)], columns=SINKS)
     corpus = Corpus("made", torch.tensor([[7, 7, 9, 1, 1, 9]] * 200), torch.zeros(200), [], 0)
     whole = replace(found, massive=massive)
-    at_sinks, sinks_at = verdicts_of(judge_sinks, (whole, sinks), [(whole, sinks)] * 8, corpus)
+    at_sinks, sinks_at = verdicts_of(judge_sinks, (whole, sinks), [(whole, sinks)] * 8, corpus, of=NAME)
     # Just half, in parts that are alike: 1 − 0.025^{1/200} = 0.018 more or less is not known.
     assert (at_sinks.answer, sinks_at.answer) == (UNDECIDED, FAILS)
     assert at_sinks.parts[0].error == pytest.approx((1 - 0.025 ** (1 / 200)) / stats.t.ppf(0.975, 7))
@@ -141,7 +141,7 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     assert "0.200" in sinks_at.evidence
     # 7, 9 and 9 of six, and 7 at position 0 is not the token after it.
     assert "50\u00a0%" in at_sinks.evidence
-    nothing = verdicts_of(judge_sinks, (found, sinks[:0]), [], corpus)
+    nothing = verdicts_of(judge_sinks, (found, sinks[:0]), [], corpus, of=NAME)
     assert {verdict.evidence for verdict in nothing} == {"no attention sink in this run"}
 
 
@@ -161,7 +161,7 @@ def test_consistency_is_judged_without_the_dimensions_that_few_tokens_make(
 ):
     dimensions = pd.DataFrame({"consistency": consistency, "large_rms": True, "massive": massive})
     whole = replace(found, dimensions=dimensions)
-    (judged,) = verdicts_of(judge_consistency, whole, [whole] * 8)
+    (judged,) = verdicts_of(judge_consistency, whole, [whole] * 8, of=NAME)
     assert judged.answer == verdict
 
 
@@ -173,7 +173,7 @@ def test_the_error_is_that_of_a_mean_over_parts_of_the_text(found):
         return replace(found, dimensions=table)
 
     even, uneven = with_consistency(0.5), with_consistency(0.01)
-    (verdict,) = verdicts_of(judge_consistency, even, [even, even, even, uneven])
+    (verdict,) = verdicts_of(judge_consistency, even, [even, even, even, uneven], of=NAME)
     assert verdict.answer == UNDECIDED
     assert ": 1 ± 0.2 (4 parts)" in verdict.evidence
     corpus = Corpus.random_tokens(256, 24, 30)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from tests.papers.shared import outcome_of, verdicts_of
+from tests.papers.shared import answers, outcome_of, verdicts_of
 from tests.report.drawn import drawn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import Estimate
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import pruned_sinks
-from theodolite_papers.catch_tag_release import pruned_sinks as compressed
 from theodolite_papers.catch_tag_release.pruned_sinks import (
     ModelSinks,
+    ablations,
     halves,
+    judge_low_rank,
+    judge_methods,
     kept_sinks,
     loss_difference,
     measure_sinks,
@@ -61,29 +62,28 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
 
 
 def test_paired_verdicts():
-    dense, oats = random_sinks(0, contexts=40), random_sinks(0, contexts=40)
+    """Oracle: OATS as the dense model, and a method without sinks; the other way round; and two that are alike."""
+    dense, same = random_sinks(0, contexts=40), random_sinks(0, contexts=40)
     none = ModelSinks(dense.loss, torch.zeros_like(dense.sinks))
-
-    def answer(judge, *pruned, **options) -> str:
-        return verdicts_of(judge, dense, *pruned, **options)[0].answer
-
-    oats_answer = partial(answer, pruned_sinks._judge_oats)
-    method_answer = partial(answer, pruned_sinks._judge_method, name="Wanda")
-    assert oats_answer(oats) == "holds"
-    assert oats_answer(none) == "fails"
-    assert method_answer(oats, none) == "holds"
-    assert method_answer(none, oats) == "fails"
-    others = (random_sinks(seed, 0.5, contexts=40) for seed in (2, 3))
-    assert method_answer(*others) == "not decided"
+    alike = (random_sinks(seed, 0.5, contexts=40) for seed in (2, 3))
+    for (oats, other), expected in (
+        ((same, none), [HOLDS, HOLDS]),
+        ((none, same), [FAILS, FAILS]),
+        (alike, [FAILS, UNDECIDED]),
+    ):
+        measured = {"OATS": oats, "Wanda": other}
+        assert answers(verdicts_of(judge_methods, dense, measured, of="sinks/figure5")) == expected
+    without = verdicts_of(judge_methods, none, {"OATS": same, "Wanda": same}, of="sinks/figure5")
+    assert answers(without) == [UNTESTABLE] * 2
 
 
 def low_rank_answer(removed: float, spared: float) -> str:
     left = {"without the term": Estimate(removed, 0.01, 60, "contexts")}
     left["without a random part"] = Estimate(spared, 0.01, 60, "contexts")
-    verdict = pruned_sinks.judge_low_rank("The term is responsible", left)
-    assert "without a random part" in verdict.evidence
     outcome = outcome_of("sinks/figure4")
-    pruned_sinks._left(outcome, left)
+    judge_low_rank(outcome, left, 3)
+    (verdict,) = outcome.verdicts
+    assert "without a random part" in verdict.evidence
     figure = outcome.exhibits[0].figure
     np.testing.assert_allclose(drawn(figure, "x"), sorted([removed, spared]), rtol=1e-6)
     return verdict.answer
@@ -100,7 +100,7 @@ def test_what_a_random_part_does_as_well_is_not_the_low_rank_terms():
 
 @pytest.fixture(autouse=True)
 def few_iterations(monkeypatch):
-    monkeypatch.setattr(compressed, "ITERATIONS", 1)
+    monkeypatch.setattr(pruned_sinks, "ITERATIONS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_figures_4_and_5(study):
 @pytest.mark.slow
 def test_without_the_term_only_its_layer_and_those_behind_it_change(study, monkeypatch):
     outcome = study.outcome(EXPERIMENTS["sinks/figure4"])
-    assert list(outcome.tables["models"]["model"]) == ["OATS", *pruned_sinks._ablations(4)]
+    assert list(outcome.tables["models"]["model"]) == ["OATS", *ablations(4)]
     calls = {}
 
     def recorded(dense, other, layer=None):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests import planted
-from tests.papers.shared import verdicts_of
+from tests.papers.shared import outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.judging import Verdict
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.passes.survey import spectra
@@ -88,12 +89,17 @@ def ablation_rows(caught: float, others: float, between: tuple[float, float, flo
 
 def test_a_tag_serves_caught_tokens_only_beyond_the_hardest_control():
     """A control that hits caught tokens harder (0.044 against 0.018, as was measured) speaks against it."""
-    assert against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.001))).answer == "holds"
-    harder = against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.044)))
+
+    def judged(caught: float, *between: float) -> Verdict:
+        outcome = outcome_of("sinks/ablation")
+        return against_others(outcome, ablation_rows(caught, 0.018, between))
+
+    assert judged(0.043, 0.025, 0.0, 0.001).answer == "holds"
+    harder = judged(0.043, 0.025, 0.0, 0.044)
     assert harder.answer == "fails"
     assert "0.025 ± 0.003" in harder.evidence
-    assert against_others(ablation_rows(0.043, 0.018, (0.025, 0.0, 0.022))).answer == "not decided"
-    assert against_others(ablation_rows(0.018, 0.018, (0.0, -0.02, -0.03))).answer == "not decided"
+    assert judged(0.043, 0.025, 0.0, 0.022).answer == "not decided"
+    assert judged(0.018, 0.0, -0.02, -0.03).answer == "not decided"
 
 
 HEADS = pd.DataFrame(
