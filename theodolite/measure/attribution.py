@@ -7,6 +7,7 @@ learned sinks stay, and the attention that follows is scored as the head's own i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
@@ -108,68 +109,39 @@ def attribute(
     )
 
 
+_share = partial(Column, "attribution", range=SHARE)
 _COLUMNS = (
     *head_places("attribution"),
     Column(
         "attribution",
         "pattern",
-        "pattern",
         "The pattern that the head follows, on random tokens, twice.",
         "`induction`: from the second copy to the token after the first; `previous`: to the token before; `same`: from "
         "the second copy to the same token of the first.",
-        kind="name",
-        needed=True,
         names=tuple(ATTENTION_PATTERNS),
     ),
-    Column(
-        "attribution", "score", "score", "Mean attention paid along the pattern.", range=SHARE, needed=True
-    ),
+    _share("score", "Mean attention paid along the pattern."),
     Column(
         "attribution",
-        "group",
         "group",
         "A group of constituents of the logits.",
         "`position`, `context`, `cross`, `constant`, `additive`, as in the columns `share_…` of heads; and within the "
         "first two the paper's own constituents `pos-pos` and `cvec-cvec`, without mean and bias.",
         f"{SONG}, section 5.2",
-        kind="name",
-        needed=True,
         names=ATTRIBUTED,
     ),
-    Column(
-        "attribution",
-        "share",
-        "share",
-        "Share of the logits' variance that the group carries on these sequences.",
-        range=BALANCE,
-        needed=True,
+    _share(
+        "share", "Share of the logits' variance on these sequences that the group carries.", range=BALANCE
     ),
-    Column(
-        "attribution",
-        "only",
-        "only",
-        "The score where attention is recomputed from the logits of this group only.",
-        "Masks, caps and learned sinks stay.",
-        range=SHARE,
-        needed=True,
+    *(
+        _share(
+            name,
+            f"The score of attention recomputed from the logits {of} this group.",
+            "Masks, caps and learned sinks stay.",
+        )
+        for name, of in (("only", "of only"), ("without", "without"))
     ),
-    Column(
-        "attribution",
-        "without",
-        "without",
-        "The score where attention is recomputed from the logits without this group.",
-        "Masks, caps and learned sinks stay.",
-        range=SHARE,
-        needed=True,
-    ),
-    Column(
-        "attribution",
-        "uniform",
-        "uniform",
-        "The score of uniform attention over the visible keys.",
-        range=SHARE,
-        needed=True,
-    ),
+    _share("uniform", "The score of uniform attention over the visible keys."),
 )
 COLUMNS = [column.name for column in _COLUMNS]
 

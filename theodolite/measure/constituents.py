@@ -242,18 +242,27 @@ def _share_sums(
 
 
 _SHARES = {
-    "position": "Share of the logits' variance across keys that depends on position only: pos on one side or both, "
-    "mean or bias on the other. Negative: it cancels other constituents.",
-    "context": "The share that depends on context only, with mean or bias on the other side.",
-    "cross": "The share with position on one side and context on the other.",
-    "constant": "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
-    "additive": "The share of a bias that the model adds to its logits, such as ALiBi.",
-}
-_FORMULA = {
-    "context": "Context is ctx and resid together, cvec.",
-    "cross": "pos × cvec and cvec × pos.",
-    "constant": "It varies along a row by the norm's scale of each token.",
-    "additive": "The five shares add up to 1.",
+    "position": (
+        "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
+        "bias on the other. Negative: it cancels other constituents.",
+        "",
+    ),
+    "context": (
+        "The share that depends on context only, with mean or bias on the other side.",
+        "Context is ctx and resid together, cvec.",
+    ),
+    "cross": (
+        "The share with position on one side and context on the other.",
+        "pos × cvec and cvec × pos.",
+    ),
+    "constant": (
+        "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
+        "It varies along a row by the norm's scale of each token.",
+    ),
+    "additive": (
+        "The share of a bias that the model adds to its logits, such as ALiBi.",
+        "The five shares add up to 1.",
+    ),
 }
 _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs with a mean or bias")
 
@@ -263,16 +272,15 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
         Column(
             "heads",
             f"share_{part}",
-            f"logit share: {'both' if part == 'cross' else part}",
-            meaning,
-            _FORMULA.get(part, ""),
+            *described,
             f"{SONG}, section 5.2",
+            f"logit share: {'both' if part == 'cross' else part}",
             range=BALANCE,
             group=CONSTITUENTS,
             healthy=_CONSTANT if part == "constant" else None,
             rare=part == ADDITIVE,
         )
-        for part, meaning in _SHARES.items()
+        for part, described in _SHARES.items()
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[float]]:
@@ -299,40 +307,25 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
     Column(
         "constituents",
         "query",
-        "query part",
         "The part of the query.",
         "`mean`, `pos`, `ctx`, `resid` or `bias`; or `additive` and no key part: ALiBi or another bias on logits.",
-        kind="name",
+        title="query part",
         names=(*PARTS, ADDITIVE),
-        needed=True,
+    ),
+    Column(
+        "constituents", "key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")
     ),
     Column(
         "constituents",
-        "key",
-        "key part",
-        "The part of the key.",
-        "As those of queries.",
-        kind="name",
-        names=(*PARTS, ""),
-        needed=True,
-    ),
-    Column(
-        "constituents",
-        "share",
         "share",
         "Share of the variance of the head's logits that the product of these parts carries.",
         "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
         "out as query and key. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
         range=BALANCE,
-        needed=True,
     ),
     Column(
-        "constituents",
-        "standard_error",
-        "standard error",
-        "Of the share, from leaving out one context after the other (jackknife).",
-        needed=True,
+        "constituents", "standard_error", "Of the share, from leaving out one context at a time (jackknife)."
     ),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
