@@ -52,7 +52,13 @@ def test_a_module_that_is_added_is_found(tmp_path):
 )
 def test_a_declaration_that_was_edited_counts_for_nothing(entry):
     whole = Column(
-        "heads", "x", "It.", title="X", range=(0.0, 2.0), error="halves", healthy=Criterion("at most", 1.0, "ours")
+        "heads",
+        "x",
+        "It.",
+        title="X",
+        range=(0.0, 2.0),
+        error="halves",
+        healthy=Criterion("at most", 1.0, "ours"),
     )
     provenance = {catalogue.EXTRA_COLUMNS: [entry, whole.to_json()]}
     assert catalogue.declared("heads", provenance)["x"] == whole

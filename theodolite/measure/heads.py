@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
@@ -193,17 +193,19 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
 )
 def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     """Which tokens became sinks: one row for each (layer, head, token, first or later position)."""
-    rows = attention["sink_tokens"]
+    sums = part_of(attention, "sink_tokens")
+    layer, head, token, first = sums["keys"].unbind(dim=1)
+    in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
     contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
     columns = {
-        "layer": rows[:, 0],
-        "head": rows[:, 1],
-        "token_id": rows[:, 2],
-        "token": [text(token) for token in rows[:, 2].tolist()],
-        "first": rows[:, 3].bool(),
-        "contexts": rows[:, 4],
-        "share": rows[:, 4] / contexts,
-        "position": (rows[:, 6] / rows[:, 5]).double(),
+        "layer": layer,
+        "head": head,
+        "token_id": token,
+        "token": [text(number) for number in token.tolist()],
+        "first": first.bool(),
+        "contexts": in_contexts,
+        "share": in_contexts / contexts,
+        "position": (positions / sinks).double(),
     }
     order = ["layer", "head", "contexts", "token_id"]
     return table_of(columns).sort_values(order, ascending=[True, True, False, True], ignore_index=True)
