@@ -17,7 +17,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
 from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
-from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, paired_groups, share_sums
+from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
@@ -97,13 +97,12 @@ def attribute(
     `inputs` holds the same heads, one key head for each (see `chosen_heads`).
     """
     shares, additive = share_sums(query, key, inputs).shares()
-    share = [sum(shares[:, a, b] for a, b in pairs) for pairs in paired_groups().values()]
     both = [_only_and_without(query, key, inputs, group) for group in ATTRIBUTED]
     even = replace(inputs, query=torch.zeros_like(inputs.query), bias=None, sink=None)
     return Attribution(
         score=pattern_scores(inputs, patterns),
         uniform=pattern_scores(even, patterns),
-        share=torch.stack([torch.as_tensor(value) for value in (*share, additive)]),
+        share=torch.stack([*grouped(shares).values(), additive]),
         only=torch.stack([pattern_scores(only, patterns) for only, _ in both]),
         without=torch.stack([pattern_scores(without, patterns) for _, without in both]),
     )

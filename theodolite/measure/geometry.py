@@ -33,7 +33,6 @@ from theodolite.theory.smoothness import (
     frequencies_below,
     grid_frequencies,
     lowest_frequencies,
-    product_low_frequency_ratio,
     unit_rows,
 )
 
@@ -273,7 +272,12 @@ def geometry(
         p = pos[layer, leading:]
         unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
         counts = readers[layer, leading : pos.shape[1]]
-        row = _positional(p, unit, spectrum[1], counts, residual["moment"][layer], grid)
+        # ‖M‖₂² is the largest eigenvalue of the centred moments.
+        whole = float(largest_singular_value(residual["moment"][layer].unsqueeze(0), tolerance=1e-10)[0])
+        row: dict[str, float] = {
+            "rank": float(screenot_of_values(spectrum[1], (len(p), p.shape[1]), screenot_bound(p)).rank)
+        }
+        row |= positional(p, counts, whole, grid, spectrum[1].square())[0]
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
@@ -320,24 +324,43 @@ def positions_read(means: State) -> int:
     return int((readers >= LEAST_SHARE * readers[0]).sum())
 
 
-def _positional(
-    p: Tensor, unit: Tensor, values: Tensor, readers: Tensor, moment: Tensor, grid: Grid | None
-) -> dict[str, float]:
-    """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
-    # ‖M‖₂² is the largest eigenvalue of the centred moments.
-    whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
-    squares = values.square()
+def positional(
+    p: Float[Tensor, "positions width"],
+    readers: Float[Tensor, " positions"],
+    largest: float,
+    grid: Grid | None = None,
+    squares: Float[Tensor, " values"] | None = None,
+) -> tuple[dict[str, float], Float[Tensor, " values"]]:
+    """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
+
+    Args:
+        p: the positional basis, (T−1, d).
+        readers: how many contexts each position's mean is of.
+        largest: ‖M‖₂² of the centred hidden states M of those contexts.
+        grid: rows and columns of the positions; None: they lie in a line.
+        squares: known already; None: they are those of the smaller Gram matrix, without singular vectors.
+    """
     rows, columns = p.shape
-    return {
-        "rank": float(screenot_of_values(values, (rows, columns), screenot_bound(p)).rank),
+    unit = unit_rows(p)
+    gram = p @ p.T if rows <= columns else p.T @ p
+    if squares is None:
+        squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
+    lengths = torch.linalg.vector_norm(p, dim=1)
+    if rows <= columns:  # the energy of the cosines, without the larger matrix
+        weights = torch.where(lengths > 0, lengths.square().reciprocal(), 0.0)
+        whole = weights @ gram.square() @ weights
+    else:
+        whole = (unit.T @ unit).square().sum()
+    low = lowest_frequencies(unit, max(CUTOFFS), grid)
+    energy = (low @ low.T).square().cumsum(0).cumsum(1)
+    lowest = {k: frequencies_below(k, rows, grid) - 1 for k in CUTOFFS}
+    row = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
-        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / whole) if whole > 0 else math.nan,
-        **{
-            f"low_frequency_{k}": float(r)
-            for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS, grid), strict=True)
-        },
+        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / largest) if largest > 0 else math.nan,
+        **{f"low_frequency_{k}": float(energy[lowest[k], lowest[k]] / whole) for k in CUTOFFS},
         **product_frequencies(p, squares, grid),
     }
+    return row, squares
 
 
 def tiled_norm(
