@@ -37,7 +37,8 @@ from theodolite.system.wording import counted, number, visible, with_error
 Bars = Callable[..., AbstractContextManager[ShowStage]]
 """Progress bars of a `unit`."""
 
-Make, ScoresIn = Callable[[], Steps], Callable[[Tensors, Notes], list[Score]]
+Make = Callable[[], Steps]
+ScoresIn = Callable[[Tensors, Notes], list[Score]]
 
 
 @dataclass(frozen=True)
