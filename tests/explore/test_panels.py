@@ -14,12 +14,19 @@ from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import panels, words
 from theodolite.explore.panels import Shown, attention_map, hidden_keys
-from theodolite.explore.subject import MOST_CHARACTERS, Subject, check_pair, offered_prompts, prompt_ids
-from theodolite.explore.view import Sink, tag_colours
+from theodolite.explore.subject import (
+    MOST_CHARACTERS,
+    Subject,
+    check_pair,
+    offered_prompts,
+    prompt_ids,
+    tag_colours,
+)
 from theodolite.explore.words import evidence, roles_of, shares_line, spectrum_line
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.report.data import opening_head
+from theodolite.sinks.prompt import Sink
 
 
 def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Shown:
@@ -92,7 +99,7 @@ def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     ids = prompt_ids([sharp], PROMPT)
-    run, measured = sharp.run, sharp.read(ids).measured
+    run, measured = sharp.run, sharp.measured(ids)
     heads = run.heads.copy()
     heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
     planted = replace(run, heads=heads)

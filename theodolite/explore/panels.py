@@ -14,14 +14,14 @@ import plotly.graph_objects as go
 
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import words
-from theodolite.explore.subject import Subject
-from theodolite.explore.view import HeadView, tag_colours
+from theodolite.explore.subject import Subject, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import END_TOKEN_SINK, LEARNED_SINK, PREVIOUS_TOKEN, SAME_TOKEN, SINK_ROLES
 from theodolite.report import style
 from theodolite.report.data import columns_of
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
+from theodolite.sinks.prompt import HeadView
 from theodolite.system.wording import head_name, visible
 
 _T = TypeVar("_T")
@@ -105,7 +105,7 @@ def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
 def head_map(shown: Shown) -> Figures:
     """The map of all heads by the measure, with the head framed; none where no head has the measure."""
     where, _, column = shown.measure.partition(":")
-    runs = [each.run if where == TEXT else each.read(shown.ids).measured for each in shown.subjects]
+    runs = [each.run if where == TEXT else each.measured(shown.ids) for each in shown.subjects]
     x, y = shown.head, shown.layer
     frame = {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "layer": "above"}
     try:
@@ -121,7 +121,7 @@ def head_map(shown: Shown) -> Figures:
 def head(shown: Shown) -> list[str]:
     """The head's name, roles and evidence."""
     return [
-        words.head_html(view, each.run, each.read(shown.ids).measured)
+        words.head_html(view, each.run, each.measured(shown.ids))
         for each, view in zip(shown.subjects, shown.views, strict=True)
     ]
 

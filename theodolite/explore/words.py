@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.explore.view import HeadView, Tags
+from theodolite.explore.subject import Tags
 from theodolite.measure.head_roles import LEARNED_SINK, ROLES, HeadRole
 from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
@@ -21,7 +21,7 @@ from theodolite.report.content import flowing
 from theodolite.report.data import Floats, entropy_share
 from theodolite.report.drawing.constituents import SHARES
 from theodolite.report.page import environment
-from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory.regimes import UNDEFINED
 
