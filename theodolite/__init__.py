@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 
 
 def _run_as_html(run: Any) -> str:
-    from theodolite.report.notebook import as_html
+    from theodolite.report.page import as_html
 
     return as_html(run)
 
