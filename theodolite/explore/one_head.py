@@ -15,9 +15,8 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.panels import attention_map
+from theodolite.explore.panels import attention_map, sink_sentence
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text
-from theodolite.explore.words import sink_sentence
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
