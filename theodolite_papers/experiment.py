@@ -48,9 +48,16 @@ class Outcome(PageOutcome):
         filled = {name: text.format(**values) if values else text for name, text in texts.items()}
         self.figure(key, figure=figure, wide=wide, **filled)
 
-    def sentence(self, key: str, **values: object) -> str:
-        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`."""
-        return str(self._claim(key)["claim"]).format(**values)
+    def sentence(self, key: str, entry: str = "claim", **values: object) -> str:
+        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`.
+
+        entry: `what` instead of the claim, what its number is.
+        """
+        return str(self._claim(key)[entry]).format(**values)
+
+    def parts(self, key: str) -> list[str]:
+        """The names of a claim's parts."""
+        return [name for name, entry in self._claim(key).items() if isinstance(entry, Mapping)]
 
     def criterion(self, key: str, limit: float | None = None, **values: object) -> Criterion:
         """The criterion of a claim or of its part; `limit`: where the declaration leaves it to the numbers."""
@@ -70,7 +77,8 @@ class Outcome(PageOutcome):
         of, criterion = self._claim(key), self.criterion(key, limit, **values)
         if isinstance(estimate, Sequence):
             estimate = share_of_heads(estimate, criterion)
-        verdict = judge(self.sentence(key, **values), of["what"].format(**values), estimate, criterion)
+        claim, what = self.sentence(key, **values), self.sentence(key, "what", **values)
+        verdict = judge(claim, what, estimate, criterion)
         return replace(verdict, evidence=verdict.evidence + of.get("more", "").format(**values))
 
     def judge(

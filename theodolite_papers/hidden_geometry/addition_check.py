@@ -12,7 +12,7 @@ from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import criterion
 from theodolite_papers.training.tasks import QUICK_TEST, Additions
 
 
@@ -66,7 +66,7 @@ def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
 
 def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
     """Why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
-    verdict = judge("", what, accuracy, criteria.ADDS)
+    verdict = judge("", what, accuracy, criterion("geometry/adds"))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 

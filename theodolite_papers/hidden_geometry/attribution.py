@@ -9,33 +9,28 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite import Run
-from theodolite.judging import Criterion, Verdict, judge, untestable
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.measure.constituents import DISJOINT, paired_groups
-from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.report.data import Floats, blocks, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
 
-RETAINS = Criterion(
-    "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
-)
-MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
+RETAINS = criterion("geometry/retains")
 REFUSALS_SHOWN = 2
 
 
 @dataclass(frozen=True)
-class PatternClaims:
-    """The claims about one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
+class PatternClaim:
+    """What the paper claims of one of `ATTENTION_PATTERNS`, and where in Fig. 6.
 
-    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias. `side`: of Fig. 6.
+    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias.
     """
 
     name: str
@@ -45,22 +40,11 @@ class PatternClaims:
     strict: str
     group: str
 
-    @property
-    def claim(self) -> str:
-        """The paper's claim."""
-        place = f"section 5.2, Fig. 6, {self.side}"
-        return f"Attention to {self.tokens} is determined by the {self.strict} constituent ({place})"
-
-    @property
-    def ours(self) -> str:
-        """The claim with the pairs of a mean or a bias included."""
-        return f"Attention to {self.tokens} is determined by {self.group}, mean and bias included (ours)"
-
 
 CLAIMS = [
-    PatternClaims("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
-    PatternClaims("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
-    PatternClaims("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
+    PatternClaim("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
+    PatternClaim("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
+    PatternClaim("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
 ]
 
 
@@ -92,7 +76,7 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, pattern: PatternClaims, group: str) -> bool:
+    def determined_by(self, pattern: PatternClaim, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
         return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
 
@@ -135,26 +119,31 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
     return sorted(heads, key=lambda head: -head.score)
 
 
-def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
+def judge_pattern(outcome: Outcome, pattern: PatternClaim, heads: list[Head]) -> None:
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
+    words = {"tokens": pattern.tokens, "side": pattern.side}
     if not followers:
         best = "0 heads attributed"
         if heads:
             best = f"the highest score is that of {heads[0].summary(pattern.strict)}"
         asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
-        return [untestable(pattern.claim, f"{best}; {asked}")]
-    verdicts = []
-    for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
-        share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
-        kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
-        what = (
-            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, "
-            f"and no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+        outcome.cannot_judge("pattern.strict", f"{best}; {asked}", group=pattern.strict, **words)
+        return
+    for claim, group in (("pattern.strict", pattern.strict), ("pattern.group", pattern.group)):
+        kept = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
+        outcome.judge(
+            claim,
+            [head.determined_by(pattern, group) for head in followers],
+            found=len(followers),
+            attributed=len(heads),
+            strong=STRONG,
+            times=TIMES_UNIFORM,
+            group=group,
+            kept=percent(kept),
+            best=followers[0].summary(group),
+            **words,
         )
-        verdicts.append(judge(claim, what, share, MOST_HEADS))
-    return verdicts
 
 
 @declared("geometry/attribution")
@@ -165,7 +154,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
         followers = [head for head in heads if head.follows]
         top = f"; highest score {number(heads[0].score)}" if heads else ""
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
-        outcome.verdicts += pattern_verdicts(pattern, heads)
+        judge_pattern(outcome, pattern, heads)
         if heads:
             drawn = figures_constituents.attribution(run, pattern.name)
             target = ATTENTION_PATTERNS[pattern.name].target
@@ -225,13 +214,9 @@ def constituents(study: Study, outcome: Outcome) -> None:
             shown += f"; {percent(float(np.mean(largest[group])))} of the heads"
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
-    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    dominant = "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)"
-    ours = "Position is often dominant, mean and bias included (ours)"
-    for claim, group, wins in ((dominant, "pos-pos", largest_strict), (ours, "position", largest)):
-        often = criteria.above_chance(len(wins))
-        shown = what.format(group, len(wins), percent(means[group]))
-        outcome.claim(claim, shown, share_of_heads(wins[group], often), often)
+    for claim, group, wins in (("dominant", "pos-pos", largest_strict), ("ours", "position", largest)):
+        words = {"heads": counted(heads, "head"), "group": group, "share": percent(means[group])}
+        outcome.judge(claim, wins[group], 1 / len(wins), groups=len(wins), **words)
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))

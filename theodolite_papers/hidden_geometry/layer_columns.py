@@ -38,8 +38,8 @@ from theodolite.report.data import (
 )
 from theodolite.system.wording import listed, number
 from theodolite.theory.haar import haar_rotation
-from theodolite_papers.experiment import Study
-from theodolite_papers.hidden_geometry import criteria, resampling
+from theodolite_papers.experiment import Outcome, Study
+from theodolite_papers.hidden_geometry import resampling
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
@@ -70,65 +70,70 @@ def noise_share(run: Run) -> Floats:
     return np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
 
 
+LEAST_RANKED = 42
+"""Rows and columns below which ScreeNOT's upper bound of 20 has no room (it needs 2·20 + 1 values below it)."""
+
+LEAST_POSITIONS = 32
+"""Positions below which the 10 × 10 lowest frequencies are more than a tenth of all, and smoothness says little."""
+
+LEAST_UNSMOOTH_POSITIONS = 20
+"""The same where a low share is claimed: above it, positions in random order reach a quarter."""
+
+
 def no_room(run: Run) -> str | None:
     """Why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
-    if min(positions - 1, width) >= criteria.LEAST_RANKED:
+    if min(positions - 1, width) >= LEAST_RANKED:
         return None
     return (
         f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of {SCREENOT_RANK} no room: use "
-        f"contexts of {criteria.LEAST_RANKED + 1} or more"
+        f"contexts of {LEAST_RANKED + 1} or more"
     )
 
 
-def low_rank_verdict(study: Study, claim: str, *, every: bool) -> Verdict:
+def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
     """Judge the rank and the energy within it: of `every` layer, or their means over layers."""
     run = study.run
     if why := no_room(run):
-        return untestable(claim, why)
+        outcome.cannot_judge("low-rank", why)
+        return
     ranks, layers = found_ranks(run), len(run.layers)
     missing = np.flatnonzero(np.isnan(ranks)).tolist()
     basis = torch.from_numpy(need(run, "positional_basis")[0, 1:])
     cap = f"ScreeNOT looks for at most {screenot_bound(basis)} directions"
     if len(missing) == layers:
-        return untestable(claim, f"{cap} and found none in any of {layers} layers: no rank found")
+        outcome.cannot_judge("low-rank", f"{cap} and found none in any of {layers} layers: no rank found")
+        return
     if missing:
         cap += f" and found none at layer {listed([str(layer) for layer in missing])}"
-    parts = [_of_rank(run, claim, ranks, every, cap), _of_energy(study, claim, every)]
-    if missing and (every or 2 * len(missing) >= layers):
-        parts.append(untestable(claim, "no rank found: not testable there"))
-    return all_of(claim, parts)
-
-
-def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verdict:
-    count, possible = int(np.isfinite(ranks).sum()), min(need(run, "positional_basis")[0, 1:].shape)
     errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
-    if every:
-        worst = int(np.nanargmax(ranks))
-        what = f"highest rank of {count} layers, at layer {worst}"
-        rank, error = float(ranks[worst]), float(errors[worst])
-    else:
-        what = f"mean rank over {count} layers"
-        rank, _, error = mean_over_layers(ranks, errors)
-    what += f", of {possible} possible ({cap})"
-    return judge(claim, what, Estimate(rank, error, *OF_GROUPS), criteria.RANK)
+    worst = int(np.nanargmax(ranks))
+    mean, _, mean_error = mean_over_layers(ranks, errors)
+    rank = (float(ranks[worst]), float(errors[worst])) if every else (mean, mean_error)
+    words = {"layers": layers - len(missing), "worst": worst, "possible": min(basis.shape), "cap": cap}
+    parts = [
+        outcome.verdict("low-rank.rank", Estimate(*rank, *OF_GROUPS), **words),
+        _energy_within_rank(outcome, study, np.nanmin if every else np.nanmean),
+    ]
+    if missing and (every or 2 * len(missing) >= layers):
+        parts.append(untestable(parts[0].claim, "no rank found: not testable there"))
+    outcome.verdicts.append(all_of(parts[0].claim, parts))
 
 
-def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
+def _energy_within_rank(outcome: Outcome, study: Study, over_layers: Callable[[Floats], float]) -> Verdict:
     """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
-    run, ranks = study.run, found_ranks(study.run)
+    run, ranks, key = study.run, found_ranks(study.run), "low-rank.energy"
     shares, noise = energy_within_rank(run), noise_share(run)
-    summary_name, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
-    value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
-    count = int(np.isfinite(shares).sum())
-    what = f"share of the energy of P within its rank, {summary_name} {count} layers"
+    value, without_noise = float(over_layers(shares)), min(float(over_layers(shares + noise)), 1.0)
+    error = resampling.errors_of(
+        resampling.grouped_basis(study), lambda p: np.asarray(over_layers(energy_within(p, ranks))), value
+    )
+    layers = int(np.isfinite(shares).sum())
+    verdict = outcome.verdict(key, Estimate(value, float(error), *OF_GROUPS), layers=layers)
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-    explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    basis = resampling.grouped_basis(study)
-    error = resampling.errors_of(basis, lambda p: np.asarray(summary(energy_within(p, ranks))), value)
-    estimate = Estimate(value, float(error), *OF_GROUPS)
-    return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)
+    met = outcome.criterion(key).met(without_noise)
+    return unless_explained(verdict, FAILS, noisy if met else "")
 
 
 ROTATIONS = 100
@@ -136,13 +141,6 @@ QUANTILE = 0.975
 """Of the rotations: the upper end of their 95 % interval."""
 
 _SEED = 0
-
-AS_RANDOM = Criterion(
-    "at most",
-    1.0,
-    f"the {QUANTILE:.1%} quantile over {ROTATIONS} random rotations of the positional basis: “random baseline” "
-    "(section 5)".replace("%", "\u00a0%"),
-)
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ def beyond_random_order(
     return beyond, error
 
 
-def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None:
+def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
     """Why low frequencies of so few positions say nothing; None: they do."""
     positions = need(run, "positional_basis").shape[1] - 1
     why = (
@@ -239,11 +237,7 @@ def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None
 
 
 def smooth_verdict(
-    study: Study,
-    run: Run,
-    claim: str,
-    criterion: Criterion = criteria.SMOOTH,
-    least: int = criteria.LEAST_POSITIONS,
+    outcome: Outcome, study: Study, run: Run, key: str = "smooth", least: int = LEAST_POSITIONS
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
@@ -251,29 +245,29 @@ def smooth_verdict(
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
-    chance = (10 / positions) ** 2
     if why := few_positions(run, least):
-        return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
-    what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
+        return untestable(outcome.sentence(key), f"share of energy at K = 10: {mean.value:.3f}, but {why}")
+    verdict = outcome.verdict(key, mean, layers=len(run.layers), chance=(10 / positions) ** 2)
+    criterion = outcome.criterion(key)
     unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
 
     def without_noise(basis: GroupedBasis) -> float:
         return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=unknown).mean())
 
-    return unless_noise(study, run, judge(claim, what, mean, criterion), criterion, without_noise)
+    return unless_noise(study, run, verdict, criterion, without_noise)
 
 
-def significant_verdict(study: Study, claim: str) -> Verdict:
+def judge_significant(outcome: Outcome, study: Study) -> None:
     """Judge the relative norms of all layers."""
     norms = layer_estimates(study.run, "relative_norm")
-    verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
-    if verdict.answer != HOLDS or (basis := resampling.grouped_basis(study)) is None:
-        return verdict
-    left = judge(claim, "", resampling.norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
-    contexts = study.run.provenance["corpus"]["contexts"]
-    holding = sum(row.answer == HOLDS for row in left.parts)
-    noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
-    return unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
+    verdict = outcome.verdict("significant", norms)
+    if verdict.answer == HOLDS and (basis := resampling.grouped_basis(study)) is not None:
+        left = outcome.verdict("significant", resampling.norms_beyond_noise(norms, basis))
+        holding = sum(row.answer == HOLDS for row in left.parts)
+        contexts = study.run.provenance["corpus"]["contexts"]
+        noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
+        verdict = unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
+    outcome.verdicts.append(verdict)
 
 
 def unless_noise(

@@ -27,7 +27,7 @@ from theodolite.report.drawing import geometry
 from theodolite.system.wording import number, percent, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import criteria, layer_columns
+from theodolite_papers.hidden_geometry import layer_columns
 from theodolite_papers.hidden_geometry.resampling import GroupedBasis, by_halves, errors_of, grouped_basis
 
 NOISY = 0.5
@@ -62,23 +62,20 @@ def _beside_published(
 @declared("geometry/table4")
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
-    claim = "The positional basis has a low rank at every layer (Table 4)"
-    outcome.verdicts.append(layer_columns.low_rank_verdict(study, claim, every=True))
+    layer_columns.judge_low_rank(outcome, study, every=True)
 
 
 @declared("geometry/table5")
 def stable_rank(study: Study, outcome: Outcome) -> None:
     run, first = study.run, 1
     _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
-    claim = "The positional basis has a low stable rank at every layer after the first (Table 5)"
     values = value_of(run, "stable_rank")[first:]
     if not np.isfinite(values).any():
-        outcome.cannot_test(claim, "this run has no stable_rank")
+        outcome.cannot_judge("stable-rank", "this run has no stable_rank")
         return
     worst = int(np.nanargmax(values))
     highest = layer_estimates(run, "stable_rank").at(first + worst)
-    what = f"highest stable rank of {len(values)} layers, at layer {worst + first}"
-    outcome.claim(claim, what, highest, criteria.STABLE_RANK)
+    outcome.judge("stable-rank", highest, layers=len(values), worst=worst + first)
 
 
 @declared("geometry/table6")
@@ -86,8 +83,7 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
     _beside_published(
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    claim = "The positional basis is a significant part of the hidden states (Table 6, section 3.1)"
-    outcome.verdicts.append(layer_columns.significant_verdict(study, claim))
+    layer_columns.judge_significant(outcome, study)
 
 
 def roughness(basis: Tensor) -> Floats:
@@ -161,20 +157,14 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         return Estimates(np.where(where, shape[name], np.nan), errors[name].to_numpy(), *OF_GROUPS)
 
     rough = estimates("smooth_roughness")
-    claim = f"Positions form a continuous curve ({place})"
-    what = (
-        "roughness on two directions (mean squared step over that in random order, sampling noise taken out)"
-    )
-    outcome.claim(claim, what, rough, criteria.CONTINUOUS)
-    claim, what = f"The curve is low-dimensional ({place})", "share of its energy in two directions"
-    outcome.claim(claim, what, estimates("share_of_two_directions"), criteria.DOMINANT)
-    continuous, _ = criteria.CONTINUOUS.decided(rough.values, rough.shared_margins)
-    claim = f"The curve is often a spiral ({place})"
+    outcome.judge("continuous", rough, place=place)
+    outcome.judge("low-dimensional", estimates("share_of_two_directions"), place=place)
+    continuous, _ = outcome.criterion("continuous").decided(rough.values, rough.shared_margins)
     if continuous.any():
-        what = "turns about its centre, where the curve is known to be continuous"
-        outcome.claim(claim, what, estimates("turns", continuous), criteria.SPIRAL_TURNS)
+        outcome.judge("spiral", estimates("turns", continuous), place=place)
     else:
-        outcome.cannot_test(claim, f"of {len(shape)} layers none has a curve that is known to be continuous")
+        why = f"of {len(shape)} layers none has a curve that is known to be continuous"
+        outcome.cannot_judge("spiral", why, place=place)
     means = {name: _bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
     roughness_of = "roughness of the curve on these two (random order: 1)"
@@ -190,12 +180,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
 @declared("geometry/figure1")
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
-    claim = "Principal components have dramatically increasing scales across layers (Fig. 1)"
-    what = (
-        "scale of the largest component at the layer where it is largest over that at layer 0, the layer chosen on "
-        "half of the contexts and measured on the other"
-    )
-    outcome.claim(claim, what, scale_growth(grouped_basis(study)), criteria.TENFOLD)
+    outcome.judge("growing", scale_growth(grouped_basis(study)))
 
 
 def scale_growth(basis: GroupedBasis | None) -> Estimate:
@@ -214,8 +199,7 @@ def scale_growth(basis: GroupedBasis | None) -> Estimate:
 def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
-    claim = "On random tokens the positional basis stays smooth (section 4.1, Fig. 24)"
-    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
     if run is not study.run:
         outcome.runs["random"] = run.provenance
 
@@ -235,11 +219,9 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
     energy_here = with_error(smooth.value, smooth.error)
     outcome.read("energy of the 10 × 10 lowest frequencies", energy_here, "GPT-2: 99.7 %")
-    claim = "A few singular values dominate (Fig. 3, left)"
-    what = f"share of the energy of P within its rank, of {number(ranks.min())} to {number(ranks.max())}"
-    outcome.claim(claim, what, Estimates(energy, errors, *OF_GROUPS), criteria.DOMINANT)
-    claim = "Energies are concentrated mostly in the low frequencies (Fig. 3, right)"
-    outcome.verdicts.append(layer_columns.smooth_verdict(study, run, claim))
+    few = Estimates(energy, errors, *OF_GROUPS)
+    outcome.judge("few-values", few, lowest=number(ranks.min()), highest=number(ranks.max()))
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
     outcome.draw("singular-values", geometry.singular_values(run))
     outcome.draw("frequencies", by_layer(len(ranks), lambda layer: geometry.dct(run, layer)))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from theodolite import Corpus, Run, constituents
 from theodolite.errors import UsageError, WorkError
-from theodolite.judging import Criterion, Verdict, judge, untestable
+from theodolite.judging import untestable
 from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
@@ -32,9 +32,10 @@ from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry import attribution, criteria
+from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
+from theodolite_papers.hidden_geometry import attribution
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS
 
 SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 """Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
@@ -104,7 +105,7 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     if sums.refused:
         reason = next(iter(sums.refused.values()))
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
-    outcome.verdicts.append(rough_verdict(study, table["low_frequency_10"].to_numpy(), positions))
+    judge_rough(outcome, study, table["low_frequency_10"].to_numpy(), positions)
     outcome.tables["smoothness"] = table
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
@@ -113,21 +114,16 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     outcome.draw("positional-logits", drawn, contexts=counted(len(sample), "context"))
 
 
-def rough_verdict(study: Study, shares: Floats, positions: int) -> Verdict:
+def judge_rough(outcome: Outcome, study: Study, shares: Floats, positions: int) -> None:
     """Judge the shares of low frequencies of heads, where the model was trained on addition: of most of the heads."""
-    claim = "The QK matrix of a model trained on addition is not smooth (section 4.3, Figs. 5, 19 and 22)"
     shares = shares[np.isfinite(shares)]
     median = f"share of energy at K = 10 of pos-pos, median of {counted(len(shares), 'head')}"
     median += f": {number(float(np.median(shares)))}"
-    limit = criteria.UNLIKE_LANGUAGE
-    if positions < criteria.LEAST_UNSMOOTH_POSITIONS:
-        verdict = untestable(claim, f"{positions} positions have only {positions} frequencies")
-    else:
-        chance = f"positions in random order: {(10 / positions) ** 2:.2g}"
-        what = f"share of heads with at most {number(limit.limit)} of pos-pos' energy at K = 10 ({median}; {chance})"
-        most = Criterion("at least", 0.5, f"of the heads; {limit.source}")
-        verdict = judge(claim, what, share_of_heads(limit.met(shares).tolist(), most), most)
-    return of_an_adder(study.model, study.run, verdict, median)
+    rough, words = criterion("geometry/unlike-language"), {"median": median, "chance": (10 / positions) ** 2}
+    verdict = outcome.verdict("rough", rough.met(shares).tolist(), most=number(rough.limit), **words)
+    if positions < LEAST_UNSMOOTH_POSITIONS:
+        verdict = untestable(verdict.claim, f"{positions} positions have only {positions} frequencies")
+    outcome.verdicts.append(of_an_adder(study.model, study.run, verdict, median))
 
 
 MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
@@ -137,11 +133,7 @@ MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
 }
 """The split with P̃ = pos + μ in place of pos (appendix D.2)."""
 
-UNCHANGED = Criterion(
-    "at least", 0.9, "“little effect on interpretations” read as: in nine of ten heads (ours)"
-)
-
-ChosenHeads = dict[tuple[int, int], list[attribution.PatternClaims]]
+ChosenHeads = dict[tuple[int, int], list[attribution.PatternClaim]]
 """(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
 
 
@@ -220,16 +212,15 @@ def figure_6(study: Study, outcome: Outcome) -> None:
         outcome.draw(name, drawn, "head", title=title, prompt=prompt)
     attribution.read_refusals(outcome, study.run)
     for pattern in attribution.CLAIMS:
-        outcome.verdicts += attribution.pattern_verdicts(pattern, top[pattern.name])
+        attribution.judge_pattern(outcome, pattern, top[pattern.name])
     outcome.tables |= _tables(ids, tokens, panels)
 
 
 def _judge_mean(outcome: Outcome, run: Run) -> None:
     """Judge whether the largest of the four constituents stays the largest when μ is counted as positional."""
-    claim = "The global mean μ has little effect on interpretations (appendix E.2, Figs. 30 and 31)"
     table = run.constituents
     if not len(table):
-        outcome.cannot_test(claim, "this run has no constituent shares: survey the model again")
+        outcome.cannot_judge("unchanged", "this run has no constituent shares: survey the model again")
         return
     winners = []
     for pos in (("pos",), ("mean", "pos")):
@@ -241,12 +232,8 @@ def _judge_mean(outcome: Outcome, run: Run) -> None:
     same = winners[0] == winners[1]
     with_mean = (table["query"] == "mean") | (table["key"] == "mean")
     carried = table[with_mean].groupby(["layer", "head"])["share"].sum().mean()
-    what = (
-        f"share of {counted(len(same), 'head')} in which the largest of pos-pos, pos-cvec, cvec-pos and cvec-cvec is "
-        f"the same with pos + μ in place of pos (pairs with μ carry {percent(float(carried))} of the logits' variance "
-        "on average)"
-    )
-    outcome.claim(claim, what, share_of_heads(same.tolist(), UNCHANGED), UNCHANGED)
+    words = {"heads": counted(len(same), "head"), "carried": percent(float(carried))}
+    outcome.judge("unchanged", same.tolist(), **words)
 
 
 def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:

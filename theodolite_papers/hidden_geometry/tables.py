@@ -12,7 +12,7 @@ import pandas as pd
 from theodolite import Run
 from theodolite.comparison.parts import overlap
 from theodolite.estimates import Estimate
-from theodolite.judging import FAILS, HOLDS, Verdict, judge, untestable
+from theodolite.judging import FAILS, HOLDS, Verdict, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.report import published
 from theodolite.report.data import (
@@ -28,7 +28,7 @@ from theodolite.report.data import (
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, declared
-from theodolite_papers.hidden_geometry import criteria, layer_columns, resampling
+from theodolite_papers.hidden_geometry import layer_columns, resampling
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
@@ -68,14 +68,11 @@ def table_1(study: Study, outcome: Outcome) -> None:
         pairs = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
         table[quantity], table[f"{quantity} sd"] = pairs.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
-    low_rank = "The positional basis is a low-rank component (Table 1)"
-    significant = "The positional basis is a significant component (Table 1, section 3.1)"
-    outcome.verdicts.append(layer_columns.low_rank_verdict(study, low_rank, every=False))
-    outcome.verdicts.append(layer_columns.significant_verdict(study, significant))
+    layer_columns.judge_low_rank(outcome, study, every=False)
+    layer_columns.judge_significant(outcome, study)
     _separation(outcome, run)
     outcome.judge("incoherent", layer_columns.mean_over_random(study), layers=len(run.layers))
-    drawn = drawing.averages(rows, list(QUANTITIES))
-    outcome.draw("table1", drawn)
+    outcome.draw("table1", drawing.averages(rows, list(QUANTITIES)))
 
 
 def _separation(outcome: Outcome, run: Run) -> None:
@@ -112,7 +109,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
         "overlap of the leading positional directions, as many as the rank",
         f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
     )
-    robust_verdicts(outcome, study, second)
+    judge_robustness(outcome, study, second)
     layers = layer_numbers(first)
     here, other = (layer_columns.columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
@@ -120,57 +117,53 @@ def table_2(study: Study, outcome: Outcome) -> None:
     for column_name, y in (("rank", "dimensions"), ("low_frequency_10", "share of energy")):
         of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
         curves = dict(zip(names, of_runs, strict=True))
-        drawn = drawing.two_texts(layers, curves, y, share=column_name != "rank")
-        outcome.draw(column_name.replace("_", "-"), drawn)
+        axis = {} if column_name == "rank" else drawing.SHARE
+        outcome.draw(column_name.replace("_", "-"), drawing.over_layers(layers, curves, y, **axis))
     if second is not first:
         outcome.runs["other"] = second.provenance
 
 
-def robust_verdicts(outcome: Outcome, study: Study, second: Run) -> None:
+def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
     """Judge whether rank and smoothness are the same on the second text."""
     first = study.run
-    claim = "The positional basis keeps its low rank on text unlike the training data (Table 2, section 4.1)"
     if first is second:
-        outcome.cannot_test(claim, "the run itself is on random tokens: pass another text with --other")
+        for claim in ("rank", "smooth"):
+            outcome.cannot_judge(claim, "the run itself is on random tokens: pass another text with --other")
         return
     missing = [int(np.isnan(layer_columns.found_ranks(run)).sum()) for run in (first, second)]
     if why := layer_columns.no_room(first):
-        outcome.cannot_test(claim, why)
+        outcome.cannot_judge("rank", why)
     elif any(missing):
         why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
-        outcome.cannot_test(claim, why)
+        outcome.cannot_judge("rank", why)
     else:
         here, other = (layer_average(run, "rank")[0] for run in (first, second))
-        what = f"mean rank {here.value:.3g} here, {other.value:.3g} on the other text; change"
         change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
-        outcome.claim(claim, what, change, criteria.RANK_CHANGE)
-    smooth = "The positional basis stays smooth on text unlike the training data (Table 2, section 4.1)"
-    outcome.verdicts.append(layer_columns.smooth_verdict(study, second, smooth))
+        outcome.judge("rank", change, here=here.value, other=other.value)
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, second))
 
 
-def _concentrated(study: Study, name: str, claim: str) -> Verdict:
+def _concentrated(outcome: Outcome, study: Study, key: str, name: str) -> Verdict:
     """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
-    run = study.run
+    run, claim = study.run, outcome.sentence(key, matrix=name)
     prefix, over, _ = ROWS_OF_TABLE_3[name]
     lowest, constant = (column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in (10, 1))
     if lowest is None or constant is None:
         return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
+    share = float(np.nanmean(lowest))
     if why := layer_columns.few_positions(run):
-        return untestable(claim, f"share of energy at K = 10: {np.nanmean(lowest):.3f}, but {why}")
+        return untestable(claim, f"share of energy at K = 10: {share:.3f}, but {why}")
     positions = need(run, "positional_basis").shape[1] - 1
-    what = (
-        f"share of energy at K = 10 {np.nanmean(lowest):.3f}; of the way to all from the most that positions in random "
-        "order, with the same constant, have on average"
-    )
     if over == "layers":
         errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
-        beyond = layer_columns.beyond_random_order(lowest, constant, positions, errors)
-        mean, _, error = mean_over_layers(*beyond)
+        mean, _, error = mean_over_layers(
+            *layer_columns.beyond_random_order(lowest, constant, positions, errors)
+        )
         estimate = Estimate(mean, error, *OF_GROUPS)
     else:
         of_heads, _ = layer_columns.beyond_random_order(lowest, constant, positions)
         estimate = Estimate.mean(of_heads[np.isfinite(of_heads)], "heads")
-    verdict = judge(claim, f"{what}, mean over {over}", estimate, criteria.MOSTLY)
+    verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
     # The QK matrix is of single contexts: no mean of them has noise.
     if name == "QK matrix" or (over == "heads" and study.model is None):
         return verdict
@@ -184,14 +177,13 @@ def _concentrated(study: Study, name: str, claim: str) -> Verdict:
         # What noise hides could be the other way.
         return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
 
-    return layer_columns.unless_noise(study, run, verdict, criteria.MOSTLY, without_noise)
+    return layer_columns.unless_noise(study, run, verdict, outcome.criterion(key), without_noise)
 
 
 @declared("geometry/table3")
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
-    claim = "The Gram matrix of positions is concentrated in low frequencies (section 3.2, Table 3)"
-    smooth = _concentrated(study, "PPᵀ", claim)
+    smooth = _concentrated(outcome, study, "concentrated", "PPᵀ")
     outcome.verdicts.append(smooth)
     shares_here, rows = {}, []
     for name, (prefix, over, paper) in ROWS_OF_TABLE_3.items():
@@ -208,11 +200,10 @@ def table_3(study: Study, outcome: Outcome) -> None:
         )
         if over == "layers":
             continue
-        claim = f"{name} inherits the smoothness of the positional basis (section 4.2, Table 3)"
-        inherited = _concentrated(study, name, claim)
+        inherited = _concentrated(outcome, study, "inherited", name)
         if smooth.answer != HOLDS:
             why = f"no smoothness of PPᵀ is known that could be inherited ({inherited.evidence})"
-            inherited = untestable(claim, why)
+            inherited = untestable(inherited.claim, why)
         outcome.verdicts.append(inherited)
     outcome.tables["shares"] = pd.DataFrame(rows)
     drawn = drawing.shares_by_cutoff(

@@ -12,7 +12,7 @@ import torch
 
 from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import Estimate, Estimates, jackknife_error
-from theodolite.judging import Criterion, all_of, judge
+from theodolite.judging import all_of
 from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
@@ -87,15 +87,6 @@ SHOWN_LAYERS = 13  # all of the twelve-block models of the paper; of deeper ones
 MODERATE = 10
 """K up to which Tables 2 and 3 look, taken for a “moderate k”."""
 
-NEVER_ABOVE = Criterion("at most", 1.0, "the theorem")
-OF_USE = Criterion(
-    "at most",
-    1.0,
-    f"a bound above the error of no approximation at all says nothing; “moderate k and m” read as k ≤ {MODERATE}, "
-    f"m ≤ {max(ORDERS)} (ours)",
-)
-APPROXIMATED = Criterion("at most", 0.1, "“≈” read as: a tenth of the error of no approximation (ours)")
-
 INCOHERENCES = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3)
 DRAWS = 100
 SETTING = kernel_factorisation.KernelSetting()
@@ -107,13 +98,6 @@ EXPONENTS = (0.25, 0.375, 0.5)
 
 BELOW_NOISE = 0.75
 """γ of incoherences below 1/√d, where noise of size 1/√d must make the error outgrow them, as d^¼."""
-
-BOUNDED = Criterion(
-    "at most",
-    0.05,
-    f"O(incoh) is bounded by a multiple of it: no power of d, where incoh = d^−{BELOW_NOISE:g}, which the theorem "
-    "leaves out, gives 0.25 (ours)",
-)
 
 
 def cutoffs_of(positions: int) -> list[int]:
@@ -131,24 +115,6 @@ def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Fl
     others = [smoothness_bound(grams, 1, order).bound[..., None] / powers**order for order in ORDERS[1:]]
     trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
     return torch.stack([first.bound, *others], 1).numpy(), first.attained.numpy(), trivial.numpy()
-
-
-def _judge_premise(outcome: Outcome, premise: Estimates, measured: Floats, where: str) -> None:
-    claim = (
-        "The premise: the Gram matrix has bounded differences, so that its bound says something (section 3.3)"
-    )
-    what = (
-        f"bound over the error of no approximation {where}, as contexts grow without limit (on these contexts "
-        f"{number(measured.min())} to {number(measured.max())})"
-    )
-    if premise.errors is not None and np.isfinite(premise.errors).any():
-        outcome.claim(claim, what, premise, OF_USE)
-    else:
-        why = (
-            "some position is not seen above the noise of these contexts, or of seven eighths of them, which its "
-            "error takes, or the text is not at hand"
-        )
-        outcome.cannot_test(claim, f"{what}: {why}; use more --contexts")
 
 
 def _draw_bounds(
@@ -191,16 +157,20 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     # Errors that are nothing but rounding are compared with a bound that is.
     rounding = 1e-12 * trivial[:, None, None]
     orders = f"m = {', '.join(map(str, ORDERS))}"
-    outcome.claim(
-        "The bound of Theorem 1 holds (section 3.3)",
-        f"largest of attained error over bound, {len(trivial)} layers, k = 1 to {cutoffs[-1]}, {orders}",
-        # Of this matrix, whatever text it is of: the theorem is about every Gram matrix.
-        Estimate.exact(float((attained[:, None] / np.maximum(bounds, rounding)).max())),
-        NEVER_ABOVE,
-    )
+    # Of this matrix, whatever text it is of: the theorem is about every Gram matrix.
+    largest = Estimate.exact(float((attained[:, None] / np.maximum(bounds, rounding)).max()))
+    outcome.judge("bound", largest, layers=len(trivial), last=cutoffs[-1], orders=orders)
     basis_by_group = grouped_basis(study)
     premise = premise_without_noise(basis_by_group, layers, order, moderate)
-    _judge_premise(outcome, premise, best, f"at k = {moderate}, of the best of {orders}")
+    words = {"k": moderate, "orders": orders, "lowest": number(best.min()), "highest": number(best.max())}
+    if premise.errors is not None and np.isfinite(premise.errors).any():
+        outcome.judge("premise", premise, **words)
+    else:
+        why = (
+            "some position is not seen above the noise of these contexts, or of seven eighths of them, which its "
+            "error takes, or the text is not at hand; use more --contexts"
+        )
+        outcome.cannot_judge("premise", f"{outcome.sentence('premise', 'what', **words)}: {why}")
 
     def attained_of(part: torch.Tensor) -> Floats:
         grams = normalised_gram(part[layers])
@@ -209,16 +179,12 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
 
     errors = errors_of(basis_by_group, attained_of, ratio)
     near = Estimates(ratio, errors, *OF_GROUPS)
-    meets, _ = OF_USE.decided(premise.values, premise.margins)
-    claim = "The theorem implies the approximation even for moderate k and m (section 3.3)"
-    what = f"attained error over that of no approximation at k = {moderate}"
+    meets, _ = outcome.criterion("premise").decided(premise.values, premise.margins)
     if meets.any():
-        where = replace(near, values=near.values[meets], errors=errors[meets])
-        outcome.claim(claim, f"{what}, in layers with bounded differences", where, APPROXIMATED)
+        outcome.judge("implied", replace(near, values=near.values[meets], errors=errors[meets]), k=moderate)
     else:
-        outcome.cannot_test(claim, "no layer is known to have bounded differences, the premise")
-    claim = "The Gram matrix itself is nearly that of a few low frequencies (section 3.3)"
-    outcome.claim(claim, what, near, APPROXIMATED)
+        outcome.cannot_judge("implied", "no layer is known to have bounded differences, the premise")
+    outcome.judge("approximated", near, k=moderate)
     columns = {"layer": layers, "m": np.array(ORDERS)[order], "bound": best}
     columns |= {"bound_without_noise": premise.values, "bound_without_noise_se": premise.errors}
     outcome.tables["premise"] = pd.DataFrame(columns)
@@ -235,9 +201,8 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
     outcome.read("slope of ln error against ln incoherence, without noise", number(clean.slope), "1")
-    claim = "Incoherence lets the kernel factorise: the error is O(incoh) (section 5.3, Theorem 2)"
-    what = f"largest error over the bound exp(s(8ρ + 4ρ²)) − 1, {DRAWS} draws of {len(INCOHERENCES)} incoherences"
-    outcome.claim(claim, what, Estimate.exact(float((clean.maximum / clean.bound).max())), NEVER_ABOVE)
+    of_bound = Estimate.exact(float((clean.maximum / clean.bound).max()))
+    outcome.judge("factorises", of_bound, draws=DRAWS, levels=len(INCOHERENCES))
     _with_noise(outcome)
     outcome.read("this model's mean incoherence, mean over layers", number(mean))
     outcome.read("its largest incoherence, mean over layers", number(largest))
@@ -271,18 +236,21 @@ def _with_noise(outcome: Outcome) -> None:
         slope = Estimate(float(left_out.mean()), float(jackknife_error(left_out)), len(left_out), "draws")
         mean = grown.ratio.mean(0).numpy()
         errors = (grown.ratio.std(0) / math.sqrt(len(grown.ratio))).numpy()
-        shown = f"{number(mean[0])} at d = {WIDTHS[0]} to {number(mean[-1])} at d = {WIDTHS[-1]}"
-        what = f"growth of error over incoh = d^−{gamma:g} as a power of d ({shown})"
+        words = {
+            "first": number(mean[0]),
+            "narrowest": WIDTHS[0],
+            "last": number(mean[-1]),
+            "widest": WIDTHS[-1],
+        }
+        verdict = outcome.verdict("with-noise", slope, exponent=gamma, **words)
+        what = outcome.sentence("with-noise", "what", exponent=gamma, **words)
         outcome.read(what, with_error(slope.value, slope.error), "0 or less" if gamma <= 0.5 else "left out")
-        verdicts.append(judge(what, what, slope, BOUNDED))
+        verdicts.append(verdict)
         curves[f"incoh = d^−{gamma:g}"] = mean, errors
         columns = {"exponent": gamma, "width": WIDTHS, "incoherence": [width**-gamma for width in WIDTHS]}
         columns |= {"error_over_incoherence": mean, "error_over_incoherence_se": errors}
         tables.append(pd.DataFrame(columns | {"largest": grown.largest.numpy()}))
-    claim = (
-        "Moreover, with subgaussian noise of size 1/√d the error is O(incoh) still (section 5.3, Theorem 2)"
-    )
-    outcome.verdicts.append(all_of(claim, verdicts[:-1]))
+    outcome.verdicts.append(all_of(outcome.sentence("with-noise"), verdicts[:-1]))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
     drawn = drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves)
     outcome.draw("growth", drawn)

@@ -28,26 +28,6 @@ from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_ba
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""
 
-MANY_HEADS = Criterion("at least", 0.43, "section 4.2: “more than 43% heads in GPT-2”")
-TOGETHER = Criterion(
-    "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
-)
-EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
-
-TRENDS = {
-    "layer": (
-        "its layer",
-        "The argmax property is satisfied especially in early layers (appendix D.2)",
-        EARLIER,
-    ),
-    "previous_token": (
-        "the attention that it pays to the previous token",
-        "Local attention is a consequence of smoothness (section 4.2)",
-        TOGETHER,
-    ),
-}
-"""Column of the heads table → its name, claim and criterion of the rank correlation over heads."""
-
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
 LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
@@ -96,22 +76,18 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for name, measure, correlation, _ in correlations.itertuples(index=False):
         if label := LOCALITY.get(measure):
             outcome.read(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
-    outcome.claim(
-        "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
-        f"share of {len(published)} heads above {MOSTLY:g}",
-        share_of_heads((published[np.isfinite(published)] > MOSTLY).tolist(), MANY_HEADS),
-        MANY_HEADS,
-    )
+    has_it = (published[np.isfinite(published)] > MOSTLY).tolist()
+    outcome.judge("many", has_it, heads=len(published), most=MOSTLY)
     of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
-    for measure, (named, claim, criterion) in TRENDS.items():
-        correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
-        what = f"rank correlation of the head's share with {named}"
-        if measure == "layer" and not (published > MOSTLY).any():
-            outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
+    for claim in ("layer", "previous_token"):
+        correlation, count = of_published.loc[claim, ["rank_correlation", "heads"]]
+        if claim == "layer" and not any(has_it):
+            outcome.cannot_judge(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
         elif math.isnan(correlation):
-            outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
+            why = f"{count:g} heads with both, or no difference between them"
+            outcome.cannot_judge(claim, f"{outcome.sentence(claim, 'what')}: {why}")
         else:
-            outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
+            outcome.judge(claim, _by_layers(run, float(correlation)))
     outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
     outcome.tables["correlations"] = correlations
     for name in shares:
@@ -140,17 +116,6 @@ TIMES, DEVIATIONS = 2.0, 2.0
 
 LEAST_SURVIVING = 10
 """Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
-
-MAJORITY = Criterion(
-    "at least",
-    0.5,
-    f"“the majority of attention heads”; {TIMES:g} times the random energy as the sign of a part is ours",
-)
-CONCENTRATED = Criterion(
-    "at least",
-    0.5,
-    "“for many heads … concentrated” read as: more than half of their energy in half of the heads (ours)",
-)
 
 
 @dataclass(frozen=True)
@@ -226,45 +191,36 @@ def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
 
 def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -> None:
     low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
-    diagonal = table["diagonal_ratio"] >= TIMES
     # Where hardly anything survives, where it lies is chance.
-    inside, some = table[f"corner_surviving_{corner}"], table["surviving"] >= LEAST_SURVIVING
-    concentrated = (inside >= CONCENTRATED.limit) & some
+    concentrated = (table[f"corner_surviving_{corner}"] >= 0.5) & (table["surviving"] >= LEAST_SURVIVING)
     median = table.median(numeric_only=True)
-    energy = percent(median[f"corner_energy_{corner}"])
-    heads = f"share of {len(table)} heads{shortened}"
-    claim = (
-        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)"
-    )
-    what = (
-        f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
-        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy {energy}, "
-        f"{number(median['corner_ratio'])} times that of random rotations)"
-    )
-    aligned = judge(claim, what, share_of_heads(low_rank.tolist(), MAJORITY), MAJORITY)
-    outcome.verdicts.append(unless_explained(aligned, HOLDS, _noise_explains(table, corner, low_rank)))
-    claim = "A diagonal component in the majority of attention heads (eq. 9, section 5.1)"
-    what = (
-        f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
-        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})"
-    )
-    outcome.claim(claim, what, share_of_heads(diagonal.tolist(), MAJORITY), MAJORITY)
-    claim = f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)"
-    what = (
-        f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
-        f"{corner} × {corner} corner"
-    )
-    outcome.claim(claim, what, share_of_heads(concentrated.tolist(), CONCENTRATED), CONCENTRATED)
+    words = {
+        "heads": f"{len(table)} heads{shortened}",
+        "corner": corner,
+        "times": TIMES,
+        "deviations": DEVIATIONS,
+        "entries": LEAST_SURVIVING,
+        "energy": percent(median[f"corner_energy_{corner}"]),
+        "ratio": number(median["corner_ratio"]),
+        "diagonal": percent(median["diagonal"]),
+        "random": percent(median["diagonal_random"]),
+    }
+    aligned = outcome.verdict("low-rank", low_rank.tolist(), **words)
+    if aligned.answer == HOLDS:
+        explanation = _noise_explains(table, corner, low_rank, outcome.criterion("low-rank"))
+        aligned = unless_explained(aligned, HOLDS, explanation)
+    outcome.verdicts.append(aligned)
+    outcome.judge("diagonal", (table["diagonal_ratio"] >= TIMES).tolist(), **words)
+    outcome.judge("concentrated", concentrated.tolist(), **words)
 
 
-def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
+def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series, criterion: Criterion) -> str:
     """Word what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"
     beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
-    share = share_of_heads(beyond.tolist(), MAJORITY)
-    if judge("", "", share, MAJORITY).answer == HOLDS:
+    if judge("", "", share_of_heads(beyond.tolist(), criterion), criterion).answer == HOLDS:
         return ""
     return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
 

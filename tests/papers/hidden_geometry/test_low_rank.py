@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.papers.hidden_geometry.planted import study_of
+from tests.papers.shared import verdicts_of
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.report.outcome import Outcome
 from theodolite_papers import EXPERIMENTS, reproduce
 from theodolite_papers.experiment import Study
 from theodolite_papers.hidden_geometry.layer_columns import energy_within_rank, noise_share
-from theodolite_papers.hidden_geometry.tables import robust_verdicts
+from theodolite_papers.hidden_geometry.tables import judge_robustness
 
 
 def _planted(run, rank: int, screenot_rank):
@@ -73,9 +73,9 @@ def test_no_rank_is_no_low_rank(run):
     assert _answers(nothing) == [UNTESTABLE, UNTESTABLE]
     assert "no rank found" in reproduce("geometry/table4", nothing).verdicts[0].evidence
     assert reproduce("geometry/figure3", nothing).verdicts[0].answer == UNTESTABLE
-    outcome = Outcome()
-    robust_verdicts(outcome, Study(_planted(run, 6, 6.0)), nothing)
-    kept = outcome.verdicts[0]  # a change of the mean rank by 6, of which nothing is known
+    kept, _ = verdicts_of(
+        judge_robustness, Study(_planted(run, 6, 6.0)), nothing, of="geometry/table2"
+    )  # a change of the mean rank by 6, of which nothing is known
     assert kept.answer == UNTESTABLE
     assert "no rank found in 0 layers here" in kept.evidence
     one = _planted(run, 6, np.array([0.0] + [6.0] * (layers - 1)))

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from tests.papers.hidden_geometry.planted import grouped, study_of
+from tests.papers.shared import outcome_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.estimates import Estimates
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, judge
@@ -17,7 +18,7 @@ from theodolite.measure.geometry import random_cosine
 from theodolite.passes.survey import survey
 from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import criterion
 from theodolite_papers.hidden_geometry.layer_columns import (
     beyond_random_order,
     random_cosines,
@@ -40,6 +41,7 @@ from theodolite_papers.hidden_geometry.smoothness import (
     spike_without_noise,
 )
 
+SIGNIFICANT = criterion("geometry/significant")
 ALL = torch.ones(8, dtype=torch.float64)
 
 
@@ -90,7 +92,7 @@ def test_claims_on_the_curve_have_errors_and_are_open_without(run):
     assert {v.answer for v in still.verdicts[:2]} <= {HOLDS, FAILS}
     # Turns are judged as they were measured, and only where the curve is continuous.
     shape = still.tables["shape"]
-    continuous = shape[shape["smooth_roughness"] <= criteria.CONTINUOUS.limit]
+    continuous = shape[shape["smooth_roughness"] <= criterion("geometry/continuous").limit]
     assert [row.value for row in still.verdicts[2].parts] == continuous["turns"].tolist()
     assert len(continuous) > 0
 
@@ -177,7 +179,7 @@ def _of_basis(run, basis: GroupedBasis):
 def _smooth(run, basis: GroupedBasis):
     study = Study(run)
     study.cached(f"basis by group of {run.provenance['corpus'].get('sha256')}", lambda: basis)
-    return smooth_verdict(study, run, "smooth")
+    return smooth_verdict(outcome_of("geometry/table2"), study, run)
 
 
 @pytest.mark.parametrize(("layer", "answer"), [(0, UNDECIDED), (1, FAILS)])
@@ -200,7 +202,7 @@ def test_a_basis_that_is_smooth_by_noise_alone_is_not_decided(surveyed_gpt2):
     run, noisy = _of_basis(surveyed_gpt2[0], noisy)
     assert run.layers["low_frequency_10"][0] > 0.8
     # Without the text nothing is known of its noise.
-    assert smooth_verdict(Study(run), run, "smooth").answer == HOLDS
+    assert smooth_verdict(outcome_of("geometry/table2"), Study(run), run).answer == HOLDS
     verdict = _smooth(run, noisy)
     assert verdict.answer == UNDECIDED
     assert "without the sampling noise of 16 contexts" in verdict.evidence
@@ -259,6 +261,6 @@ def test_noise_of_few_contexts_is_no_significant_position(size, holds):
     basis = grouped(smooth, noise)
     seen = torch.linalg.matrix_norm(basis.of(ALL), ord=2).numpy()
     norms = Estimates(0.18 * seen / seen.min(), np.full(2, 0.015), 8, "groups of contexts")
-    assert judge("", "", norms, criteria.SIGNIFICANT).answer == HOLDS
+    assert judge("", "", norms, SIGNIFICANT).answer == HOLDS
     left = norms_beyond_noise(norms, basis)
-    assert (judge("", "", left, criteria.SIGNIFICANT).answer == HOLDS) == holds
+    assert (judge("", "", left, SIGNIFICANT).answer == HOLDS) == holds
