@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -149,12 +148,6 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
     assert judged_by(judge_later, pd.Series([0.08] * 100), 256).answer == "not decided"
     assert judged_by(judge_later, pd.Series([0.13] * 100), 256).answer == "holds"
     assert judged_by(judge_later, pd.Series([], dtype=float), 256).answer == "not decided"
-
-
-def test_a_trace_of_an_older_version_is_refused(model):
-    run = trace_sinks(model, IDS)
-    with pytest.raises(UsageError, match="trace again"):
-        show_trace(Outcome(), replace(run, traces=run.traces.drop(columns=["gain", "gain_se"])))
 
 
 def test_a_text_without_sinks_is_not_judged(model):
