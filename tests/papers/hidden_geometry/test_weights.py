@@ -19,8 +19,7 @@ from theodolite.models.weights.head_weights import HeadWeights
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers import Study
 from theodolite_papers.hidden_geometry import weights
-from theodolite_papers.hidden_geometry.decoupling import decouple
-from theodolite_papers.hidden_geometry.weights import figure_4
+from theodolite_papers.hidden_geometry.weights import decouple, figure_4
 
 WIDTH, RANK, HEADS = 80, 5, 8
 FIGURE_4 = figure_4

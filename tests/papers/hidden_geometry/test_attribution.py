@@ -25,13 +25,13 @@ from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce
 from theodolite_papers.hidden_geometry import addition_check
-from theodolite_papers.hidden_geometry import prompt_logits as experiment
-from theodolite_papers.hidden_geometry.attribution import share_grids
-from theodolite_papers.hidden_geometry.prompt_logits import (
+from theodolite_papers.hidden_geometry import attribution as experiment
+from theodolite_papers.hidden_geometry.attribution import (
     _judge_mean,
     _PositionalLogits,
     _retained_rows,
     judge_rough,
+    share_grids,
 )
 
 LENGTH = 24
