@@ -18,6 +18,14 @@ from transformers import OPTConfig, OPTForCausalLM
 OFFSET = 2  # fairseq counts positions from its padding index + 1, and OPT has kept that
 CPU_ROWS = 256  # tokens whose logits are held at once: with 2,048 words they stay in the second-level cache
 GPU_LOGITS = 1 << 27
+OPT_NAMES = {
+    "output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "widen": "fc1",
+    "narrow": "fc2",
+    "norm": "final_layer_norm",
+}
+"""What `transformers` calls the parts of a block."""
 
 
 @dataclass(frozen=True)
@@ -198,29 +206,12 @@ def as_opt(decoder: Decoder) -> OPTForCausalLM:
         "lm_head.weight": decoder.unembedding,
     }
     for index, block in enumerate(decoder.blocks):
-        named = _opt_block(block).items()
-        weights |= {f"model.decoder.layers.{index}.{name}": value for name, value in named}
+        layer, parameters = f"model.decoder.layers.{index}", dict(block.named_parameters())
+        for kind in ("weight", "bias"):
+            for of, rows in zip("qkv", parameters.pop(f"projections.{kind}").chunk(3), strict=True):
+                weights[f"{layer}.self_attn.{of}_proj.{kind}"] = rows
+        for name, value in parameters.items():
+            part, _, kind = name.partition(".")
+            weights[f"{layer}.{OPT_NAMES[part]}.{kind}"] = value
     model.load_state_dict({name: value.detach().cpu() for name, value in weights.items()})
     return model.eval()
-
-
-def _opt_block(block: nn.Module) -> dict[str, Tensor]:
-    renamed: dict[str, Tensor] = {}
-    for name, value in block.named_parameters():
-        part, _, kind = name.partition(".")
-        if part == "projections":
-            renamed |= {
-                f"self_attn.{of}_proj.{kind}": rows for of, rows in zip("qkv", value.chunk(3), strict=True)
-            }
-        else:
-            renamed[f"{_OPT_NAMES[part]}.{kind}"] = value
-    return renamed
-
-
-_OPT_NAMES = {
-    "output": "self_attn.out_proj",
-    "attention_norm": "self_attn_layer_norm",
-    "widen": "fc1",
-    "narrow": "fc2",
-    "norm": "final_layer_norm",
-}

@@ -57,6 +57,9 @@ MEASURES = {
 }
 """Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
 
+BY_LOGARITHM = ("frobenius_squared", "entropy")
+"""Measures of which settings differ by a factor."""
+
 READINGS: dict[Reduction, str] = {
     "mean": "κ against the mean loss of a token",
     "sum": "κ against the loss summed over a batch",
@@ -141,12 +144,12 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(settings)
 
 
-def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str, *, relative: bool) -> Estimate:
-    """`of` − `against` in a measure, paired by seed; relative: the difference of their logarithms."""
+def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str) -> Estimate:
+    """`of` − `against` in a measure, or in its logarithm, paired by seed."""
     values = []
     for setting in (of, against):
         by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
-        values.append(by_seed.map(math.log) if relative else by_seed)
+        values.append(by_seed.map(math.log) if name in BY_LOGARITHM else by_seed)
     paired = (values[0] - values[1]).dropna()
     return Estimate.mean(paired.sort_index().to_numpy(dtype=np.float64), "seeds")
 
@@ -171,7 +174,7 @@ def distinct(
     groups: list[list[Setting]] = []
     for setting in sorted(settings, key=lambda each: means[each]):
         if groups:
-            gap = difference(rows, setting, groups[-1][0], name, relative=True)
+            gap = difference(rows, setting, groups[-1][0], name)
             if not (gap.n > 1 and apart.decided(gap.value, gap.margin)[0]):
                 groups[-1].append(setting)
                 continue
@@ -276,14 +279,16 @@ def _final(outcome: Outcome, data: Comparable, key: str) -> bool:
     return data.step >= PUBLISHED_STEPS
 
 
-def _each(
-    data: Comparable, against: Setting | None, name: str, *, relative: bool
-) -> dict[Reduction, Estimate]:
-    """The difference of the strongest κ₂ against a setting (None: the weakest) in either reading."""
-    return {
-        reduction: difference(data.rows, settings[-1], against or settings[0], name, relative=relative)
-        for reduction, settings in data.published.items()
-    }
+def strongest(
+    outcome: Outcome, data: Comparable, key: str, name: str, against: Setting | None = None, **values: object
+) -> None:
+    """Judge the strongest κ₂ against a setting (None: the weakest) in either reading; by its loss at the end alone."""
+    if name != "final_loss" or _final(outcome, data, key):
+        estimates = {
+            reduction: difference(data.rows, settings[-1], against or settings[0], name)
+            for reduction, settings in data.published.items()
+        }
+        in_both_readings(outcome, data, key, estimates, **values)
 
 
 def captions(outcome: Outcome, data: Comparable) -> None:
@@ -292,11 +297,8 @@ def captions(outcome: Outcome, data: Comparable) -> None:
         return
     settings = next(iter(data.published.values()))
     ends = {"strongest": settings[-1].mean, "weakest": settings[0].mean}
-    for key, name in (("scale", "frobenius_squared"), ("entropy", "entropy")):
-        in_both_readings(outcome, data, key, _each(data, None, name, relative=True), **ends)
-    if _final(outcome, data, "perplexity"):
-        losses = _each(data, None, "final_loss", relative=False)
-        in_both_readings(outcome, data, "perplexity", losses, **ends)
+    for key, name in (("scale", "frobenius_squared"), ("entropy", "entropy"), ("perplexity", "final_loss")):
+        strongest(outcome, data, key, name, **ends)
 
 
 def against_none(outcome: Outcome, data: Comparable) -> None:
@@ -305,17 +307,13 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
     if plain is None:
         return
     if data.published:
-        none = label_of(plain)
-        entropies = _each(data, plain, "entropy", relative=True)
-        in_both_readings(outcome, data, "entropy-against-none", entropies, none=none)
-        if _final(outcome, data, "perplexity-against-none"):
-            losses = _each(data, plain, "final_loss", relative=False)
-            in_both_readings(outcome, data, "perplexity-against-none", losses, none=none)
+        for key, name in (("entropy-against-none", "entropy"), ("perplexity-against-none", "final_loss")):
+            strongest(outcome, data, key, name, plain, none=label_of(plain))
     if data.step < PUBLISHED_STEPS:
         for how, settings in data.with_locater.items():
-            less = difference(data.rows, settings[-1], plain, "final_loss", relative=False)
-            values = {"how": how, "step": data.step, "strongest": label_of(settings[-1])}
-            outcome.judge("perplexity-so-far", less, none=label_of(plain), **values)
+            values = {"how": how, "strongest": label_of(settings[-1]), "none": label_of(plain)}
+            less = difference(data.rows, settings[-1], plain, "final_loss")
+            outcome.judge("perplexity-so-far", less, step=data.step, **values)
 
 
 def against_decay(outcome: Outcome, data: Comparable) -> None:
@@ -357,8 +355,7 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     shown = [*(settings[-1] for settings in data.published.values()), data.plain]
     means = {setting: Estimate.mean(values.get_group(setting).to_numpy(), "seeds") for setting in shown}
     levels = ", ".join(f"{label_of(setting)} {mean}" for setting, mean in means.items())
-    estimates = _each(data, data.plain, "stripes", relative=False)
-    in_both_readings(outcome, data, "stripes", estimates, levels=levels)
+    strongest(outcome, data, "stripes", "stripes", data.plain, levels=levels)
 
 
 def phases(outcome: Outcome, data: Comparable) -> None:

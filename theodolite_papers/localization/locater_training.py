@@ -118,7 +118,7 @@ class TextFiles:
 
 
 def kept_text(work: Unfinished, files: TextFiles) -> GridText:
-    """The text of a grid: as its folder keeps it, or read from `files` and kept there."""
+    """The text of a grid as its folder keeps it, which the first call reads from `files`."""
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
         text = files.read()
@@ -127,19 +127,11 @@ def kept_text(work: Unfinished, files: TextFiles) -> GridText:
         return {"train": text.train, "held_out": text.held_out}, notes
 
     work.save_once("text", read)
-    text = load_text(work)
-    if text.sha256 != files.sha256():
-        raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
-    return text
-
-
-def load_text(work: Unfinished) -> GridText:
-    """The text that a grid's folder keeps."""
     tensors, notes = work.load("text") or ({}, {})
-    tokenizer = Tokenizer.from_str(notes["tokenizer"])
-    return GridText(
-        tokenizer, tensors["train"], tensors["held_out"], notes["tokens_per_word"], notes["sha256"]
-    )
+    if notes["sha256"] != files.sha256():
+        raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
+    notes["tokenizer"] = Tokenizer.from_str(notes["tokenizer"])
+    return GridText(**tensors, **notes)
 
 
 def word_tokenizer(text: str) -> Tokenizer:
@@ -314,13 +306,12 @@ class LocaterTraining:
 
     def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Tabulate the measurements: losses by step; head measures by step and layer."""
-        steps = self.history("steps").numpy()
+        steps, layers = self.history("steps").numpy(), self.setting.layers
         losses = pd.DataFrame(self.history("losses").numpy(), columns=list(LOSSES))
-        losses.insert(0, "step", steps)
-        layers = self.setting.layers
         heads = pd.DataFrame(self.history("heads").flatten(0, 1).numpy(), columns=list(HEADS))
         heads.insert(0, "layer", np.tile(np.arange(layers), len(steps)))
-        heads.insert(0, "step", np.repeat(steps, layers))
+        for table, of_rows in ((losses, steps), (heads, np.repeat(steps, layers))):
+            table.insert(0, "step", of_rows)
         return losses, heads
 
     def _write_tables(self) -> None:
@@ -428,7 +419,10 @@ def train_locater(
             raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
-    recipe = Recipe(vocabulary=_vocabulary(vocabulary), bfloat16=multiplies_halves(device))
+    if vocabulary not in (None, WORDS) and not vocabulary.isdecimal():
+        raise UsageError(f"--vocabulary is '{vocabulary}'; give a number of tokens, or {WORDS}.")
+    tokens = {} if vocabulary is None else {"vocabulary": None if vocabulary == WORDS else int(vocabulary)}
+    recipe = Recipe(bfloat16=multiplies_halves(device), **tokens)
     how: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
@@ -449,9 +443,8 @@ def train_locater(
         if name in names:
             perplexity = perplexity_of(summary["held_out_loss"])
             error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
-            lines.append(
-                f"{name}: step {summary['step']}, held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
-            )
+            known = f"held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
+            lines.append(f"{name}: step {summary['step']}, {known}")
     return lines
 
 
@@ -461,16 +454,6 @@ def _numbers(name: str, given: str) -> tuple[Any, ...]:
         return tuple(dict.fromkeys(kind(part) for part in given.split(",") if part.strip()))
     except ValueError:
         raise UsageError(f"--{name} is '{given}'; give numbers with commas between them.") from None
-
-
-def _vocabulary(given: str | None) -> int | None:
-    if given is None:
-        return Recipe().vocabulary
-    if given == WORDS:
-        return None
-    if not given.isdecimal():
-        raise UsageError(f"--vocabulary is '{given}'; give a number of tokens, or {WORDS}.")
-    return int(given)
 
 
 ROUND = 5000
@@ -532,49 +515,46 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
     for setting in settings:
         setting.check()
     check_target(job.folder)
-    kept_text(job.work, files)
+    text = kept_text(job.work, files)
     console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with interruptible(lambda: say(STOPPING)) as pressed:
-        failed = _train_all(settings, job, pressed, say)
+        failed = train_in_rounds(settings, job, text, pressed, say)
     if failed:
         raise WorkError("; ".join(failed))
 
 
-def _train_all(
-    settings: list[Setting], job: Job, stop: Callable[[], bool], say: Callable[[str], None]
+def train_in_rounds(
+    settings: list[Setting], job: Job, text: GridText, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> list[str]:
-    """Train the settings in rounds; the messages of those that failed, which are not tried again."""
-    text = load_text(job.work)
+    """Train the settings, none more than a round ahead; returns why some failed, which are not tried again."""
     failed: dict[Setting, str] = {}
     with using_threads(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
-        for target in [*range(ROUND, job.steps, ROUND), job.steps]:
-            for setting in settings:
-                folder = job.folder / RUN_FOLDERS / setting.name
-                if stop():
-                    return []
-                if setting in failed:
-                    continue
-                folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    with FileLock(folder / "lock", timeout=0):
-                        began = time.perf_counter()
-                        training = LocaterTraining(folder, setting, job.recipe, text, job.device)
-                        first_step = training.step
-                        if training.trainer.advance(target, stop) and target == job.steps:
-                            training.finish()
-                        steps = training.step - first_step
-                        if steps:
-                            pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
-                            say(f"{setting.name}: {training.progress()}, {pace}")
-                except Timeout:
-                    say(f"{setting.name}: another process is training it; skipped")
-                except TheodoliteError as error:
-                    failed[setting] = str(error)
-                    say(f"{setting.name}: {error}")
+        for target, setting in product([*range(ROUND, job.steps, ROUND), job.steps], settings):
+            if stop():
+                return []
+            if setting in failed:
+                continue
+            folder = job.folder / RUN_FOLDERS / setting.name
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with FileLock(folder / "lock", timeout=0):
+                    began = time.perf_counter()
+                    training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                    first_step = training.step
+                    if training.trainer.advance(target, stop) and target == job.steps:
+                        training.finish()
+                    if steps := training.step - first_step:
+                        pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
+                        say(f"{setting.name}: {training.progress()}, {pace}")
+            except Timeout:
+                say(f"{setting.name}: another process is training it; skipped")
+            except TheodoliteError as error:
+                failed[setting] = str(error)
+                say(f"{setting.name}: {error}")
     return list(failed.values())
 
 

@@ -59,9 +59,8 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "ROUND", 2)
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
-    module.kept_text(job.work, files)
-    asked = iter([False] * 12 + [True] * 99)
-    assert module._train_all(SETTINGS, job, lambda: next(asked), lambda line: None) == []
+    text, asked = module.kept_text(job.work, files), iter([False] * 12 + [True] * 99)
+    assert module.train_in_rounds(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
     reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
     assert max(reached) - min(reached) <= 2

@@ -33,7 +33,6 @@ from theodolite_papers.localization.locater_training import (
     Setting,
     TextFiles,
     kept_text,
-    load_text,
     measured,
     published_rate,
 )
@@ -79,7 +78,7 @@ def test_words_as_published(files: TextFiles, tmp_path: Path) -> None:
     assert sorted(text.tokenizer.get_vocab().values()) == list(range(len(known) + 2))
     ids = text.tokenizer.encode("to be\nnever", add_special_tokens=False).ids
     assert [text.tokenizer.id_to_token(i) for i in ids] == ["to", "be", "</s>", "<unk>"]
-    loaded = load_text(work)
+    loaded = kept_text(work, words)
     assert torch.equal(loaded.train, text.train)
     assert loaded.tokenizer.to_str() == text.tokenizer.to_str()
     with pytest.raises(UsageError, match="another text or vocabulary"):
