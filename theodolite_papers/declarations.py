@@ -63,8 +63,9 @@ def declarations() -> dict[str, Declaration]:
         for module, of_module in modules.items():
             for name, entry in of_module.items():
                 place = f"theodolite_papers.{folder}.{module}"
-                whole = _like(entries, {"elsewhere": {}, "claims": {}, **entry})
-                whole["claims"] = {key: _like(shared, claim) for key, claim in whole["claims"].items()}
+                whole = _like(entries, {"elsewhere": {}, **entry})
+                claims = whole.get("claims", {}).items()
+                whole["claims"] = {key: _like(shared, claim) for key, claim in claims}
                 found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, criteria=criteria, **whole)
         options = sorted({option for entry in entries.values() for option in entry.get("options", [])})
         name = f"{group}/claims"
