@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 
 from theodolite.report import published, style
@@ -37,6 +38,10 @@ TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
 """Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
 
 
+Values = npt.NDArray[Any]
+"""Numbers or names along an axis."""
+
+
 @dataclass(frozen=True)
 class Line:
     """Name and style of a curve; `legend`: whether its name stands there."""
@@ -56,7 +61,7 @@ EXACT = Line("exact", style.VERMILLION)
 
 
 def curves(
-    x: Floats | Sequence[Floats],
+    x: Values | Sequence[Values],
     lines: Sequence[Line],
     values: Sequence[Floats],
     titles: tuple[str, str],
@@ -80,9 +85,9 @@ def over_layers(
     layers: Floats,
     measured: Mapping[str, tuple[Floats, Floats | None]],
     y: str,
+    axis: Mapping[str, Any] | None = None,
     *,
     baselines: bool = False,
-    **yaxis: Any,
 ) -> go.Figure:
     """Layer measures with their standard errors, by name; `baselines`: each is followed by its own, dotted."""
     first = Line("", THIS_MODEL, width=2.4, marker=6)
@@ -92,7 +97,7 @@ def over_layers(
         looks = [look for each in (first, second) for look in (each, replace(each, dash="dot", marker=0))]
     lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
     values, errors = zip(*measured.values(), strict=True)
-    axes = {"xaxis": layer_axis(layers), "yaxis": yaxis or {"rangemode": "tozero"}}
+    axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
 
 
@@ -197,7 +202,7 @@ def simulation(
     drawn.add_trace(
         dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5})
     )
-    skipped = {"marker": {"size": 1}, "hoverinfo": "skip"}
+    skipped: dict[str, Any] = {"marker": {"size": 1}, "hoverinfo": "skip"}
     return drawn.add_trace(dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, **skipped))
 
 
@@ -252,8 +257,7 @@ def against_published(
 ) -> go.Figure:
     """A layer column over the rows of Table 4, 5 or 6, one line per model and text, rescaled to this depth."""
     layers, values = layer_numbers(run), need_column(run.layers, name)
-    axis = TWOS if log else {"rangemode": "tozero"}
-    drawn = over_layers(layers, {"this model": (values, errors)}, y, **axis)
+    drawn = over_layers(layers, {"this model": (values, errors)}, y, TWOS if log else None)
     depth = np.linspace(0, float(layers.max()), 13).round(4)
     printed: list[Any] = []
     for model in published.MODELS:
@@ -299,7 +303,7 @@ def shares_by_cutoff(
     shown = {curve: shares for curve, shares in shown.items() if shares}
     values = [np.array([*shares.values()]) for shares in shown.values()]
     cutoffs = [np.array([*map(str, shares)]) for shares in shown.values()]
-    axes = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    axes: dict[str, Any] = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
     return curves(cutoffs, [*shown], values, ("K", "share of energy"), height=360, **axes)
 
 
@@ -331,11 +335,11 @@ def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> g
     """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
     layers = np.arange(len(norms), dtype=np.float64)
     axis = TWOS | {"tickformat": "~s"}
-    drawn = over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", **axis)
+    drawn = over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", axis)
     hover = "GPT-2: %{text} × layer 0<extra></extra>"
     heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
-    printed, look = "layer 0 times the ratio of GPT-2", {"marker": {"size": 9, "symbol": "diamond-open"}}
-    return drawn.add_trace(dots([*ratios], heights, names, printed, style.REFERENCE, hover, **look))
+    printed, marker = "layer 0 times the ratio of GPT-2", {"size": 9, "symbol": "diamond-open"}
+    return drawn.add_trace(dots([*ratios], heights, names, printed, style.REFERENCE, hover, marker=marker))
 
 
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
@@ -474,7 +478,7 @@ def factorisation(
         shown.append((Line(name, style.GREEN, dash, 1.6), *vertical, None))
     lines, x, values, errors = zip(*shown, strict=True)
     ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
-    axes = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
+    axes: dict[str, Any] = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
     axes["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
     titles = "incoherence", "relative error of the kernel"
     return curves(x, lines, values, titles, errors=errors, height=430, **axes)

@@ -48,7 +48,7 @@ OF_THE_SURVEY = [
         *(f"figure{number}" for number in (1, 2, 3, 5, 7, 8, 24)),
     )
 ]
-FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
+FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.declared.needs]
 CLAIMS = claims(declarations()["geometry/claims"], OF_THE_SURVEY)
 
 

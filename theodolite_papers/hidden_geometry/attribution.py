@@ -239,7 +239,7 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
     read_refusals(outcome, run)
     for claim, group, wins in (("dominant", "pos-pos", largest_strict), ("ours", "position", largest)):
         words = {"heads": counted(heads, "head"), "group": group, "share": percent(means[group])}
-        outcome.judge(claim, wins[group], 1 / len(wins), groups=len(wins), **words)
+        outcome.judge(claim, wins[group], limit=1 / len(wins), groups=len(wins), **words)
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))

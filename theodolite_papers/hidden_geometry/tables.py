@@ -117,8 +117,8 @@ def table_2(study: Study, outcome: Outcome) -> None:
     for column_name, y in (("rank", "dimensions"), ("low_frequency_10", "share of energy")):
         of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
         curves = dict(zip(names, of_runs, strict=True))
-        axis = {} if column_name == "rank" else drawing.SHARE
-        outcome.draw(column_name.replace("_", "-"), drawing.over_layers(layers, curves, y, **axis))
+        axis = None if column_name == "rank" else drawing.SHARE
+        outcome.draw(column_name.replace("_", "-"), drawing.over_layers(layers, curves, y, axis))
     if second is not first:
         outcome.runs["other"] = second.provenance
 
