@@ -120,7 +120,8 @@ def accuracy_by_shots(
         own = {"error_y": whiskers(*values), "legendgroup": name, "marker": 6, "customdata": texts}
         at = rows["shots"].to_numpy(np.float64) + shift
         traces += line(at, values[0], model, colour, hover=f"{hover}<extra></extra>", **own)
-    bounds = [("best possible", range(len(best)), best, "dash")] if len(best) else []
+    bounds: list[tuple[str, Sequence[int], Sequence[float], str]] = []
+    bounds += [("best possible", range(len(best)), best, "dash")] if len(best) else []
     bounds += [("chance", shots, [chance] * len(shots), "dot")] if math.isfinite(chance) else []
     for name, at, heights, dash in bounds:
         hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"

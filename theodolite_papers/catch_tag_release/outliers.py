@@ -154,8 +154,8 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
         if name == "sudden" and len(set(of_parts)) == 1:
             of_parts = []  # of position 0 with one token, by causality: no context can tell how far off it is
         estimate = _estimate(measure(outliers), of_parts, _contexts(outliers))
-        few = max(4.0, 0.01 * width) if name == "dimensions" else None
-        outcome.judge(name, estimate, few, **values)
+        few = {"limit": max(4.0, 0.01 * width)} if name == "dimensions" else {}
+        outcome.judge(name, estimate, **values, **few)
 
 
 def judge_sinks(
@@ -180,7 +180,7 @@ def judge_sinks(
         chance = _chance(by_text[0][other], corpus)
         shares = [_share_among(of[one], of[other], weight) for of in by_text]
         estimate = _estimate(shares[0], shares[1:], len(corpus.contexts))
-        outcome.judge(name, estimate, max(0.5, chance), chance=percent(chance))
+        outcome.judge(name, estimate, limit=max(0.5, chance), chance=percent(chance))
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
@@ -379,8 +379,8 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
     traces: list[Any] = []
     for name, values, colour, dash in lines:
         hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
-        positive, look = np.where(values > 0, values, np.nan), {"width": 2.0, "marker": 5.0}
-        traces += line(np.arange(len(values)), positive, name, colour, dash=dash, hover=hover, **look)
+        at, positive = np.arange(len(values)), np.where(values > 0, values, np.nan)
+        traces += line(at, positive, name, colour, dash=dash, width=2, marker=5, hover=hover)
     threshold, length = outliers.numbers["thresholds"]["massive"], layers.ngroups
     all_values = np.concatenate([*(values for _, values, *_ in lines), [threshold]])
     top = float(np.nanmax(all_values))

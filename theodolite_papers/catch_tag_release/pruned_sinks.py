@@ -161,7 +161,7 @@ def pruned_measures(
     calibration, measured = halves(study)
     model = copy.deepcopy(study.require_model())
     show = partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}")
-    how = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS, "show_progress": show}
+    how: dict[str, Any] = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS, "show_progress": show}
     pruned = prune_model(model, calibration, method, SPARSITY, **how)
     measures, layer = {METHODS[method]: measure_sinks(model, measured, prompt)}, prompt.layer
     for name, control in (ablations or {}).items():

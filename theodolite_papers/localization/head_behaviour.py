@@ -218,12 +218,12 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         table |= {f"eta_{name}": predicted["eta"], f"regime_{name}": prediction.regime}
         table[f"error_{name}"] = errors[name]
     for name, label in SOURCES.items():
-        outcome.judge("order", correlations[name, "mean", "ρ"], source=label)
+        outcome.judge("order", correlations[name, "mean", "ρ"], spectrum=label)
     means = judge_curves(outcome, errors, layers)
     shares = {}
     for name, label in SOURCES.items():
         kappa, shares[name] = agreement(predictions[name].regime, names, layers)
-        outcome.judge("regime", kappa, source=label, same=percent(shares[name]))
+        outcome.judge("regime", kappa, spectrum=label, same=percent(shares[name]))
     judge_entropy(
         outcome, predictions["text"].eta.numpy(), numbers["width"], numbers["entropy"], trace, layers
     )
@@ -258,7 +258,7 @@ def judge_curves(outcome: Outcome, errors: dict[str, Floats], layers: Indices) -
     for name, label in SOURCES.items():
         nearer = mean_over_heads(errors[name] - errors["others"], layers)
         levels = {"error": _shown(means[name]), "others": _shown(means["others"]), "close": CLOSE}
-        outcome.judge("nearer", nearer, source=label, **levels)
+        outcome.judge("nearer", nearer, spectrum=label, **levels)
     return means
 
 
@@ -269,7 +269,7 @@ def judge_entropy(
     for claim, number in (("scale", eta), ("localized", width)):
         plain = rank_correlation_of_heads(number, entropy, layers)
         known = rank_correlation_of_heads(number, entropy, layers, given=trace)
-        outcome.judge(claim, known, source=SOURCES["text"], plain=_shown(plain))
+        outcome.judge(claim, known, spectrum=SOURCES["text"], plain=_shown(plain))
 
 
 def _draw(

@@ -280,7 +280,13 @@ def _final(outcome: Outcome, data: Comparable, key: str) -> bool:
 
 
 def strongest(
-    outcome: Outcome, data: Comparable, key: str, name: str, against: Setting | None = None, **values: object
+    outcome: Outcome,
+    data: Comparable,
+    key: str,
+    name: str,
+    against: Setting | None = None,
+    /,
+    **values: object,
 ) -> None:
     """Judge the strongest κ₂ against a setting (None: the weakest) in either reading; by its loss at the end alone."""
     if name != "final_loss" or _final(outcome, data, key):
@@ -415,7 +421,7 @@ MAP_HEIGHT = 380
 MOST_COLUMNS = 400
 """Steps that a map shows at most: more are not to be seen."""
 
-CURVES = (
+CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("trace", "heads", "tr W_QK", {"type": "linear"}),
     ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", {"type": "log"}),
     ("entropy", "heads", "attention entropy, nats", {"type": "linear"}),

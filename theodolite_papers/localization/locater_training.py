@@ -130,8 +130,9 @@ def kept_text(work: Unfinished, files: TextFiles) -> GridText:
     tensors, notes = work.load("text") or ({}, {})
     if notes["sha256"] != files.sha256():
         raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
-    notes["tokenizer"] = Tokenizer.from_str(notes["tokenizer"])
-    return GridText(**tensors, **notes)
+    tokenizer = Tokenizer.from_str(notes["tokenizer"])
+    cut = tensors["train"], tensors["held_out"]
+    return GridText(tokenizer, *cut, notes["tokens_per_word"], notes["sha256"])
 
 
 def word_tokenizer(text: str) -> Tokenizer:
@@ -421,8 +422,9 @@ def train_locater(
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     if vocabulary not in (None, WORDS) and not vocabulary.isdecimal():
         raise UsageError(f"--vocabulary is '{vocabulary}'; give a number of tokens, or {WORDS}.")
-    tokens = {} if vocabulary is None else {"vocabulary": None if vocabulary == WORDS else int(vocabulary)}
-    recipe = Recipe(bfloat16=multiplies_halves(device), **tokens)
+    recipe = Recipe(bfloat16=multiplies_halves(device))
+    if vocabulary is not None:
+        recipe = replace(recipe, vocabulary=None if vocabulary == WORDS else int(vocabulary))
     how: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }

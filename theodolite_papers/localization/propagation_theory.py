@@ -248,7 +248,10 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         shares = zip(PREDICTED, beyond[name].mean(1).tolist(), strict=True)
         shown = ", ".join(f"{key} {share:.3f}" for key, share in shares)
         outcome.read(f"share of points beyond {FAR:g} standard errors, {name} Σ", shown)
-    entropy = {name: _by_scale(sim.entropy.mean(1), sim.entropy_errors()[1]) for name, sim in sims.items()}
+    entropy = {
+        name: (_by_scale(sim.entropy.mean(1)), _by_scale(sim.entropy_errors()[1]))
+        for name, sim in sims.items()
+    }
     scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
     for mean, *rows in zip(SETTING.means, *entropy["isotropic"], strict=True):
         entropies = ", ".join(with_error(*pair) for pair in zip(*(row.tolist() for row in rows), strict=True))
@@ -276,9 +279,9 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.draw("entropy", by_name("Σ", list(COVARIANCES), draw_entropy))
 
 
-def _by_scale(*values: Tensor) -> tuple[Floats, ...]:
-    """One number per pair as (means, scales), of each."""
-    return tuple(each.reshape(len(SETTING.means), len(SETTING.scales)).numpy() for each in values)
+def _by_scale(values: Tensor) -> Floats:
+    """One number per pair as (means, scales)."""
+    return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
 def _judge_predictions(

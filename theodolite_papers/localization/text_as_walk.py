@@ -344,7 +344,7 @@ def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
 
 def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual: pd.DataFrame) -> None:
     of_text, of_random = (_column(table, "autocorrelation") for table in (text, random))
-    errors = np.hypot(of_text.errors, of_random.errors)
+    errors = np.hypot(*(table["autocorrelation_se"].to_numpy(np.float64) for table in (text, random)))
     for claim, name, estimates in (
         ("moments", "r_squared", _column(text, "r_squared")),
         ("residual", "r_squared", _column(residual, "r_squared")),
