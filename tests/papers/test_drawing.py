@@ -37,7 +37,7 @@ def each() -> pd.DataFrame:
 
 def test_lines_intervals_and_marks_carry_the_values(each):
     middle = over_seeds(each)
-    figure = accuracy_by_shots(middle, each, chance=1 / 3, best=[0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    figure = accuracy_by_shots(each, 1 / 3, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     lines = [trace for trace in figure.data if trace.mode == "lines+markers"]
     assert [line.name for line in lines] == ["dense", "oats", "wanda &amp; co"]
     assert [line.line.color for line in lines] == style.CATEGORIES[:3]

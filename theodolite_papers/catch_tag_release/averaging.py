@@ -156,8 +156,8 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
     as_costly: of random directions, mean, deviation, and the share that leave as much.
     """
     generators = [torch.Generator().manual_seed(training.HELD_OUT_SEED + seed) for seed in trained.seeds]
-    numbers, places = training.draw(generators, HELD_OUT_SEQUENCES)
-    place, targets = torch.arange(training.LENGTH), mean_after(numbers, places)
+    numbers, places = draw(generators, HELD_OUT_SEQUENCES)
+    place, targets = torch.arange(LENGTH), mean_after(numbers, places)
     after, is_separator = place > places[..., None], place == places[..., None]
 
     def output(hide_separator: bool = False, ablated: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
         left_untagged, blind = left(tag), output(hide_separator=True)
         directions = random_directions(written, DIRECTIONS, training.HELD_OUT_SEED)
         left_random = torch.stack([left(direction) for direction in directions])
-        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (training.LENGTH - 1)
+        mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (LENGTH - 1)
         by_sequence = caught(forward_pass).sum(-1) / after.sum(-1)
         columns = {
             "seed": torch.tensor(trained.seeds),
@@ -410,12 +410,9 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
     traces: list[Any] = []
-    for index, (name, (measured, derived)) in enumerate(curves.items()):
-        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
-        for label, values, dash, marker in (
-            (name, measured, "solid", 5),
-            (f"{name}, derived", derived, "dot", 0),
-        ):
+    for (name, pair), colour in zip(curves.items(), style.CATEGORIES, strict=False):
+        looks = (name, "solid", 5), (f"{name}, derived", "dot", 0)
+        for values, (label, dash, marker) in zip(pair, looks, strict=True):
             shown = np.where(values > BELOW, values, np.nan)
             if np.isfinite(shown).any():
                 hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
@@ -432,13 +429,14 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
 def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """The squared error of every seed while it was trained."""
     traces: list[Any] = []
+    last = 0.0
     for colour, each in zip(style.CATEGORIES, trained, strict=False):
         name, losses = each.recipe.name, each.losses.numpy()
         steps = (np.arange(losses.shape[1]) + 0.5) * each.recipe.steps / losses.shape[1]
+        last = max(last, float(steps[-1]))
         hover = f"{for_plotly(name)}<br>step %{{x}}: %{{y:.3g}}<extra></extra>"
         for seed, row in enumerate(losses):
             traces += line(steps, row, name, colour, width=1.2, hover=hover, showlegend=seed == 0)
-    last = max((1 - 0.5 / each.losses.shape[1]) * each.recipe.steps for each in trained)
     variance = float((models["error"] / models["left"]).mean())
     of_all = variance * float(models["left_mean_of_all"].mean())
     for dash, name, level in (
@@ -453,9 +451,8 @@ def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], mod
 
 def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
     """Draw the first-layer attention of the best seed of three kinds, in one sequence."""
-    numbers, _ = training.draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
-    middle = training.LENGTH // 2
-    pictures: dict[str, Floats] = {}
+    numbers, _ = draw([torch.Generator().manual_seed(training.HELD_OUT_SEED - 1)], 1)
+    middle, pictures = LENGTH // 2, {}
     kinds = training.PUBLISHED_LARGE_TAG, training.STANDARD, training.QK_NORM + training.PENALISED
     for name, each in ((one.recipe.name, one) for one in trained if one.recipe.name in kinds):
         errors, count = models.loc[models["kind"] == name, "error"].to_numpy(), len(each.seeds)
@@ -476,12 +473,10 @@ def draw_scatter(
     for (kind, rows), (colour, symbol) in zip(models.groupby("kind", sort=False), looks, strict=False):
         marker = {"size": 9, "symbol": symbol, "line": {"width": 1}}
         names = [for_plotly(f"{kind}, seed {seed}") for seed in rows["seed"]]
-        places = rows["left"].to_numpy(), rows[column].to_numpy()
-        traces.append(dots(*places, names, for_plotly(str(kind)), colour, hover, marker=marker))
+        at = rows["left"].to_numpy(), rows[column].to_numpy()
+        traces.append(dots(*at, names, for_plotly(str(kind)), colour, hover, marker=marker))
     y = POWERS if column == "outlier" else {"range": [-0.05, 1.05]}
     layout: dict[str, Any] = {"xaxis": POWERS, "yaxis": y, "legend": {"y": 1.04}}
     drawn = style.figure(traces, *titles, height=430, layout=layout)
     limit = {"color": style.GREY, "dash": "dot", "width": 1.5}
-    drawn.add_vline(limits[0], line=limit)
-    drawn.add_hline(limits[1], line=limit)
-    outcome.draw(column, drawn)
+    outcome.draw(column, drawn.add_vline(limits[0], line=limit).add_hline(limits[1], line=limit))

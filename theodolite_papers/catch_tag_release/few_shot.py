@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -81,51 +82,39 @@ Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
 """(prompts of a batch) → the interventions on the model while it reads them."""
 
 
-def accuracy_by_shots(
-    means: pd.DataFrame,
-    by_seed: pd.DataFrame | None = None,
-    *,
-    chance: float = math.nan,
-    best: Sequence[float] = (),
-) -> go.Figure:
-    """Accuracy of several models after k examples, with intervals.
+def accuracy_by_shots(by_seed: pd.DataFrame, chance: float, best: Sequence[float]) -> go.Figure:
+    """Accuracy of several models after k examples, means with intervals, and one open circle per seed.
 
-    means: `model shots accuracy low high`. by_seed: `model seed shots accuracy accuracy_se`; None: no markers.
+    by_seed: `model seed shots accuracy accuracy_se`.
     """
-    models, shots = list(dict.fromkeys(means["model"])), sorted(set(means["shots"]))
+    means, shots = over_seeds(by_seed), sorted(set(by_seed["shots"]))
+    models = list(dict.fromkeys(means["model"]))
     traces: list[Any] = []
     for index, (model, colour) in enumerate(zip(models, style.CATEGORIES, strict=False)):
         shift, name = ASIDE * (index - (len(models) - 1) / 2), for_plotly(model)
-        if by_seed is not None:  # one open circle per seed
-            rows = by_seed[by_seed["model"] == model]
-            notes = [
-                [row.shots, row.seed, with_error(row.accuracy, row.accuracy_se)] for row in rows.itertuples()
-            ]
-            hover = f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
-            own: dict[str, Any] = {
-                "opacity": 0.6,
-                "legendgroup": name,
-                "showlegend": False,
-                "customdata": notes,
-            }
-            own["marker"], at = (
-                {"size": 4, "symbol": "circle-open"},
-                rows["shots"].to_numpy(np.float64) + shift,
-            )
-            traces.append(dots(at, rows["accuracy"], None, None, colour, hover, **own))
+        own: dict[str, Any] = {"legendgroup": name, "opacity": 0.6, "showlegend": False}
+        own["marker"] = {"size": 4, "symbol": "circle-open"}
+        rows = by_seed[by_seed["model"] == model]
+        errors = zip(rows["accuracy"], rows["accuracy_se"], strict=True)
+        own["customdata"] = list(zip(rows["shots"], rows["seed"], starmap(with_error, errors), strict=True))
+        hover = (
+            f"{name}, seed %{{customdata[1]}}, %{{customdata[0]}} examples: %{{customdata[2]}}<extra></extra>"
+        )
+        at = rows["shots"].to_numpy(np.float64) + shift
+        traces.append(dots(at, rows["accuracy"], None, None, colour, hover, **own))
         rows = means[means["model"] == model]
         values = [rows[of].to_numpy(np.float64) for of in ("accuracy", "low", "high")]
         texts = [[count, *map(percent, each)] for count, *each in zip(rows["shots"], *values, strict=True)]
         hover = f"{name}, %{{customdata[0]}} examples: %{{customdata[1]}} (%{{customdata[2]}} to %{{customdata[3]}})"
-        own = {"error_y": whiskers(*values), "legendgroup": name, "marker": 6, "customdata": texts}
+        own = {"error_y": whiskers(*values), "marker": 6, "customdata": texts, "legendgroup": name}
         at = rows["shots"].to_numpy(np.float64) + shift
         traces += line(at, values[0], model, colour, hover=f"{hover}<extra></extra>", **own)
-    bounds: list[tuple[str, Sequence[int], Sequence[float], str]] = []
-    bounds += [("best possible", range(len(best)), best, "dash")] if len(best) else []
-    bounds += [("chance", shots, [chance] * len(shots), "dot")] if math.isfinite(chance) else []
-    for name, at, heights, dash in bounds:
+    for name, heights, dash in (
+        ("best possible", best, "dash"),
+        ("chance", [chance] * len(shots), "dot"),
+    ):
         hover = f"{name}, %{{x}} examples: %{{y:.1%}}<extra></extra>"
-        traces += line(list(at), heights, name, style.GREY, dash=dash, width=1.2, hover=hover)
+        traces += line(shots, heights, name, style.GREY, dash=dash, width=1.2, hover=hover)
     layout = {
         "xaxis": {"tickmode": "array", "tickvals": shots, "zeroline": False},
         "yaxis": {"tickformat": ".0%", "zeroline": False},
@@ -208,8 +197,7 @@ def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
 
 
 def _draw(outcome: Outcome, key: str, rows: pd.DataFrame, **values: str) -> None:
-    best = RULES.best_accuracy().tolist()
-    drawn = accuracy_by_shots(over_seeds(rows), rows, chance=1 / RULES.values, best=best)
+    drawn = accuracy_by_shots(rows, 1 / RULES.values, RULES.best_accuracy().tolist())
     outcome.draw(key, drawn, "accuracy", **values)
 
 
@@ -248,27 +236,25 @@ class PromptAttention:
 
 
 class _SinkTap(Hooks):
-    """`PromptAttention` of every batch, by layer."""
+    """Sinks and attention of every batch, by layer."""
 
-    def __init__(self, layers: int) -> None:
-        self.of_layers: list[list[PromptAttention]] = [[] for _ in range(layers)]
+    def __init__(self) -> None:
+        self.layers: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         summary = summarise(inputs)
-        self.of_layers[layer].append(PromptAttention(summary.sinks.cpu(), summary.mass.cpu()))
+        self.layers.setdefault(layer, []).append((summary.sinks.cpu(), summary.mass.cpu()))
         return summary.output
 
 
 def attention_of_prompts(model: OpenModel, ids: Tensor, batch: int) -> list[PromptAttention]:
     """Read prompts, and return the sinks and the attention of every layer."""
-    tap = _SinkTap(model.layers)
+    tap = _SinkTap()
     with hooked(model, tap):
         for part in ids.split(batch):
             model.forward(part)
-    return [
-        PromptAttention(torch.cat([part.sinks for part in of]), torch.cat([part.mass for part in of]))
-        for of in tap.of_layers
-    ]
+    layers = [zip(*tap.layers[layer], strict=True) for layer in range(model.layers)]
+    return [PromptAttention(torch.cat(sinks), torch.cat(mass)) for sinks, mass in layers]
 
 
 def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
@@ -300,24 +286,20 @@ def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list
     yield ATTENDED, 0, [other_keys(of.sinks, -of.mass) for of in attention]
 
 
-def _hiding(model: OpenModel, keys: list[Tensor]) -> Edit:
-    """Keys (prompts, heads, positions) by layer, hidden in the heads that have any."""
-
-    def hidden(part: slice) -> Iterator[AbstractContextManager[object]]:
-        for layer, of_layer in enumerate(keys):
-            chosen = of_layer[part]
-            for head in chosen.any(-1).any(0).nonzero().flatten().tolist():
-                yield attention_knockout(model, layer, head, chosen[:, head])
-
-    return hidden
+def _hide(model: OpenModel, keys: list[Tensor], part: slice) -> Iterator[AbstractContextManager[object]]:
+    """Hide keys (prompts, heads, positions) by layer, in the heads that have any."""
+    for layer, of_layer in enumerate(keys):
+        chosen = of_layer[part]
+        for head in chosen.any(-1).any(0).nonzero().flatten().tolist():
+            yield attention_knockout(model, layer, head, chosen[:, head])
 
 
-def _without_terms(model: OpenModel, pruned: Pruned, control: int | None) -> Edit:
-    def without(part: slice) -> Iterator[AbstractContextManager[object]]:
-        for layer in range(model.layers):
-            yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
-
-    return without
+def _take_out(
+    model: OpenModel, pruned: Pruned, control: int | None, part: slice
+) -> Iterator[AbstractContextManager[object]]:
+    """Take out every layer's low-rank terms, or random ones as large."""
+    for layer in range(model.layers):
+        yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
 
 
 def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[int]], edit: Edit) -> Floats:
@@ -343,13 +325,13 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
     yield DENSE, 0, _accuracies(dense, prompts, lambda part: ()), 0.0
     sinks = HIDDEN, 0, [of.sinks for of in attention]
     for name, seed, keys in (sinks, *_controls(attention)):
-        yield name, seed, _accuracies(dense, prompts, _hiding(dense, keys)), share_of(attention, keys)
+        yield name, seed, _accuracies(dense, prompts, partial(_hide, dense, keys)), share_of(attention, keys)
     model = copy.deepcopy(dense)
     report = prune_model(model, calibration_prompts(), "oats", SPARSITY)
     yield OATS, 0, _accuracies(model, prompts, lambda part: ()), 0.0
-    yield WITHOUT, 0, _accuracies(model, prompts, _without_terms(model, report, None)), 0.0
+    yield WITHOUT, 0, _accuracies(model, prompts, partial(_take_out, model, report, None)), 0.0
     for seed in range(CONTROLS):
-        yield RANDOM, seed, _accuracies(model, prompts, _without_terms(model, report, seed)), 0.0
+        yield RANDOM, seed, _accuracies(model, prompts, partial(_take_out, model, report, seed)), 0.0
 
 
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly
-from theodolite.report.drawing.grammar import heat, line, reference, rows_down
+from theodolite.report.drawing.grammar import bars, heat, line, reference, rows_down
 from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
@@ -404,17 +404,12 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         rows.append((name, share, f"dimensions {dimensions}; up to {largest}"))
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows[:TOKENS], strict=True)
-    bars = go.Bar(
-        x=np.array(shares, dtype=np.float32),
-        # Numbered, since two tokens may look alike.
-        y=list(range(len(names))),
-        orientation="h",
-        marker={"color": style.BLUE},
-        customdata=[[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)],
-        hovertemplate="%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>",
-    )
+    told = [[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)]
+    hover = "%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>"
+    at = list(range(len(names)))  # numbered, since two tokens may look alike
+    shown = bars(np.array(shares), at, "", style.BLUE, hover, orientation="h", customdata=told)
     down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
-    down |= {"tickvals": list(range(len(names))), "ticktext": [for_plotly(name) for name in names]}
+    down |= {"tickvals": at, "ticktext": [for_plotly(name) for name in names]}
     layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}
     height = 110 + 24 * max(3, len(names))
-    outcome.draw("tokens", style.figure([bars], "share of contexts", "", height=height, layout=layout))
+    outcome.draw("tokens", style.figure([shown], "share of contexts", "", height=height, layout=layout))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
@@ -14,6 +14,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Verdict, all_of, untestable
 from theodolite.report import style
+from theodolite.report.drawing.grammar import bars
 from theodolite.report.sink_trace import show_trace
 from theodolite.sinks.ablation import (
     HEAD_SINKS,
@@ -31,24 +32,16 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
     """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
     shown = table[table["measure"].isin(measures)]
     names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
-    bars = [
-        go.Bar(
-            y=names,
-            x=shown[column].to_numpy(np.float32),
-            error_x=style.error_bars(shown[f"{column}_se"]),
-            orientation="h",
-            name=name,
-            marker={"color": colour},
-            hovertemplate="%{y}<br>" + name + ": %{x:.4g}<extra></extra>",
-        )
-        for column, name, colour in (
-            ("control",) * 2 + (style.GREY,),
-            ("change", "ablation", style.VERMILLION),
-        )
-    ]
+    looks = ("control", "control", style.GREY), ("change", "ablation", style.VERMILLION)
+    traces = []
+    for column, name, colour in looks:
+        hover = f"%{{y}}<br>{name}: %{{x:.4g}}<extra></extra>"
+        errors = style.error_bars(shown[f"{column}_se"])
+        own: dict[str, Any] = {"orientation": "h", "error_x": errors}
+        traces.append(bars(shown[column], names, name, colour, hover, **own))
     down = {"autorange": "reversed", "automargin": True}
     layout = {"yaxis": down, "barmode": "group", "margin": {"l": 300}}
-    return style.figure(bars, "change", height=150 + 46 * len(names), layout=layout)
+    return style.figure(traces, "change", height=150 + 46 * len(names), layout=layout)
 
 
 @declared("sinks/trace")
