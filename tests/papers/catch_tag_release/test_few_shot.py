@@ -48,6 +48,8 @@ from theodolite_papers.experiment import Outcome, Study
 from theodolite_papers.training import tasks
 from theodolite_papers.training.tasks import FEW_SHOT, IGNORED, FewShot, train_task_model
 
+COUNT = 40
+
 
 class Reader(torch.nn.Module):
     """Bayes' reader: it keeps the rules that agree with all examples so far, and knows nothing but the text."""
@@ -115,11 +117,7 @@ def test_answers_are_right_where_the_reader_is():
             logits = Reader()(row[None, : place + 1], False).logits[0, -1]
             assert bool(given[word]) == (int(logits[2:5].argmax()) == int(label[word]))
     assert progress == [(0, 20), (7, 20), (14, 20), (20, 20)]
-
-
-def test_batches_are_positive():
-    assert batch_of_prompts(36, None) == 4096 // 36
-    assert batch_of_prompts(10**6, None) == 1
+    assert (batch_of_prompts(36, None), batch_of_prompts(10**6, None)) == (4096 // 36, 1)
 
 
 def test_the_folder_opens_and_says_how_good_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -165,9 +163,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(few_shot, "PROMPTS", 60)
-    monkeypatch.setattr(few_shot, "CALIBRATION", 32)
-    monkeypatch.setattr(few_shot, "SPARSITIES", (0.5,))
+    sizes = {"PROMPTS": 60, "CALIBRATION": 32, "SPARSITIES": (0.5,), "ABLATION_PROMPTS": COUNT}
+    for name, value in sizes.items():
+        monkeypatch.setattr(few_shot, name, value)
 
 
 def shown(table: pd.DataFrame) -> Outcome:
@@ -190,32 +188,33 @@ def test_every_model_and_method_answers_the_same_prompts(folder):
     assert {"dense", "OATS", "Wanda"} <= {trace.name for trace in outcome.exhibits[0].figure.data}
 
 
-def made_up(curves: dict[str, list[float]], spread: float) -> pd.DataFrame:
+def made_up(curves: dict[str, list[list[float]]], spread: float = 1e-4) -> pd.DataFrame:
+    """Accuracies of three models, by what was done to them and its controls, after so many examples."""
     random = np.random.default_rng(0)
-    return pd.DataFrame(
-        [
-            {"model": name, "folder": f"m{seed}", "seed": seed, "sparsity": 0.5, "shots": k}
-            | {"accuracy": value + spread * random.normal(), "accuracy_se": 0.01, "prompts": 60}
-            for seed in range(3)
-            for name, curve in curves.items()
-            for k, value in enumerate(curve)
-        ]
-    )
+    rows = [
+        (name, f"m{seed}", seed, control, shots, accuracy + spread * random.normal())
+        for seed in range(3)
+        for name, of_controls in curves.items()
+        for control, curve in enumerate(of_controls)
+        for shots, accuracy in enumerate(curve)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "folder", "seed", "control", "shots", "accuracy"])
+    return table.assign(accuracy_se=0.01, prompts=60, sparsity=0.5, hidden=0.0)
 
 
 def test_verdicts_follow_the_numbers():
     curves = {
-        "dense": [0.5, 0.55, 0.6, 0.65, 0.7, 0.75],
-        "OATS": [0.5, 0.55, 0.6, 0.65, 0.7, 0.72],
-        "Wanda": [0.5, 0.5, 0.5, 0.5, 0.5, 0.5],
-        "SparseGPT": [0.4, 0.45, 0.5, 0.55, 0.6, 0.62],
-        "magnitude": [0.4, 0.4, 0.4, 0.4, 0.4, 0.4],
+        "dense": [[0.5, 0.55, 0.6, 0.65, 0.7, 0.75]],
+        "OATS": [[0.5, 0.55, 0.6, 0.65, 0.7, 0.72]],
+        "Wanda": [[0.5] * 6],
+        "SparseGPT": [[0.4, 0.45, 0.5, 0.55, 0.6, 0.62]],
+        "magnitude": [[0.4] * 6],
     }
-    sharp = shown(made_up(curves, 1e-4)).verdicts
-    assert [verdict.answer for verdict in sharp[:4]] == ["holds", "holds", "holds", "fails"]
+    sharp, blurred = (shown(made_up(curves, spread)) for spread in (1e-4, 0.5))
     # The lead over SparseGPT is the same at 0 and at 5.
-    assert sharp[4].answer == "not decided"
-    assert {verdict.answer for verdict in shown(made_up(curves, 0.5)).verdicts} == {"not decided"}
+    assert answers(sharp) == ["holds", "holds", "holds", "fails", "not decided"]
+    assert set(answers(blurred)) == {"not decided"}
+    assert not sharp.unjudged
 
 
 def test_the_folder_is_known_and_others_are_refused(folder):
@@ -226,9 +225,6 @@ def test_the_folder_is_known_and_others_are_refused(folder):
     del study.provenance["few_shot"]
     with pytest.raises(UsageError, match="pass the folder that `theodolite train few-shot` wrote"):
         study.outcome(figure_3)
-
-
-COUNT = 40
 
 
 @pytest.fixture(scope="module")
@@ -243,12 +239,6 @@ def sharp_folder(tmp_path_factory: pytest.TempPathFactory):
             layer.attention.query_key_value.weight.mul_(40)
     model.save_pretrained(out / "few-0")
     return out
-
-
-@pytest.fixture(autouse=True)
-def few_ablated(monkeypatch):
-    monkeypatch.setattr(few_shot, "ABLATION_PROMPTS", COUNT)
-    monkeypatch.setattr(few_shot, "CALIBRATION", 32)
 
 
 @pytest.fixture(scope="module")
@@ -300,27 +290,8 @@ def test_every_model_answers_under_every_intervention(sharp_folder):
     assert accuracies[WITHOUT] != accuracies[OATS]
 
 
-def made_up_ablations(curves: dict[str, list[list[float]]]) -> pd.DataFrame:
-    random = np.random.default_rng(0)
-    return pd.DataFrame(
-        [
-            {"model": name, "folder": f"m{seed}", "seed": seed, "control": control, "shots": shots}
-            | {
-                "accuracy": accuracy + 1e-4 * random.normal(),
-                "accuracy_se": 0.01,
-                "prompts": COUNT,
-                "hidden": 0.0,
-            }
-            for seed in range(3)
-            for name, of_controls in curves.items()
-            for control, curve in enumerate(of_controls)
-            for shots, accuracy in enumerate(curve)
-        ]
-    )
-
-
 def of_curves(curves: dict[str, list[list[float]]]) -> list[str]:
-    return answers(verdicts_of(show_ablations, made_up_ablations(curves), of="sinks/examples"))
+    return answers(verdicts_of(show_ablations, made_up(curves), of="sinks/examples"))
 
 
 def test_verdicts_are_against_the_control_that_costs_most():
