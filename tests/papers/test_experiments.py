@@ -347,7 +347,7 @@ def test_claims_are_judged_as_declared():
     )
     outcome, estimate = Outcome(declared=declared), Estimate(1.0, 0.1, 8, "groups")
     low = Criterion("at most", 2.0, "Table 1")
-    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3)
+    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3, side="left")  # of the figure
     assert judged == judge("P has a low rank (Fig. 1)", "rank of 3", estimate, low)
     part = outcome.verdict("both.least", estimate, why="ours")
     alone = judge("Both", "the least", estimate, low)
