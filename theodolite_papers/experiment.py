@@ -63,7 +63,7 @@ class Outcome(PageOutcome):
 
     def criterion(self, key: str, /, **values: Any) -> Criterion:
         """The criterion of a claim or of its part; `limit` is among the values where it depends on the numbers."""
-        return _criterion({**self.declared.criteria[self._claim(key)["criterion"]], **values})
+        return _criterion(self.declared.criteria[self._claim(key)["criterion"]], **values)
 
     def verdict(self, key: str, number: Number | Sequence[bool], /, **values: Any) -> Verdict:
         """The verdict on a claim or on its part, which is not yet shown.
@@ -98,9 +98,10 @@ class Outcome(PageOutcome):
         return {**of, **of[part]} if part else of
 
 
-def _criterion(declared: Mapping[str, Any]) -> Criterion:
-    source = declared["source"].format(**declared)
-    return Criterion(declared["side"], declared["limit"], source, declared.get("negligible", 0.0))
+def _criterion(declared: Mapping[str, Any], **values: Any) -> Criterion:
+    limit = declared["limit"] if "limit" in declared else values["limit"]
+    source = declared["source"].format(**values)
+    return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
 
 
 def criterion(name: str) -> Criterion:

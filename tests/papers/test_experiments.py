@@ -316,8 +316,17 @@ def test_what_is_claimed_is_judged_and_what_is_judged_is_claimed(group):
     ],
 )
 def test_limits_from_tables_are_those_of_the_tables(name, limit):
-    """Oracle: the published tables."""
-    assert criterion(f"geometry/{name}").limit == pytest.approx(limit)
+    """Oracle: the published tables, each of whose rows holds by its own criterion."""
+    judged = criterion(f"geometry/{name}")
+    assert judged.limit == pytest.approx(limit)
+    assert judged.met(limit)
+
+
+def test_additions_are_rough_and_no_row_of_table_2_is():
+    """Oracle: the published shares of low frequencies."""
+    rough = criterion("geometry/unlike-language")
+    assert rough.met(published.LOW_FREQUENCY_ADDITION)
+    assert not rough.met(min(row.low_frequency for row in published.TABLE_2))
 
 
 def test_claims_are_judged_as_declared():
@@ -338,7 +347,7 @@ def test_claims_are_judged_as_declared():
     )
     outcome, estimate = Outcome(declared=declared), Estimate(1.0, 0.1, 8, "groups")
     low = Criterion("at most", 2.0, "Table 1")
-    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3)
+    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3, side="left")  # of the figure
     assert judged == judge("P has a low rank (Fig. 1)", "rank of 3", estimate, low)
     part = outcome.verdict("both.least", estimate, why="ours")
     alone = judge("Both", "the least", estimate, low)

@@ -20,9 +20,8 @@ from theodolite.system.wording import counted, listed, number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry import addition_check
-from theodolite_papers.hidden_geometry.layer_columns import LEAST_POSITIONS
+from theodolite_papers.hidden_geometry.layer_columns import LEAST_POSITIONS, norms_beyond_noise, read_by_group
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
-from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64

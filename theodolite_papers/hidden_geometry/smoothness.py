@@ -22,15 +22,15 @@ from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.hidden_geometry import resampling
+from theodolite_papers.hidden_geometry import layer_columns
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
+    GroupedBasis,
     smooth_verdict,
     unless_noise,
 )
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis
 
 
 class _Streams(Hooks):
@@ -129,7 +129,7 @@ def measures(bases: Tensor) -> Floats:
 
 def spike_without_noise(basis: GroupedBasis) -> float:
     """The spike, mean over layers, of sums: a position hardly seen above its noise has no length to divide by."""
-    gram = resampling.gram_without_noise(basis)
+    gram = layer_columns.gram_without_noise(basis)
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
     nearby = gram.diagonal(distance, -2, -1).mean(-1)
@@ -138,13 +138,13 @@ def spike_without_noise(basis: GroupedBasis) -> float:
 
 def directions_without_noise(basis: GroupedBasis) -> float:
     """The directions needed, mean over layers."""
-    energy = torch.linalg.eigvalsh(resampling.gram_without_noise(basis)).flip(-1).clamp_min(0)
+    energy = torch.linalg.eigvalsh(layer_columns.gram_without_noise(basis)).flip(-1).clamp_min(0)
     return float(_holding(energy).double().mean())
 
 
 def share_without_noise(basis: GroupedBasis) -> float:
     """The share of low frequencies, mean over layers."""
-    return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=1.0).mean())
+    return float(np.nan_to_num(layer_columns.low_frequency_without_noise(basis), nan=1.0).mean())
 
 
 DIFFERENCES = {
@@ -203,8 +203,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     numbers = measures(torch.cat([centred[None], fixed[None], learned]))
     outcome.tables["bases"] = pd.DataFrame({"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True)))
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
-    basis = resampling.grouped_basis(study)
-    errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    basis = layer_columns.grouped_basis(study)
+    errors = layer_columns.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for name, of_bases, error in zip(DIFFERENCES, numbers, errors, strict=True):
         _judge_difference(study, outcome, name, of_bases, float(error))
     bases = torch.cat([centred[None], learned])

@@ -24,7 +24,7 @@ from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis, errors_of, grouped_basis
+from theodolite_papers.hidden_geometry.layer_columns import GroupedBasis, errors_of, grouped_basis
 
 _PAIRS = 64
 """Query-key pairs evaluated with each drawn set of weights."""

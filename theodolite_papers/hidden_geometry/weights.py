@@ -29,7 +29,7 @@ from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
+from theodolite_papers.hidden_geometry.layer_columns import grouped_basis, noise_bases
 
 CORNERS = (5, 10, 20, 40, 60)
 """Sizes K of the corner; the paper sees K ≈ 20 in its figure 4."""

@@ -20,29 +20,27 @@ from theodolite.theory.smoothness import low_frequency_ratio, normalised_gram
 from theodolite_papers import EXPERIMENTS, Study, reproduce
 from theodolite_papers.experiment import criterion
 from theodolite_papers.hidden_geometry.layer_columns import (
+    GroupedBasis,
     beyond_random_order,
     energy_within_rank,
-    noise_share,
-    random_cosines,
-    smooth_verdict,
-)
-from theodolite_papers.hidden_geometry.resampling import (
-    GroupedBasis,
     errors_of,
     gram_shares,
     grouped_basis,
     low_frequency_without_noise,
     noise_bases,
+    noise_share,
     norms_beyond_noise,
     product_shares,
+    random_cosines,
+    smooth_verdict,
 )
+from theodolite_papers.hidden_geometry.positional_basis import judge_robustness
 from theodolite_papers.hidden_geometry.smoothness import (
     directions_without_noise,
     measures,
     share_without_noise,
     spike_without_noise,
 )
-from theodolite_papers.hidden_geometry.tables import judge_robustness
 
 SIGNIFICANT = criterion("geometry/significant")
 ALL = torch.ones(8, dtype=torch.float64)
