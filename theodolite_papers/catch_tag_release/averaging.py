@@ -160,42 +160,40 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
     place, targets = torch.arange(LENGTH), mean_after(numbers, places)
     after, is_separator = place > places[..., None], place == places[..., None]
 
-    def output(hide_separator: bool = False, ablated: Tensor | None = None) -> Tensor:
-        return trained.model(numbers, places, hide_separator=hide_separator, ablated=ablated).output
-
-    def left(ablated: Tensor) -> Tensor:
-        return unexplained_variance(output(ablated=ablated), targets)
+    def left(output: Tensor) -> Tensor:
+        return unexplained_variance(output, targets)
 
     def left_se(output: Tensor) -> Tensor:
         return error_of_ratio((output - targets).square(), targets.square())
 
-    def caught(forward_pass: training.ForwardPass) -> Tensor:
-        return training.attention_to_separator(forward_pass, places) * after
+    def caught(of: training.ForwardPass) -> Tensor:
+        return training.attention_to_separator(of, places) * after
 
     with torch.no_grad(), using_threads(1):
-        forward_pass, initial_pass = trained.model(numbers, places), trained.initial(numbers, places)
-        written = forward_pass.written
-        tag = tag_direction(written, after, ~after & ~is_separator)
-        left_untagged, blind = left(tag), output(hide_separator=True)
-        directions = random_directions(written, DIRECTIONS, training.HELD_OUT_SEED)
-        left_random = torch.stack([left(direction) for direction in directions])
+        done, before = trained.model(numbers, places), trained.initial(numbers, places)
+        blind = trained.model(numbers, places, hide_separator=True).output
+        tag = tag_direction(done.written, after, ~after & ~is_separator)
+        random = random_directions(done.written, DIRECTIONS, training.HELD_OUT_SEED)
+        left_untagged, *of_random = (
+            left(trained.model(numbers, places, ablated=direction).output) for direction in (tag, *random)
+        )
+        left_random = torch.stack(of_random)
         mean_of_all = torch.where(is_separator, 0.0, numbers).sum(-1) / (LENGTH - 1)
-        by_sequence = caught(forward_pass).sum(-1) / after.sum(-1)
         columns = {
             "seed": torch.tensor(trained.seeds),
-            "error": (forward_pass.output - targets).square().mean(-1),
-            "left": unexplained_variance(forward_pass.output, targets),
-            "left_se": left_se(forward_pass.output),
-            "left_mean_of_all": unexplained_variance(mean_of_all, targets),
-            "sink": caught(forward_pass).sum((1, 2)) / after.sum((1, 2)),
-            "sink_se": error_of_ratio(caught(forward_pass).sum(-1), after.sum(-1).float()),
-            "sink_begun": caught(initial_pass).sum((1, 2)) / after.sum((1, 2)),
-            "sinks": (by_sequence > SINK.limit).double().mean(-1),
-            "outlier": outlier_ratio(forward_pass.hidden, after),
+            "error": (done.output - targets).square().mean(-1),
+            "left": left(done.output),
+            "left_se": left_se(done.output),
+            "left_mean_of_all": left(mean_of_all),
+            "sink": caught(done).sum((1, 2)) / after.sum((1, 2)),
+            "sink_se": error_of_ratio(caught(done).sum(-1), after.sum(-1).float()),
+            "sink_begun": caught(before).sum((1, 2)) / after.sum((1, 2)),
+            "sinks": (caught(done).sum(-1) / after.sum(-1) > SINK.limit).double().mean(-1),
+            "outlier": outlier_ratio(done.hidden, after),
             "tag_share": tag.square().amax(-1),
-            "eta": tag_strength(written, after, ~is_separator),
-            "eta_chance": tag_strength(written, after.roll(1, 1), ~is_separator),
-            "left_blind": unexplained_variance(blind, targets),
+            "eta": tag_strength(done.written, after, ~is_separator),
+            "eta_chance": tag_strength(done.written, after.roll(1, 1), ~is_separator),
+            "left_blind": left(blind),
             "left_blind_se": left_se(blind),
             "left_untagged": left_untagged,
             "left_random": left_random.mean(0),

@@ -129,22 +129,20 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
     """
     of_tokens, position = group[grouped], grouped.nonzero().flatten()
     shifts = [1 + shift for shift in evenly(len(of_tokens) - 1, MOST_SHIFTS)]
-    beyond, shifted = {}, {}
+    chance, rows = grouping.chance_explained(of_tokens), []
+    before: tuple[float, Tensor] | None = None
     for name, vectors in vectors_at.items():
         left = grouping.without_trend(vectors[grouped], position)
-        beyond[name] = grouping.variance_explained(left, of_tokens)
-        shifted[name] = grouping.explained_elsewhere(left, of_tokens, shifts)
-    before = next(iter(beyond))
-    rows = []
-    for name, vectors in vectors_at.items():
-        gain, gains = beyond[name] - beyond[before], shifted[name] - shifted[before]
-        rows.append(
-            {"place": name, "variance_explained": grouping.variance_explained(vectors[grouped], of_tokens)}
-            | {"by_chance": grouping.chance_explained(of_tokens), "beyond_position": beyond[name]}
-            | {"shifted": float(shifted[name].mean()), "gain": gain, "shifts": len(shifts)}
-            | {"as_large": int((gains >= gain - TIE).sum()), "as_small": int((gains <= gain + TIE).sum())}
-        )
-    return pd.DataFrame(rows)
+        beyond = grouping.variance_explained(left, of_tokens)
+        shifted = grouping.explained_elsewhere(left, of_tokens, shifts)
+        before = before or (beyond, shifted)
+        gain, gains = beyond - before[0], shifted - before[1]
+        larger, smaller = int((gains >= gain - TIE).sum()), int((gains <= gain + TIE).sum())
+        explained = grouping.variance_explained(vectors[grouped], of_tokens)
+        elsewhere = float(shifted.mean())
+        rows.append((name, explained, chance, beyond, elsewhere, gain, len(shifts), larger, smaller))
+    columns = ["place", "variance_explained", "by_chance", "beyond_position", "shifted"]
+    return pd.DataFrame(rows, columns=[*columns, "gain", "shifts", "as_large", "as_small"])
 
 
 def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> None:
