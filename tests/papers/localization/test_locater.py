@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.papers.shared import outcome_of
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite_papers.catalogue import made_by as command_of
 from theodolite_papers.experiment import Outcome, Study, criterion
 from theodolite_papers.localization import locater
@@ -81,20 +81,21 @@ def filled(runs: list[GridRun]) -> Outcome:
     return outcome
 
 
-def verdicts(runs: list[GridRun]) -> dict[str, str]:
-    return {verdict.claim: verdict.answer for verdict in filled(runs).verdicts}
+def verdicts(runs: list[GridRun]) -> dict[str, Verdict]:
+    """Those of a figure, by the names of their claims; of what has a verdict for each way of LocAteR, by its words."""
+    outcome = filled(runs)
+    claims = outcome.declared.claims.items()
+    names = {of["claim"]: name for name, of in claims}
+    return {names.get(verdict.claim, verdict.claim): verdict for verdict in outcome.verdicts}
 
 
-CAPTIONS = (
-    "With stronger κ₂ the eigenspectrum scale shrinks",
-    "With stronger κ₂ the attention entropy increases",
-    "With stronger κ₂ the perplexity improves",
-)
-OF_THE_END = (
-    CAPTIONS[2],
-    "With LocAteR the perplexity improves (“eventually”, section 7)",
-    "Higher attention entropy goes with lower perplexity (section 7)",
-)
+def answers(runs: list[GridRun], *claims: str) -> list[str]:
+    judged = verdicts(runs)
+    return [judged[claim].answer for claim in claims]
+
+
+CAPTIONS = ("scale", "entropy", "perplexity")
+OF_THE_END = ("perplexity", "perplexity-against-none", "entropy-and-perplexity")
 
 
 @pytest.fixture
@@ -107,19 +108,17 @@ def long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("direction", "verdict"), [(1.0, HOLDS), (-1.0, FAILS), (0.01, FAILS)])
 def test_claims_of_the_captions(direction: float, verdict: str) -> None:
     """Oracle: the effect put in: 20 % as claimed, 20 % the other way, and 0.2 %, which is none."""
-    answers = verdicts(grid(direction))
-    assert [answers[claim] for claim in CAPTIONS] == [verdict] * 3
+    assert answers(grid(direction), *CAPTIONS) == [verdict] * 3
 
 
 def test_what_happens_eventually_waits_for_the_end() -> None:
     """Oracle: 10 of 50,000 steps, of which the claims on the end say nothing and those on the spectrum something."""
-    answers = verdicts(grid(1.0))
-    assert [answers[claim] for claim in OF_THE_END] == [UNTESTABLE] * 3
-    assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
-    other_way = verdicts(grid(-1.0))
-    assert [other_way[claim] for claim in CAPTIONS] == [UNDECIDED, UNDECIDED, UNTESTABLE]
-    assert answers["At step 10 LocAteR has the lower perplexity (ours)"] == HOLDS
-    assert answers["At step 10 LocAteR, against the summed loss has the lower perplexity (ours)"] == HOLDS
+    runs, so_far = grid(1.0), "At step 10 LocAteR{} has the lower perplexity (ours)"
+    assert answers(runs, *OF_THE_END) == [UNTESTABLE] * 3
+    assert answers(runs, "scale", "entropy") == [HOLDS] * 2
+    ways = so_far.format(""), so_far.format(", against the summed loss")
+    assert answers(runs, *ways) == [HOLDS] * 2
+    assert answers(grid(-1.0), *CAPTIONS) == [UNDECIDED, UNDECIDED, UNTESTABLE]
 
 
 @pytest.mark.usefixtures("long_enough")
@@ -130,7 +129,7 @@ def test_readings_of_the_strength_must_agree() -> None:
         (grid(1.0, reductions=["mean"]), "the other was not trained"),
         ([*grid(1.0, reductions=["mean"]), *other], "they answer differently"),
     ):
-        judged = {verdict.claim: verdict for verdict in filled(runs).verdicts}
+        judged = verdicts(runs)
         for claim in CAPTIONS:
             assert judged[claim].answer == UNDECIDED
             assert judged[claim].evidence.endswith(why)
@@ -150,12 +149,11 @@ def test_phases_of_learning() -> None:
             runs.append(
                 replace(run, heads=heads, losses=losses, propagation=propagation, propagation_steps=steps)
             )
-        claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
-        assert verdicts(runs)[claim] == answer
+        assert answers(runs, "phases") == [answer]
         plain = [run for run in runs if replace(run.setting, seed=0) == Setting()]
         first = pace_change(plain, "trace", 25_000)[0]
         assert first == pytest.approx(1 / 10 - late / 15)
-    assert verdicts(grid(1.0))[claim] == UNTESTABLE
+    assert answers(grid(1.0), "phases") == [UNTESTABLE]
 
 
 def test_widths_are_compared_setting_by_setting() -> None:
@@ -179,24 +177,16 @@ def test_widths_are_compared_setting_by_setting() -> None:
 @pytest.mark.usefixtures("long_enough")
 def test_against_none_and_weight_decay() -> None:
     """Oracle: the losses put in: best LocAteR 3.8, best decay 4.05; stripes 0.05 against 0."""
-    answers = verdicts(grid(1.0))
-    assert answers["LocAteR does better than equally tuned weight decay (ours)"] == HOLDS
-    assert (
-        answers["LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"]
-        == HOLDS
-    )
-    assert answers["With LocAteR the perplexity improves (“eventually”, section 7)"] == HOLDS
+    claims = "weight-decay", "perplexity-against-none"
+    assert answers(grid(1.0), *claims, "stripes") == [HOLDS] * 3
     worse = [run for run in grid(1.0) if run.setting.mean == 0 or run.setting.scale == 0]
     worse = [replace(p, losses=p.losses.assign(held_out_loss=5.0)) if p.setting.scale else p for p in worse]
-    answers = verdicts(worse)
-    assert answers["LocAteR does better than equally tuned weight decay (ours)"] == FAILS
-    assert answers["With LocAteR the perplexity improves (“eventually”, section 7)"] == FAILS
-    assert "With stronger κ₂ the perplexity improves" not in answers
-    claim = "LocAteR does better than equally tuned weight decay (ours)"
+    assert answers(worse, *claims) == [FAILS] * 2
+    assert "perplexity" not in verdicts(worse)
     one = grid(1.0, reductions=["mean"])
-    assert verdicts(one)[claim] == UNDECIDED
     other = [run for run in worse if run.setting.reduction == "sum"]
-    assert verdicts([*one, *other])[claim] == UNDECIDED
+    for runs in (one, [*one, *other]):
+        assert answers(runs, "weight-decay") == [UNDECIDED]
 
 
 def test_the_best_setting_is_not_judged_on_what_it_was_chosen_by() -> None:
@@ -226,8 +216,7 @@ def test_only_settings_that_differ_are_ranked() -> None:
     assert (effect.value, effect.error) == pytest.approx((-1, 1 / math.sqrt(2 * 3)))
     effect = association(rows, [groups[0], groups[2]], "entropy", "frobenius_squared")
     assert effect.value == pytest.approx(2.0 - np.mean([3 * math.exp(0.0005 * rank) for rank in range(5)]))
-    outcome = filled([run for run in grid(0.01) if run.setting.scale])
-    link = next(v for v in outcome.verdicts if v.claim.startswith("A smaller eigenspectrum scale"))
+    link = verdicts([run for run in grid(0.01) if run.setting.scale])["scale-and-entropy"]
     assert link.answer == UNTESTABLE
     assert "no two of 10 settings differ" in link.evidence
 
@@ -239,10 +228,10 @@ def test_other_ways_are_judged_apart() -> None:
         for p in grid(-1.0, reductions=["mean"])
         if p.setting.mean > 0
     ]
-    outcome = filled([*grid(1.0), *printed])
-    answers = {verdict.claim: verdict.answer for verdict in outcome.verdicts}
-    assert [answers[claim] for claim in CAPTIONS[:2]] == [HOLDS] * 2
-    assert answers["At step 10 LocAteR, printed gradient has the lower perplexity (ours)"] == FAILS
+    runs = [*grid(1.0), *printed]
+    assert answers(runs, "scale", "entropy") == [HOLDS] * 2
+    assert answers(runs, "At step 10 LocAteR, printed gradient has the lower perplexity (ours)") == [FAILS]
+    outcome = filled(runs)
     assert "Training with LocAteR, printed gradient" in {figure.title for figure in outcome.exhibits}
     assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
 
