@@ -39,7 +39,7 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
-from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS
 
 TIMES_UNIFORM = 2.0

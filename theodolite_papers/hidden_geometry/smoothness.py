@@ -23,7 +23,7 @@ from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinuso
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 from theodolite_papers.hidden_geometry import layer_columns
-from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
