@@ -249,8 +249,7 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
-    drawn = by_name("group", list(grids), draw, grid=True)
-    outcome.draw("shares", drawn, groups=listed([*apart]))
+    outcome.draw("shares", by_name("group", list(grids), draw, grid=True), groups=listed([*apart]))
     drawn = figures_constituents.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
         {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},

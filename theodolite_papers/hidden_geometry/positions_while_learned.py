@@ -174,9 +174,7 @@ def training(study: Study, outcome: Outcome) -> None:
     drawn_steps = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn_steps])
-    drawn = drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64))
-    outcome.draw("curves", drawn)
+    outcome.draw("curves", drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64)))
     limits = {MEASURES[name]: rule.limit for name, rule in needed_for(outcome, "spiral").items()}
-    drawn = drawing.measures_by_step(steps, grids, limits)
-    outcome.draw("measures", drawn)
+    outcome.draw("measures", drawing.measures_by_step(steps, grids, limits))
     outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
