@@ -55,6 +55,8 @@ class Outcome(PageOutcome):
 
         entry: `what` instead of the claim, what its number is.
         """
+        if entry == "claim":
+            self.judged.add(key.partition(".")[0])
         return str(self._claim(key)[entry]).format(**values)
 
     def parts(self, key: str) -> list[str]:
@@ -93,7 +95,6 @@ class Outcome(PageOutcome):
     def _claim(self, key: str) -> Mapping[str, Any]:
         """What is declared of a claim; of a part, the claim's own where the part has nothing else."""
         name, _, part = key.partition(".")
-        self.judged.add(name)
         of = self.declared.claims[name]
         return {**of, **of[part]} if part else of
 

@@ -39,7 +39,7 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
-from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS
 
 TIMES_UNIFORM = 2.0
@@ -249,8 +249,7 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
-    drawn = by_name("group", list(grids), draw, grid=True)
-    outcome.draw("shares", drawn, groups=listed([*apart]))
+    outcome.draw("shares", by_name("group", list(grids), draw, grid=True), groups=listed([*apart]))
     drawn = figures_constituents.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
         {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},

@@ -57,6 +57,98 @@ from theodolite.theory import dct2
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
+READING = "reading contexts by group"
+
+
+@dataclass(frozen=True)
+class GroupedBasis:
+    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position."""
+
+    sums: Float64[Tensor, "layers groups positions width"]
+    readers: Float64[Tensor, "layers groups positions"]
+    end: int
+
+    def of(self, groups: Float[Tensor, " groups"]) -> Float64[Tensor, "layers positions_1_on width"]:
+        """The positional basis of the groups of weight 1."""
+        groups = groups.double()
+        text, width = slice(1, self.sums.shape[2]), self.sums.shape[3]
+        nothing = torch.empty(0, width, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        bases = [
+            decomposed(torch.tensordot(groups, sums, 1), groups @ readers, *nothing, text)[1][1 : self.end]
+            for sums, readers in zip(self.sums, self.readers, strict=True)
+        ]
+        return torch.stack(bases)
+
+
+class _SumsPass(CorpusPass):
+    """`Means` of the residual stream, and nothing else."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
+        super().__init__(model, corpus, 0, batch_of(corpus, None))
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        nothing = torch.empty(0, dtype=torch.int64)
+        sample = Sample(torch.full((self.total,), -1), nothing, nothing)
+        length = corpus.contexts.shape[1]
+        self.means = Means(model.layers + 1, length, model.width, sample, self.trailing)
+        self._first = 0
+
+    @property
+    def accumulators(self) -> dict[str, Means]:
+        """The means."""
+        return {"means": self.means}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
+        self._first = first
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream of one layer."""
+        self.means.update(layer, hidden, self._first)
+
+
+def read_by_group(model: OpenModel, corpus: Corpus, run: Run, show: ShowStage) -> GroupedBasis | None:
+    """Read the text of a run for the basis of its groups; None below 8 contexts, of which some groups are empty."""
+    if len(corpus.contexts) < GROUPS or corpus.leading != 1:
+        return None
+    reading = _SumsPass(model, corpus)
+    state = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
+    text = slice(corpus.contexts.shape[1] - reading.trailing)
+    end = run.arrays["positional_basis"].shape[1]
+    return GroupedBasis(state["position_sum"][:, :, text], state["readers"][:, :, text], end)
+
+
+def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
+    """The basis by group of the text of a run: the study's, or that on random tokens; read when first asked for."""
+    run = run or study.run
+    model, corpus = study.model, study.corpus
+    sha256 = run.provenance["corpus"].get("sha256")
+
+    def read() -> GroupedBasis | None:
+        text = corpus if corpus is not None and corpus.sha256 == sha256 else None
+        # Random tokens (`Study.random_run`) follow from their description.
+        if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
+            text = random_tokens_like(model, run)
+        if model is None or text is None or text.sha256 != sha256:
+            return None
+        return read_by_group(model, text, run, study.show)
+
+    return study.cached(f"basis by group of {sha256}", read)
+
+
+def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:
+    """Numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
+    return np.stack([np.asarray(numbers(basis.of(half)), dtype=np.float64) for half in balanced_halves()])
+
+
+def errors_of(
+    basis: GroupedBasis | None, numbers: Callable[[Tensor], Floats], like: Floats | float
+) -> Floats:
+    """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
+    if basis is None:
+        return np.full(np.shape(like), np.nan)
+    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
+
+
 QUARTERS = 4
 
 Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
@@ -150,98 +242,6 @@ def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
     # d√(r² − s²) = r dr/√(r² − s²); where nothing is left, as large as all that was there.
     grown = errors * norms.values / np.maximum(left, np.maximum(errors, 1e-300))
     return replace(norms, values=left, errors=grown)
-
-
-READING = "reading contexts by group"
-
-
-@dataclass(frozen=True)
-class GroupedBasis:
-    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position."""
-
-    sums: Float64[Tensor, "layers groups positions width"]
-    readers: Float64[Tensor, "layers groups positions"]
-    end: int
-
-    def of(self, groups: Float[Tensor, " groups"]) -> Float64[Tensor, "layers positions_1_on width"]:
-        """The positional basis of the groups of weight 1."""
-        groups = groups.double()
-        text, width = slice(1, self.sums.shape[2]), self.sums.shape[3]
-        nothing = torch.empty(0, width, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-        bases = [
-            decomposed(torch.tensordot(groups, sums, 1), groups @ readers, *nothing, text)[1][1 : self.end]
-            for sums, readers in zip(self.sums, self.readers, strict=True)
-        ]
-        return torch.stack(bases)
-
-
-class _SumsPass(CorpusPass):
-    """`Means` of the residual stream, and nothing else."""
-
-    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
-        super().__init__(model, corpus, 0, batch_of(corpus, None))
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
-        nothing = torch.empty(0, dtype=torch.int64)
-        sample = Sample(torch.full((self.total,), -1), nothing, nothing)
-        length = corpus.contexts.shape[1]
-        self.means = Means(model.layers + 1, length, model.width, sample, self.trailing)
-        self._first = 0
-
-    @property
-    def accumulators(self) -> dict[str, Means]:
-        """The means."""
-        return {"means": self.means}
-
-    def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
-        self._first = first
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer."""
-        self.means.update(layer, hidden, self._first)
-
-
-def read_by_group(model: OpenModel, corpus: Corpus, run: Run, show: ShowStage) -> GroupedBasis | None:
-    """Read the text of a run for the basis of its groups; None below 8 contexts, of which some groups are empty."""
-    if len(corpus.contexts) < GROUPS or corpus.leading != 1:
-        return None
-    reading = _SumsPass(model, corpus)
-    state = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
-    text = slice(corpus.contexts.shape[1] - reading.trailing)
-    end = run.arrays["positional_basis"].shape[1]
-    return GroupedBasis(state["position_sum"][:, :, text], state["readers"][:, :, text], end)
-
-
-def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
-    """The basis by group of the text of a run: the study's, or that on random tokens; read when first asked for."""
-    run = run or study.run
-    model, corpus = study.model, study.corpus
-    sha256 = run.provenance["corpus"].get("sha256")
-
-    def read() -> GroupedBasis | None:
-        text = corpus if corpus is not None and corpus.sha256 == sha256 else None
-        # Random tokens (`Study.random_run`) follow from their description.
-        if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
-            text = random_tokens_like(model, run)
-        if model is None or text is None or text.sha256 != sha256:
-            return None
-        return read_by_group(model, text, run, study.show)
-
-    return study.cached(f"basis by group of {sha256}", read)
-
-
-def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:
-    """Numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
-    return np.stack([np.asarray(numbers(basis.of(half)), dtype=np.float64) for half in balanced_halves()])
-
-
-def errors_of(
-    basis: GroupedBasis | None, numbers: Callable[[Tensor], Floats], like: Floats | float
-) -> Floats:
-    """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
-    if basis is None:
-        return np.full(np.shape(like), np.nan)
-    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
 
 
 def found_ranks(run: Run) -> Floats:

@@ -362,8 +362,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
     drawn = by_layer(len(shape), lambda layer: geometry.spiral(run, layer), grid=True)
     outcome.draw("principal-components", drawn, place=place)
-    drawn = by_layer(len(shape), lambda layer: geometry.waves(run, layer))
-    outcome.draw("waves", drawn)
+    outcome.draw("waves", by_layer(len(shape), lambda layer: geometry.waves(run, layer)))
 
 
 @declared("geometry/figure1")

@@ -1,4 +1,4 @@
-"""Models trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of addition."""
+"""The positional basis while it is learned (sections 2 and 7): every checkpoint of a training run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of, untestable
-from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
-from theodolite.system.wording import counted, listed, number, with_error
+from theodolite.report.data import OF_GROUPS, error_of, evenly, layer_estimates, need, value_of
+from theodolite.system.wording import listed, number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, declared
-from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import LEAST_POSITIONS, norms_beyond_noise, read_by_group
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
 
@@ -37,11 +37,6 @@ MEASURES = {
     "turns": "turns about the centre",
     "incoherence_mean": "incoherence, mean",
 }
-PAPER_ACCURACY = {
-    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
-    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
-}
-"""Appendix D.3, on 1, 2, 3 and 4 digits."""
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
@@ -152,7 +147,7 @@ def judge_layer(
         outcome.cannot_judge("learned", why, layer=layer)
     elif digits_of(run.provenance["corpus"]["name"]):
         verdict = appears(outcome, "not-on-addition", table, layer, expected=False)
-        outcome.verdicts.append(addition_check.of_an_adder(model, run, verdict, verdict.evidence))
+        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
     else:
         outcome.verdicts += [appears(outcome, claim, table, layer) for claim in ("learned", "spiral")]
 
@@ -179,51 +174,7 @@ def training(study: Study, outcome: Outcome) -> None:
     drawn_steps = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn_steps])
-    drawn = drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64))
-    outcome.draw("curves", drawn)
+    outcome.draw("curves", drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64)))
     limits = {MEASURES[name]: rule.limit for name, rule in needed_for(outcome, "spiral").items()}
-    drawn = drawing.measures_by_step(steps, grids, limits)
-    outcome.draw("measures", drawn)
+    outcome.draw("measures", drawing.measures_by_step(steps, grids, limits))
     outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
-
-
-def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
-    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
-    in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
-    words = {"count": count, "trained": trained}
-    outcome.judge("in-distribution", in_distribution, **words)
-    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
-    of_shorter = Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True)
-    shorter = outcome.verdict("shorter", of_shorter, **words)
-    what = outcome.sentence("in-distribution", "what", **words)
-    if unknown := addition_check.why_not_known_to_add(what, in_distribution):
-        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
-    outcome.verdicts.append(shorter)
-
-
-@declared("geometry/addition")
-def addition(study: Study, outcome: Outcome) -> None:
-    model = study.require_model()
-    if not addition_check.is_adder(model):
-        raise UsageError(
-            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
-            "--corpus addition"
-        )
-    task = addition_check.task_of(study.run)
-    trained = addition_check.digits_in_words(task.digits)
-    measured = task.measure(addition_check.on_cpu(model))
-    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
-    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
-    values = np.array([measured["accuracy"], *by_digits.values()])
-    errors = np.array([addition_check.binomial_error(float(value), count) for value in values])
-    absolute, rotary = PAPER_ACCURACY.values()
-    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
-    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
-        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
-    outcome.read("positions of this model", model.positions, "absolute; rotary")
-    judge_accuracy(outcome, values, errors, count, trained)
-    outcome.tables["accuracy"] = pd.DataFrame(
-        {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
-    )
-    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
-    outcome.draw("accuracy", drawing.accuracies(names, (values, errors), paper), count=count)

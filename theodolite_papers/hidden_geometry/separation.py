@@ -249,8 +249,7 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.draw("gram", drawn, places=len(places), of=len(set(of)))
     listed = frequent[:LISTED_LABELS]
     shares, rows = [cluster_shares(labels, each, listed) for each in of_layers], [names[i] for i in listed]
-    drawn = by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows))
-    outcome.draw("clusters", drawn)
+    outcome.draw("clusters", by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)))
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
     outcome.draw("agreement", drawing.over_layers(layers, _curves(run, indices), "index"))
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}

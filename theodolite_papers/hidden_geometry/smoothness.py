@@ -23,7 +23,7 @@ from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinuso
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 from theodolite_papers.hidden_geometry import layer_columns
-from theodolite_papers.hidden_geometry.addition_check import of_an_adder
+from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
@@ -209,11 +209,9 @@ def figure_7(study: Study, outcome: Outcome) -> None:
         _judge_difference(study, outcome, name, of_bases, float(error))
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    drawn = by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True)
-    outcome.draw("gram", drawn)
+    outcome.draw("gram", by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True))
     values = torch.linalg.svdvals(bases).numpy()
-    drawn = drawing.singular_values_against(values[1:], values[0], "sinusoidal")
-    outcome.draw("singular-values", drawn)
+    outcome.draw("singular-values", drawing.singular_values_against(values[1:], values[0], "sinusoidal"))
     outcome.draw("frequencies", by_name("basis", options, lambda place: geometry.dct(pictured, place)))
 
 
@@ -232,7 +230,6 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
-    drawn = by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True)
-    outcome.draw("gram", drawn)
+    outcome.draw("gram", by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True))
     outcome.draw("frequencies", by_layer(layers, lambda layer: geometry.dct(pictured, layer)))
     outcome.draw("smoothness", figures_layers.low_frequency(run))

@@ -437,5 +437,4 @@ def _with_noise(outcome: Outcome) -> None:
         tables.append(pd.DataFrame(columns | {"largest": grown.largest.numpy()}))
     outcome.verdicts.append(all_of(outcome.sentence("with-noise"), verdicts[:-1]))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
-    drawn = drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves)
-    outcome.draw("growth", drawn)
+    outcome.draw("growth", drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves))

@@ -230,8 +230,7 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for name in shares:
         grid = head_grid(run, name)
         assert grid is not None
-        drawn = drawing.head_values(grid, "share of positions")
-        outcome.draw(name.replace("_", "-"), drawn)
+        outcome.draw(name.replace("_", "-"), drawing.head_values(grid, "share of positions"))
     drawn = drawing.head_scatter(
         published,
         need_column(run.heads, "previous_token"),
@@ -431,5 +430,4 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         )
     drawn = drawing.head_values(over_corner, "times random", decades=True, notes=notes)
     outcome.draw("corner", drawn, corner=corner)
-    drawn = drawing.head_values(over_diagonal, "times random", decades=True, notes=notes)
-    outcome.draw("diagonal", drawn)
+    outcome.draw("diagonal", drawing.head_values(over_diagonal, "times random", decades=True, notes=notes))

@@ -17,12 +17,11 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
 from theodolite_papers import EXPERIMENTS, Study, experiment
-from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry import addition
 from theodolite_papers.hidden_geometry import positions_while_learned as training
-from theodolite_papers.hidden_geometry.addition_check import binomial_error, is_adder
+from theodolite_papers.hidden_geometry.addition import binomial_error, is_adder, judge_accuracy
 from theodolite_papers.hidden_geometry.positions_while_learned import (
     appears,
-    judge_accuracy,
     judge_layer,
     met_at,
     needed_for,
@@ -130,11 +129,11 @@ def test_claims_go_by_the_text_and_few_positions_decide_nothing(run, monkeypatch
     assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no text of additions, and no model
     additions = replace(additions, examples=pd.DataFrame({"token": list("12345+678=\n")}))
     assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no model
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: None)
+    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: None)
     assert _answers(judge_layer, table, 1, additions) == [FAILS]
     rough = _table(CLOUD, CLOUD)
     assert _answers(judge_layer, rough, 1, additions) == [HOLDS]
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: "this model adds nothing")
+    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: "this model adds nothing")
     assert _answers(judge_layer, rough, 1, additions) == [UNTESTABLE]
     short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
     assert _answers(judge_layer, table, 1, replace(run, arrays=short)) == [UNTESTABLE]
