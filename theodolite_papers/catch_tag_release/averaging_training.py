@@ -88,7 +88,7 @@ class TwoLayers(nn.Module, ABC):
     """Two attention layers: the first writes into the residual stream, the second reads it."""
 
     @abstractmethod
-    def embed(self, numbers: Numbers, separator: Places) -> Tensor:
+    def embed(self, numbers: Numbers, is_separator: Tensor) -> Tensor:
         """E, (seeds, batch, T, width)."""
 
     @abstractmethod
@@ -116,11 +116,11 @@ class TwoLayers(nn.Module, ABC):
         ablated: Float[Tensor, "seeds width"] | None = None,
     ) -> ForwardPass:
         """Read sequences. `hide_separator`: from later tokens, in layer 1. `ablated`: projected out of its output."""
-        embedded = self.embed(numbers, separator)
         place = torch.arange(numbers.shape[-1])
-        visible = place[:, None] >= place
+        visible, is_separator = place[:, None] >= place, place == separator[..., None]
+        embedded = self.embed(numbers, is_separator)
         if hide_separator:
-            after, is_separator = place > separator[..., None], place == separator[..., None]
+            after = place > separator[..., None]
             visible = visible & ~(after[..., :, None] & is_separator[..., None, :])
         attention, written = self.first(embedded, visible)
         if ablated is not None:
@@ -144,8 +144,7 @@ class PublishedModel(TwoLayers):
         if large_tag:
             self.s_tag.data += START_TAG
 
-    def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
-        is_separator = torch.arange(numbers.shape[-1]) == separator[..., None]
+    def embed(self, numbers: Numbers, is_separator: Tensor) -> Tensor:  # noqa: D102
         tag = torch.where(is_separator, -self.s_tag, -torch.ones_like(numbers))
         return torch.stack([torch.where(is_separator, self.s_num, numbers), tag], -1)
 
@@ -184,8 +183,7 @@ class StandardModel(TwoLayers):
         for parameter in self.parameters():
             parameter.data /= self.temperature
 
-    def embed(self, numbers: Numbers, separator: Places) -> Tensor:  # noqa: D102
-        is_separator = torch.arange(numbers.shape[-1]) == separator[..., None]
+    def embed(self, numbers: Numbers, is_separator: Tensor) -> Tensor:  # noqa: D102
         of_numbers = numbers[..., None] * self.slope + self.constant
         return torch.where(is_separator[..., None], self.separator, of_numbers)
 
