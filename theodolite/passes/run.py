@@ -43,19 +43,7 @@ SCHEMA_VERSION = 5
 
 ARRAYS = "arrays.safetensors"
 
-TABLES_SINCE = {
-    "layers": 1,
-    "heads": 1,
-    "sinks": 1,
-    "outliers": 1,
-    "examples": 1,
-    "constituents": 2,
-    "attribution": 2,
-    "traces": 3,
-}
-"""The schema with which each table came; in a run of an older one it is empty."""
-
-TABLES = tuple(TABLES_SINCE)
+TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,17 +95,14 @@ class Run:
         """Read a run folder.
 
         Raises:
-            UsageError: no run there, a damaged one, or one of a newer schema.
+            UsageError: no run there, a damaged one, or one of another schema.
         """
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
-        version = int(provenance["schema_version"])
         sums = provenance.pop(CHECKSUMS, None) or {}
         try:
             tables = {
-                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"])
-                for name, since in TABLES_SINCE.items()
-                if since <= version
+                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"]) for name in TABLES
             }
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -239,7 +224,7 @@ def finished_run(work: Unfinished) -> Run | None:
     """The run that the work becomes, if it is there already.
 
     Raises:
-        UsageError: something else has its name: another run, one of an older theodolite, or no run.
+        UsageError: something else has its name: another run, one of another schema, or no run.
     """
     out = work.out
     if out is None or not out.exists():
@@ -249,11 +234,6 @@ def finished_run(work: Unfinished) -> Run | None:
         return None
     check_out(out)
     run = Run.load(out)
-    if run.provenance["schema_version"] != SCHEMA_VERSION:
-        raise UsageError(
-            f"{out} holds a run of an older theodolite (schema {run.provenance['schema_version']}, now "
-            f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
-        )
     there = run.provenance.get("fingerprint") or {}
     if there != work.fingerprint:
         differs = differences(there, work.fingerprint, run.provenance.get("corpus"), work.corpus)

@@ -55,7 +55,7 @@ def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and notes that `write_checked` wrote. Files without a checksum are taken as they are.
+    """Read tensors and notes that `write_checked` wrote.
 
     Args:
         path: the file.
@@ -67,8 +67,7 @@ def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tenso
     with _opened(path) as (file, notes, inside):
         # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    known = [each for each in (inside, sha256) if each is not None]
-    if known and known != [digest(tensors)] * len(known):
+    if not digest(tensors) == inside == (inside if sha256 is None else sha256):
         raise CorruptFile("its bytes are not those that were written")
     return tensors, notes
 
@@ -80,15 +79,16 @@ def read_notes_checked(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str | None]]:
-    """Open a file; yield it, its checked notes, and the checksum of its tensors, if it has one; or `CorruptFile`."""
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str]]:
+    """Open a file; yield it, its checked notes, and the checksum of its tensors; or `CorruptFile`."""
     try:
         check_headers([path])
         with safetensors.safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            entry: Any = json.loads(header[HEADER]) if HEADER in header else {"notes": header, "sha256": None}
+            entry: Any = json.loads((file.metadata() or {}).get(HEADER, "{}"))
+            if not entry:
+                raise CorruptFile("it has no checksum")
             notes = entry["notes"]
-            if "notes_sha256" in entry and entry["notes_sha256"] != json_digest(notes):
+            if entry["notes_sha256"] != json_digest(notes):
                 raise CorruptFile("its notes are not those that were written")
             yield file, notes, entry["sha256"]
     except CorruptFile:
@@ -132,9 +132,9 @@ def bytes_digest(written: bytes) -> str:
 
 
 def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
-    """Read a file's bytes; `CorruptFile` where it has a checksum that is another."""
+    """Read a file's bytes; `CorruptFile` where its checksum is another."""
     written = path.read_bytes()
-    if path.name in checksums and checksums[path.name] != bytes_digest(written):
+    if checksums.get(path.name) != bytes_digest(written):
         raise CorruptFile(f"{path.name}: its bytes are not those that were written")
     return written
 
@@ -149,11 +149,10 @@ def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None
 
 
 def read_json_checked(path: Path) -> dict[str, Any]:
-    """Read what `write_json_checked` wrote, or raise `CorruptFile`. Files without a checksum are taken as they are."""
+    """Read what `write_json_checked` wrote, or raise `CorruptFile`."""
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        sha256 = values.pop(SHA256, None)
-        changed = sha256 is not None and sha256 != json_digest(_timeless(values))
+        changed = values.pop(SHA256, None) != json_digest(_timeless(values))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{path.name}: {first_line(error)}") from error
     if changed:
