@@ -66,7 +66,7 @@ __getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)
 
 
 def _run_as_html(run: Any) -> str:
-    from theodolite.report.notebook import as_html
+    from theodolite.report.page import as_html
 
     return as_html(run)
 

@@ -349,8 +349,7 @@ def finish(run: Run, page: Path | None, as_json: bool) -> None:
 
 def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
-    from theodolite.report.outcome import Outcome
-    from theodolite.report.outcome_page import write_index, write_outcome
+    from theodolite.report.outcome import Outcome, write_index, write_outcome
     from theodolite.report.sink_trace import TRACE, show_trace
     from theodolite.report.terminal import show_outcome
 
