@@ -13,7 +13,7 @@ import torch
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES, Run, finished_run
-from theodolite.system.checksums import bytes_digest, read_json_checked, write_json_checked
+from theodolite.system.files import bytes_digest, read_json_checked, write_json_checked
 
 
 def small_run() -> Run:

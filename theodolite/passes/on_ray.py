@@ -28,11 +28,9 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.chunks import Chunk, chunks_of
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.run import Run, finished_run
+from theodolite.passes.run import Run, describe_corpus, finished_run
 from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, opened, opening_of
-from theodolite.system.interrupt import starting_others
-from theodolite.system.progress import Progress, ShowStage
+from theodolite.system.progress import Progress, ShowStage, starting_others
 from theodolite.system.run_folders import is_run, provenance_at
 
 LOCAL = "local"

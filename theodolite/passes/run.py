@@ -4,40 +4,52 @@
     constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
-here is ever pickled. This module measures nothing and draws nothing; `run_into` is how jobs make a run.
+here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
+jobs make one.
 """
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow
+import torch
 from torch import Tensor
 
+import theodolite
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
-from theodolite.system.checksums import (
+from theodolite.system.display import view_of
+from theodolite.system.files import (
     CHECKSUMS,
     CorruptFile,
     bytes_digest,
+    disk_errors,
+    folder_written_atomically,
     read_bytes_checked,
     read_checked,
     write_checked,
     write_json_checked,
+    write_text,
 )
-from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, folder_written_atomically, write_text
 from theodolite.system.progress import ShowStage
 from theodolite.system.run_folders import OUTPUTS, RUN, TRACE, check_out, differences, kind_of, provenance_at
 from theodolite.system.wording import tokens_of
+
+if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
 
 SCHEMA_VERSION = 5
 
@@ -169,6 +181,75 @@ def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
         return read_checked(path, sums.get(path.name))[0]
     except CorruptFile as error:
         raise CorruptFile(f"{path.name}: {error}") from error
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers."""
+    return {
+        "theodolite": theodolite.__version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def describe_model(model: OpenModel) -> dict[str, Any]:
+    """Describe the model and the packages, for the provenance."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": model.id,
+            **model.weights().described(),
+            "architecture": model.source.name,
+            "family": model.source.family,
+            "parameters": sum(p.numel() for p in model.root.parameters()),
+            "dtype": str(model.source.dtype).removeprefix("torch."),
+            "layers": model.layers,
+            "heads": model.heads,
+            "width": model.width,
+            "head_width": model.head_width,
+            "vocabulary": model.vocabulary,
+            "causal": model.causal,
+            "positions": model.positions,
+            **({"attention": model.source.attention} if model.source.attention else {}),
+        },
+        "device": model.device.type,
+    }
+
+
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """Describe the corpus, for the provenance."""
+    contexts, length = corpus.contexts.shape
+    images = corpus.images
+    of_images = {} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "contexts": contexts,
+        "length": length,
+        **({} if corpus.lengths is None else {"shortest": int(corpus.lengths.min())}),
+        "labels": corpus.label_names,
+        "seed": corpus.seed,
+        **corpus.selection,
+        **of_images,
+    }
+
+
+def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Describe the corpus, the seed and the counts of a pass, for the provenance."""
+    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    return {
+        "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},
+        "counts": {
+            "contexts": len(corpus.contexts),
+            "tokens": len(corpus.tokens),
+            "unknown_tokens": 0 if unknown is None else int((corpus.tokens == unknown).sum()),
+        },
+        "seed": seed,
+        "fingerprint": fingerprint,
+    }
 
 
 TABLES_TITLE = "making tables"

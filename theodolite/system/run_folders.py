@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_json_checked
-from theodolite.system.files import check_target
+from theodolite.system.files import CorruptFile, check_target, read_json_checked
 
 RUN = "run.json"
 
