@@ -102,13 +102,9 @@ def test_short_documents_are_packed_by_label_with_the_end_of_text_between(plain)
         ids(plain, "xy") + end + ids(plain, "zw"),
     ]
     assert [corpus.label_names[label] for label in corpus.labels] == ["one", "one", "two"]
-
-
-def test_texts_without_labels_have_none(plain: PreTrainedTokenizerFast) -> None:
-    corpus = Corpus.from_texts(["abcdef", "gh", "ij"], plain, 5)
-    assert corpus.labels.tolist() == [-1, -1]
-    assert corpus.label_names == []
-    assert corpus.contexts[1].tolist() == [*ids(plain, "gh"), plain.eos_token_id, *ids(plain, "ij")]
+    without = Corpus.from_texts(["abcdef", "gh", "ij"], plain, 5)
+    assert (without.labels.tolist(), without.label_names) == ([-1, -1], [])
+    assert without.contexts[1].tolist() == ids(plain, "gh") + end + ids(plain, "ij")
 
 
 @pytest.mark.parametrize(
@@ -329,6 +325,8 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
             "no labels: leave out --per-label, or",
         ),
         (lambda t: make_corpus("random", t, 8, per_label=2), "random has no labels: leave out --per-label"),
+        (lambda t: make_corpus("addition", t, 34), "use a --length from 4 to 33"),
+        (lambda t: make_corpus("addition", character_tokenizer("0123456789", 33), 33), "one token per char"),
         (lambda t: make_corpus(None, t, 8, columns=Columns(rows=True)), "no table: leave out --label-rows"),
         (lambda t: make_corpus("hf:nobody/nothing", t, 8), "without a network, give a folder"),
         (lambda t: make_corpus("hf:", t, 8), "does not name a dataset"),
@@ -554,11 +552,3 @@ def test_additions_are_whole_at_full_length_and_cut_below() -> None:
     texts = [tokenizer.decode(row) for row in make_corpus("addition", tokenizer, 24, 50).contexts]
     assert {len(text) for text in texts} == {24}
     assert len({text.index("+") for text in texts}) > 3
-
-
-def test_additions_need_a_token_a_character_and_room() -> None:
-    """Oracle: the words."""
-    with pytest.raises(UsageError, match="use a --length from 4 to 33"):
-        make_corpus("addition", character_tokenizer(CHARACTERS, 33), 34)
-    with pytest.raises(UsageError, match="one token per character"):
-        make_corpus("addition", character_tokenizer("0123456789", 33), 33)

@@ -30,7 +30,6 @@ from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
-from theodolite.system.display import view_of
 from theodolite.system.files import (
     CHECKSUMS,
     CorruptFile,
@@ -100,7 +99,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: health, key numbers, the strongest heads."""
-        return view_of("run")(self)
+        return theodolite.run_as_html(self)
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
