@@ -14,10 +14,11 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
+from tests import tokenizers
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
 from theodolite.corpus import cutting, documents
@@ -41,17 +42,7 @@ def plain() -> PreTrainedTokenizerFast:
 
 def framed(before: list[str], after: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of letters that puts special tokens before and after."""
-    tokens = [*SPECIAL, "<s>", "</s>", *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    around = [(token, tokens.index(token)) for token in before + after]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=" ".join([*before, "$A", *after]), special_tokens=around
-    )
-    tokenizer.add_special_tokens([*SPECIAL, "<s>", "</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", bos_token="<s>"
-    )
+    return tokenizers.framed([*SPECIAL, "<s>", "</s>", *WORDS], before, after)
 
 
 def ids(tokenizer: Callable, text: str) -> list[int]:
