@@ -83,13 +83,6 @@ def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted,
     assert not partial.exists()
 
 
-def test_a_folder_that_does_not_say_what_it_is_of_is_refused(tmp_path):
-    """Nobody knows whose the series is."""
-    (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"n\.partial does not say what it holds: remove it to start afresh"):
-        adder(tmp_path / "n")
-
-
 def test_ctrl_c_saves_the_last_whole_step(tmp_path, uninterrupted, monkeypatch):
     """Oracle: the signal itself, in the middle of the update of step 1 of 6, and the uninterrupted run."""
     begun = at_step(monkeypatch, -1, press)
