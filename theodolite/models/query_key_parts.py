@@ -8,8 +8,8 @@ calls it. Nothing is known here of layouts, rotations or families, and no logit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.doors.taps import tapped
-from theodolite.models.guard import guarded, measures, without_autocast
+from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
@@ -91,13 +91,6 @@ def visit_layers(
     hearing = NormCalls(visitor.leave_function)
     with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()), hearing:
         model.forward(inputs)
-
-
-@contextmanager
-def stopping_at_tap(model: OpenModel) -> Iterator[None]:
-    """While open, what `visit_layers` visited can be split, as it can during the visit."""
-    with guarded(model.root), tapped(model.root, stop_at_tap), torch.inference_mode():
-        yield
 
 
 class _LayerVisitor:
@@ -203,7 +196,7 @@ def split_queries_and_keys(
     parts always sum to the model's own.
 
     Args:
-        layer_pass: what `visit_layers` visits, while it does or while `stopping_at_tap`.
+        layer_pass: a pass that `visit_layers` is visiting.
         parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
         check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
