@@ -25,11 +25,7 @@ STARTS = 10
 """Seeded starts of k-means, of which the tightest clustering is taken."""
 
 _cluster = partial(
-    Column,
-    "layers",
-    source=f"{SONG}, claim 2 of section 2; the index is ours",
-    range=BALANCE,
-    error=HALVES,
+    Column, "layers", source=f"{SONG}, claim 2 of section 2; the index is ours", range=BALANCE, error=HALVES
 )
 CLUSTER_COLUMNS = (
     _cluster(
