@@ -22,8 +22,7 @@ from theodolite.measure.publications import BAO as BAO
 from theodolite.measure.publications import SONG as SONG
 from theodolite.measure.publications import ZHANG as ZHANG
 from theodolite.models.prompts import Focus
-from theodolite.passes.provenance import describe_model, versions
-from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.passes.run import SCHEMA_VERSION, describe_model, versions
 from theodolite.report.data import array, column
 from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer

@@ -16,8 +16,7 @@ import torch
 from tests.papers.shared import hashes, quiet
 from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import read_checked
-from theodolite.system.files import locked
+from theodolite.system.files import locked, read_checked
 from theodolite_papers.training.models import LearningRate
 from theodolite_papers.training.tasks import Additions, train_task_model
 
