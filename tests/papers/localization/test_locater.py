@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.papers.shared import outcome_of
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.system.files import write_checked
 from theodolite_papers.catalogue import made_by as command_of
 from theodolite_papers.experiment import Outcome, Study, criterion
 from theodolite_papers.localization import locater
@@ -262,7 +262,7 @@ def write(folder: Path, runs: list[GridRun]) -> None:
         run.losses.to_parquet(place / "losses.parquet")
         run.heads.to_parquet(place / "heads.parquet")
         curves = {"steps": torch.tensor(run.propagation_steps), "propagation": run.propagation}
-        save_file(curves, place / "propagation.safetensors")
+        write_checked(place / "propagation.safetensors", curves)
 
 
 def test_figures_from_a_folder(tmp_path: Path) -> None:
