@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tools import small_models
+
 # `save_pretrained` would import DeepSpeed to ask whether the model is one of its engines, which takes six seconds.
 accelerate.utils.other.is_deepspeed_available = lambda: False
 
@@ -69,14 +71,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", {**_VIT, "image_size": 16, "patch_size": 4}),
 }
 TEXT_FAMILIES = tuple(name for name in FAMILIES if name != "vit")
+WITH_EXPERTS = (*TEXT_FAMILIES, "mixtral")
+"""Those that are pruned: GPT-OSS has few experts, and Mixtral's names change on loading."""
 
 
-def build(family: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A random model of the family, evaluation mode, float32."""
+def build(family: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+    """A random model of the family, evaluation mode, float32; changes are of its config.
+
+    Families that are not here are those of `tools/small_models.py`.
+    """
+    if family not in FAMILIES:
+        case = next(case for case in small_models.cases() if case.name == family)
+        return small_models.build(case, seed, **changes)
     model_class, config_class, options = FAMILIES[family]
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options))
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -100,9 +110,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
-def write(family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def write(
+    family: str, folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     """Write model and tokenizer to `folder` and return it."""
-    build(family, seed).to(dtype).save_pretrained(folder)
+    build(family, seed, **changes).to(dtype).save_pretrained(folder)
     if family != "vit":
         byte_tokenizer().save_pretrained(folder)
     return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -82,14 +83,20 @@ if (
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """checkpoint(family) → the folder of a tiny random model of that family."""
+    """checkpoint(family, dtype) → the folder of a tiny random model of that family; to be read, not changed."""
     root = tmp_path_factory.mktemp("checkpoints")
 
-    def folder(family: str) -> Path:
-        path = root / family
-        return path if path.exists() else checkpoints.write(family, path)
+    def folder(family: str, dtype: str = "float32") -> Path:
+        path = root / dtype / family
+        return path if path.exists() else checkpoints.write(family, path, dtype=getattr(torch, dtype))
 
     return folder
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path: Path):
+    """copied(family) → a copy of its folder, to be changed."""
+    return lambda family: shutil.copytree(checkpoint(family), tmp_path / f"copy of {family}")
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +110,12 @@ def opened(checkpoint):
         return cache[family]
 
     return model
+
+
+@pytest.fixture
+def anew(checkpoint):
+    """anew(family, dtype) → that model, opened for a test that changes it."""
+    return lambda *which: open_model(checkpoint(*which))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,10 +6,10 @@ bear the name of a public function: importing it would hide the function.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from theodolite.system import display
+from theodolite.system.lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -62,16 +62,7 @@ _MODULES = {
 __all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'theodolite' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)
 
 
 def _run_as_html(run: Any) -> str:

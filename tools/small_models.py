@@ -123,11 +123,16 @@ def _name(classes: Any) -> str:
     return classes if isinstance(classes, str) else classes[0]
 
 
-def build(case: Case, seed: int = 0) -> PreTrainedModel:
-    """Build a small random model, float32, evaluation mode; weights are not small, so that attention differs."""
+def build(case: Case, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build a small random model, float32, evaluation mode; weights are not small, so that attention differs.
+
+    `changes` are of the small config.
+    """
     torch.manual_seed(seed)
     model_class = getattr(transformers, case.model_class)
     config = small_config(case)
+    for name, value in changes.items():
+        setattr(config, name, value)
     if not isinstance(config, model_class.config_class):  # the text side of a model of several kinds
         config = config.get_text_config()
     model: PreTrainedModel = model_class(config)

@@ -35,7 +35,7 @@ from theodolite.sinks.outliers import find_outliers
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
-from theodolite_papers.localization.walk_pass import read_walk
+from theodolite_papers.localization.text_as_walk import read_walk
 
 CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)
 IDS = CORPUS.contexts
@@ -135,7 +135,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "constituents": lambda model: constituents(model, IDS, 1),
     "outputs": lambda model: read_outputs(model, CORPUS),
     "perplexity": lambda model: perplexity(model, CORPUS),
-    "walk": lambda model: read_walk(model, CORPUS, 0).input_state,
+    "walk": lambda model: read_walk(model, CORPUS, 0).inputs.state(),
     "pruned": pruned,
     "explored": explored,
     "head": lambda model: view_head(model, IDS[0], 1, 1).view,

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from theodolite import Corpus, OpenModel, open_module, survey
+from theodolite.passes.run import Run
+
 VOCABULARY, WIDTH, HEADS, LAYERS, LONGEST = 50, 24, 3, 2, 32
 CONTEXTS, LENGTH = 6, 20
 
@@ -58,19 +61,24 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits of all positions, and a loss that is None, as many return."""
 
-    def __init__(self, by_hand: bool = False) -> None:
+    def __init__(self, by_hand: bool = False, block: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList(Block(by_hand) for _ in range(LAYERS))})
+        blocks = nn.ModuleList(block() if block else Block(by_hand) for _ in range(LAYERS))
+        self.transformer = nn.ModuleDict({"h": blocks})
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """What enters the first block."""
         return self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer["h"]
+
     def forward(self, ids: Tensor) -> tuple[Tensor, None]:
         x = self.embedded(ids)
-        for block in self.transformer["h"]:
+        for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)), None
 
@@ -106,9 +114,19 @@ def seeded(model: nn.Module) -> nn.Module:
 def gpt_of(attention: Callable[[], nn.Module]) -> GPT:
     """A GPT with another attention in each block."""
     gpt = GPT()
-    for block in gpt.transformer["h"]:
+    for block in gpt.blocks:
         block.attention = attention()
     return seeded(gpt)
+
+
+def opened(module: nn.Module, **options: object) -> OpenModel:
+    return open_module(module, **{"vocabulary": VOCABULARY} | options)
+
+
+def surveyed(module: nn.Module | OpenModel, **options: object) -> Run:
+    """Of a module that `open_module` opens so, or one that is opened."""
+    model = module if isinstance(module, OpenModel) else opened(module, **options)
+    return survey(model, Corpus.from_ids(token_ids()))
 
 
 def token_ids() -> Tensor:
@@ -116,7 +134,7 @@ def token_ids() -> Tensor:
 
 
 def named_weights(attention: Attention) -> list[Tensor]:
-    """W_q, W_k, W_v of (heads, width, head width), from the parameter."""
+    """W_q, W_k, W_v of (heads, width, head width), from the parameter, in float64."""
     parts = attention.qkv.weight.detach().double().chunk(3)
     return [part.unflatten(0, (HEADS, -1)).mT for part in parts]
 

@@ -14,17 +14,17 @@ from tests.models.modules import (
     HEADS,
     LAYERS,
     LONGEST,
-    VOCABULARY,
     WIDTH,
     Attention,
     Block,
     check_heads,
     entropy,
     named_weights,
+    opened,
     seeded,
     token_ids,
 )
-from theodolite import Corpus, constituents, open_module, survey, trace_sinks
+from theodolite import Corpus, constituents, survey, trace_sinks
 from theodolite.errors import UsageError
 from theodolite.models import one_row
 from theodolite.sinks.interventions import attention_knockout
@@ -82,12 +82,11 @@ class Rows(GPT):
     """A GPT of a row of tokens, (tokens), or of (1, tokens)."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
-        self.transformer["h"] = nn.ModuleList(RowBlock(way) for _ in range(LAYERS))
+        super().__init__(block=lambda: RowBlock(way))
 
     def forward(self, ids: Tensor, positions: Tensor, mask: BlockMask) -> Tensor:  # type: ignore[override]
         x = self.tokens(ids) + self.places(positions)
-        for block in self.transformer["h"]:
+        for block in self.blocks:
             x = block(x, positions, {"texts": mask})
         return self.head(self.norm(x))
 
@@ -106,7 +105,7 @@ def _both(way, forward):
     """A module of rows, and one of contexts with the same weights."""
     rows, gpt = seeded(Rows(way)), seeded(GPT(by_hand=True))
     gpt.load_state_dict(rows.state_dict())
-    return open_module(rows, vocabulary=VOCABULARY, longest=LONGEST, forward=forward), gpt
+    return opened(rows, longest=LONGEST, forward=forward), gpt
 
 
 @pytest.mark.parametrize(
@@ -117,80 +116,75 @@ def test_contexts_in_one_row_are_read_as_contexts(way, forward):
     model, gpt = _both(way, forward)
     assert model.structure.layout.is_row
     assert (model.causal, model.positions) == (True, "absolute")
-    looked_at = GeometryMonitor(model, token_ids())(0)
     with torch.no_grad():
         stream, entropies = gpt.embedded(token_ids()), []
-        for block in gpt.transformer["h"]:
+        for block in gpt.blocks:
             entropies.append(entropy(block.attention.weights(block.norm(stream))))
             stream = block(stream)
         logits = gpt(token_ids())[0]
+    looked_at = GeometryMonitor(model, token_ids())(0)
     assert looked_at["entropy_mean"] == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
     torch.testing.assert_close(model.logits(token_ids()), logits)
     weights = model.head_weights(1)
-    for read, own in zip(
-        (weights.w_q, weights.w_k), named_weights(gpt.transformer["h"][1].attention), strict=False
-    ):
-        torch.testing.assert_close(read, own)
+    torch.testing.assert_close([weights.w_q, weights.w_k], named_weights(gpt.blocks[1].attention)[:2])
 
 
 def test_all_that_reads_a_model_reads_one_of_rows():
     """Oracle: entropies and norms by the definition; else the same of contexts apart, which have tests of their own."""
     model, gpt = _both("flex", in_a_row)
-    corpus = Corpus.from_ids(token_ids())
+    plain, corpus = opened(gpt, longest=LONGEST), Corpus.from_ids(token_ids())
     run = survey(model, corpus, batch=4)
-    with torch.no_grad():
-        check_heads(run, gpt.transformer["h"], gpt.embedded(token_ids()))
+    check_heads(run, gpt.blocks, gpt.embedded(token_ids()))
     assert run.provenance["constituents_refused"] == {}
     assert set(run.heads["spectrum_of"]) == {"projection"}
-    plain = open_module(gpt, vocabulary=VOCABULARY, longest=LONGEST)
     torch.testing.assert_close(model.output_weights(1), plain.output_weights(1))
-    own, other = (constituents(opened, token_ids(), 1) for opened in (model, plain))
-    torch.testing.assert_close(own.logits, other.logits, rtol=1e-4, atol=1e-4)
+    own, other = (constituents(of, token_ids(), 1).logits for of in (model, plain))
+    torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(Locater(model, 0.5, 0.25)(), Locater(plain, 0.5, 0.25)())
     changed = []
-    for opened in (model, plain):
-        with attention_knockout(opened, 0, 1, [0, 3]):
-            changed.append(opened.logits(token_ids()))
+    for of in (model, plain):
+        with attention_knockout(of, 0, 1, [0, 3]):
+            changed.append(of.logits(token_ids()))
     torch.testing.assert_close(*changed)
     assert (changed[0] - model.logits(token_ids())).abs().max() > 1e-3
-    sinks = [trace_sinks(opened, corpus).heads for opened in (model, plain)]
-    np.testing.assert_allclose(sinks[0]["last"], sinks[1]["last"], rtol=1e-4)
-    for opened in (model, plain):
-        QKClip(opened, 1.0)(torch.tensor([[2.0, 0.5, 4.0]] * LAYERS))
+    sinks = [trace_sinks(of, corpus).heads["last"] for of in (model, plain)]
+    np.testing.assert_allclose(*sinks, rtol=1e-4)
+    for of in (model, plain):
+        QKClip(of, 1.0)(torch.tensor([[2.0, 0.5, 4.0]] * LAYERS))
     torch.testing.assert_close(model.root.state_dict(), plain.root.state_dict())
 
 
-def test_rows_that_cannot_be_told_apart_are_refused_in_a_line():
-    rows = seeded(Rows("flex"))
+def first_only(model, ids):
+    return in_a_row(model, ids[:1])
 
-    def first_only(model, ids):
-        return in_a_row(model, ids[:1])
 
-    def one_by_one(model, ids):
-        return torch.cat([in_a_row(model, context[None]) for context in ids])
+def one_by_one(model, ids):
+    return torch.cat([in_a_row(model, context[None]) for context in ids])
 
-    def together(model, ids):
-        positions = torch.arange(ids.shape[1]).repeat(len(ids))
-        return model(ids.flatten(), positions, block_mask(positions, texts_apart=False))
 
-    for forward, line in (
-        (
-            first_only,
-            r"Rows attends to 1 of the contexts that it is given at once, .*: give open_module a forward",
-        ),
+def together(model, ids):
+    positions = torch.arange(ids.shape[1]).repeat(len(ids))
+    return model(ids.flatten(), positions, block_mask(positions, texts_apart=False))
+
+
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        (first_only, r"Rows attends to 1 of the contexts that .* at once, .*: give open_module a forward"),
         (one_by_one, r"Rows attends to 1 of the contexts that it is given at once"),
         (together, "InRow reads its contexts in one row, and tokens attend to those of other contexts: give"),
-    ):
-        with pytest.raises(UsageError, match=line):
-            open_module(rows, vocabulary=VOCABULARY, forward=forward)
-    model = open_module(rows, vocabulary=VOCABULARY, forward=in_a_row)
+    ],
+)
+def test_rows_that_cannot_be_told_apart_are_refused_in_a_line(forward, line):
+    with pytest.raises(UsageError, match=line):
+        opened(seeded(Rows("flex")), forward=forward)
+
+
+def test_rows_are_not_known_of_training_nor_without_their_contexts():
     with pytest.raises(
         UsageError, match="Rows reads its contexts in one row, which is not known of training"
     ):
-        GeometryMonitor(model, inline=True)
-
-
-def test_a_row_of_other_tokens_than_those_that_are_read():
+        GeometryMonitor(opened(seeded(Rows("flex")), forward=in_a_row), inline=True)
     with pytest.raises(UsageError, match="blocks read a row of 5 tokens, which is not contexts"):
         one_row.unrolled(torch.zeros(5, 2), 0)
     with one_row.reading((2, 3)), pytest.raises(UsageError, match="which is not 2 contexts of 3"):

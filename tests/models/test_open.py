@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from tests import checkpoints
 from tests.checkpoints import edited, with_tensors
@@ -23,7 +22,7 @@ from theodolite.models import OpenModel, open_model, open_weights, verification
 from theodolite.models.hooks import hooked
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
-from tools import measured_families, small_models
+from tools import measured_families
 
 
 def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:
@@ -37,65 +36,69 @@ def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def _holding(value: float) -> Callable[[Path], object]:
-    name = "transformer.h.1.attn.c_attn.weight"
-    return lambda folder: with_tensors(folder, lambda tensors: tensors[name][3, 5].fill_(value))
+def _truncated(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
 def _configured(**changes: object) -> Callable[[Path], object]:
     return lambda folder: edited(folder, **changes)
 
 
-def _truncated(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+def _holding(value: float) -> Callable[[Path], object]:
+    name = "transformer.h.1.attn.c_attn.weight"
+    return lambda folder: with_tensors(folder, lambda tensors: tensors[name][3, 5].fill_(value))
 
 
-LACKED = "transformer.h.2.attn.c_attn.weight"
-DAMAGES: dict[str, tuple[Callable[[Path], object], type[TheodoliteError], str]] = {
-    "pickled": (_pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), UsageError, "holds no weights"),
-    "NaN": (_holding(float("nan")), WorkError, r"transformer.h.1.attn.c_attn.weight holds NaN"),
-    "infinite": (_holding(float("inf")), WorkError, r"transformer.h.1.attn.c_attn.weight holds infinite"),
+def _lacking(name: str) -> Callable[[Path], object]:
+    return lambda folder: with_tensors(folder, lambda tensors: tensors.pop(name))
+
+
+MAGIC = {"rope_type": "magic", "rope_theta": 10_000.0}
+KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
+WINDOW = "sliding_window = {}; use a number above 0, or null"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], str]] = {
+    "pickled": ("gpt2", _pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
+    "no weights": ("gpt2", lambda at: (at / "model.safetensors").unlink(), UsageError, "holds no weights"),
+    "NaN": ("gpt2", _holding(float("nan")), WorkError, r"h.1.attn.c_attn.weight holds NaN"),
+    "infinite": ("gpt2", _holding(float("inf")), WorkError, r"h.1.attn.c_attn.weight holds infinite"),
     "a tensor lacks": (
-        lambda folder: with_tensors(folder, lambda tensors: tensors.pop(LACKED)),
-        WorkError,
+        *("gpt2", _lacking("transformer.h.2.attn.c_attn.weight"), WorkError),
         "lacks 1 of the model's tensors .*h.2.attn.c_attn.weight",
     ),
     "fewer layers": (
-        _configured(n_layer=2),
-        WorkError,
+        *("gpt2", _configured(n_layer=2), WorkError),
         "tensors of layers that its config.json does not have .*h.2.",
     ),
-    "other shapes": (_configured(n_embd=64), UsageError, "cannot open"),
-    "truncated": (_truncated, UsageError, "cannot open"),
-    "no json": (lambda folder: (folder / "config.json").write_text("{not json"), UsageError, "cannot open"),
+    "other shapes": ("gpt2", _configured(n_embd=64), UsageError, "cannot open"),
+    "truncated": ("gpt2", _truncated, UsageError, "cannot open"),
+    "no json": ("gpt2", lambda at: (at / "config.json").write_text("{not json"), UsageError, "cannot open"),
     "unknown family": (
-        _configured(model_type="perceiver9", architectures=["Perceiver9LM"]),
-        UsageError,
+        *("gpt2", _configured(model_type="perceiver9", architectures=["Perceiver9LM"]), UsageError),
         "cannot open",
     ),
+    "an unknown kind of RoPE": ("llama3", _configured(rope_parameters=MAGIC), UsageError, KNOWN),
+    "an empty window": ("mistral", _configured(sliding_window=0), UsageError, WINDOW.format(0)),
+    "a negative window": ("mistral", _configured(sliding_window=-3), UsageError, WINDOW.format(-3)),
 }
 ONLY_WHERE_READ = ("NaN", "infinite")
-"""Damages that `open_weights` finds in the layer that it reads."""
+"""Damages that `open_weights` finds in the layer that it reads; windows are nothing of weights."""
 
 
-@pytest.fixture
-def broken(checkpoint, tmp_path):
-    """A copy of the GPT-2 checkpoint to break."""
-    return shutil.copytree(checkpoint("gpt2"), tmp_path / "broken")
-
-
-@pytest.mark.parametrize("opening", [open_model, open_weights])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, broken):
-    damaging, error, words = DAMAGES[damage]
-    damaging(broken)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("damage", "opening"),
+    [(damage, open_model) for damage in DAMAGES]
+    + [(damage, open_weights) for damage in DAMAGES if "window" not in damage],
+)
+def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, copied):
+    family, damaging, error, words = DAMAGES[damage]
+    folder = copied(family)
+    damaging(folder)
     if opening is open_weights and damage in ONLY_WHERE_READ:
-        with pytest.raises(error, match=words):
-            open_weights(broken).head_weights(1)
+        _refused(folder, error, words, lambda at: open_weights(at).head_weights(1))
     else:
-        _refused(broken, error, words, opening)
+        _refused(folder, error, words, opening)
 
 
 @pytest.mark.parametrize("opening", [open_model, open_weights])
@@ -106,75 +109,100 @@ def test_what_is_no_checkpoint(tmp_path, opening):
     _refused(tmp_path, UsageError, "unknown dtype int8", opening, dtype="int8")
 
 
-def test_code_that_a_checkpoint_brings_is_not_run(broken, tmp_path):
-    marker = tmp_path / "ran"
-    edited(broken, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"})
-    (broken / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
-    _refused(broken, UsageError, "cannot open")
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("gpt2", {"device": "cpu", "device_map": "auto"}, "--device-map both say where .*: give one"),
+        ("gpt2", {"device": "meta"}, "cannot use device meta, which holds no numbers: use --device cpu"),
+        ("gpt2", {"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way"),
+        ("t5gemma2", {}, "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"),
+        ("longcat_flash", {}, "LongcatFlashForCausalLM has a block that attends twice"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(family, options, words, checkpoint):
+    _refused(checkpoint(family), UsageError, words, **options)
+    with pytest.raises(UsageError, match="unknown attention both: use decoder, encoder, cross"):
+        check_attention("both")
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(copied, tmp_path):
+    marker, folder = tmp_path / "ran", copied("gpt2")
+    edited(folder, model_type="own", auto_map={"AutoConfig": "own.Own", "AutoModel": "own.Own"})
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    _refused(folder, UsageError, "cannot open")
     assert not marker.exists()
+
+
+def _assert_seen(
+    model: OpenModel, ids: Tensor, weights: Sequence[Any], streams: Sequence[Any], close: tuple[float, ...]
+) -> None:
+    """Attention, and hidden states but for the last, which transformers has behind a norm.
+
+    `close`: relative tolerance, and absolute ones of both.
+    """
+    seen = Seen()
+    with hooked(model, seen):
+        model.forward(ids)
+    rtol, *atols = close
+    pairs = (
+        (seen.weights, weights),
+        (seen.streams[:-1], streams[:-1] if len(streams) else seen.streams[:-1]),
+    )
+    for (got, expected), atol in zip(pairs, atols, strict=True):
+        torch.testing.assert_close(got, [torch.as_tensor(of) for of in expected], rtol=rtol, atol=atol)
+
+
+CLOSE = (1e-4, 1e-6, 1e-5)
+
+
+def _ids(contexts: int = 3, length: int = 12, vocabulary: int = 300) -> Tensor:
+    return torch.randint(vocabulary, (contexts, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [("t5", "decoder"), ("t5", "cross"), ("bart", "encoder"), ("encoder-decoder", "decoder")],
 )
-def test_an_encoder_decoder_is_looked_at_in_three_ways(kind, attention, tmp_path):
-    """Oracle: the attention that transformers returns, and its encoder's or decoder's hidden states."""
-    folder = _small(kind, tmp_path)
-    model = open_model(folder, attention=attention)
-    hf = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
-    ids = torch.randint(300, (3, 12), generator=torch.Generator().manual_seed(0))
+def test_an_encoder_decoder_is_looked_at_in_three_ways(kind, attention, checkpoint):
+    """Oracle: the attention that transformers returns, and its encoder's or decoder's hidden states.
+
+    T5's blocks are lists of layers, behind all of which the stream is read.
+    """
+    model, ids = open_model(checkpoint(kind), attention=attention), _ids()
+    hf = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        checkpoint(kind), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         own = hf(input_ids=ids, decoder_input_ids=ids, output_attentions=True, output_hidden_states=True)
-    seen = Seen()
-    with hooked(model, seen):
-        model.forward(ids)
     weights = own[{"cross": "cross_attentions"}.get(attention, f"{attention}_attentions")]
     streams = own["encoder_hidden_states" if attention == "encoder" else "decoder_hidden_states"]
-    assert len(seen.weights) == len(weights) == model.layers
-    for got, expected in zip(seen.weights, weights, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-    for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):  # the last one is behind a norm
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert model.layers == len(weights)
+    _assert_seen(model, ids, weights, streams, CLOSE)
     assert model.source.predict is None
-    name = (
-        "decoder.block.1.layer.1.EncDecAttention"
-        if attention == "cross"
-        else "decoder.block.1.layer.0.SelfAttention"
-    )
     if kind == "t5":
-        module = hf.get_submodule(name)
-        for ours, theirs in (("w_q", "q"), ("w_k", "k"), ("w_v", "v")):
-            expected = getattr(module, theirs).weight.unflatten(0, (model.heads, -1)).mT.double()
-            torch.testing.assert_close(getattr(model.head_weights(1), ours), expected)
+        assert list(model.structure.blocks) == list(model.hf.decoder.block)
+        assert model.positions == "relative bias" or attention == "cross"
+        layer = {"cross": "1.EncDecAttention"}.get(attention, "0.SelfAttention")
+        module, read = hf.get_submodule(f"decoder.block.1.layer.{layer}"), model.head_weights(1)
+        for ours, theirs in ((read.w_q, module.q), (read.w_k, module.k), (read.w_v, module.v)):
+            torch.testing.assert_close(ours, theirs.weight.unflatten(0, (model.heads, -1)).mT.double())
 
 
 def test_the_text_side_of_whisper():
     """Oracle: the decoder's attention that transformers returns, over silence."""
     sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8, "vocab_size": 40}
-    lengths = {"max_source_positions": 15, "max_target_positions": 20}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = transformers.WhisperConfig(**sides, **sizes, **lengths, **special)
+    sizes |= {"max_source_positions": 15, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
+    config = transformers.WhisperConfig(**sides, **sizes, eos_token_id=2, decoder_start_token_id=1)
     hf = transformers.WhisperForConditionalGeneration(config).eval()
-    ids, seen = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(0)), Seen()
-    model = open_model(hf)
-    with hooked(model, seen):
-        model.forward(ids)
-    hf.set_attn_implementation("eager")
+    model, ids, eager = open_model(hf), _ids(2, 12, 40), transformers.WhisperForConditionalGeneration(config)
+    eager.load_state_dict(hf.state_dict())
+    eager.eval().set_attn_implementation("eager")
     with torch.no_grad():
-        own = hf(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
-    for got, expected in zip(seen.weights, own, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+        own = eager(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
+    _assert_seen(model, ids, own, (), CLOSE)
     with pytest.raises(UsageError, match="hears speech: only its decoder's own attention is looked at"):
         open_model(hf, attention="cross")
-
-
-def test_attention_is_asked_for_where_there_are_several(tmp_path):
-    words = "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"
-    _refused(_small("t5gemma2", tmp_path), UsageError, words)
-    with pytest.raises(UsageError, match="unknown attention both: use decoder, encoder, cross"):
-        check_attention("both")
 
 
 @pytest.mark.parametrize(
@@ -184,57 +212,31 @@ def test_attention_is_asked_for_where_there_are_several(tmp_path):
         ["diffllama", "gemma3n_text", "xlnet", "xlm", "zamba", "deberta-v2", "deepseek_v32", "nllb-moe"],
     ),
 )
-def test_hidden_states_and_attention_wherever_they_are(kind, tmp_path):
+def test_hidden_states_and_attention_wherever_they_are(kind, checkpoint, tmp_path):
     """Oracle: what transformers returns: of several streams, all; of XLNet's, contexts come second.
 
     DeepSeek's queries choose 4 of the keys; NLLB's router takes the mask for one of padding: both of larger weights.
     """
-    case = next(case for case in small_models.cases() if case.name == kind)
-    config, close, length = small_models.small_config(case), 1e-4, 12
-    model = small_models.build(case)
+    folder, close, length = tmp_path, 1e-4, 12
     if kind in ("deepseek_v32", "nllb-moe"):
-        config.index_topk, close, length = 4, 1e-3, 24
+        close, length = 1e-3, 24
+        model = checkpoints.build(kind, index_topk=4)
         torch.manual_seed(0)
-        model = getattr(transformers, case.model_class)(config).eval()
+        model = type(model)(model.config).eval()
         for parameter in model.parameters():
             parameter.data *= 3 if parameter.ndim > 1 else 1
-    model.save_pretrained(tmp_path)
-    ids = torch.randint(300, (3, length), generator=torch.Generator().manual_seed(0))
-    streams, weights = measured_families.eager(tmp_path, ids)
-    opened, seen = open_model(tmp_path), Seen()
-    with hooked(opened, seen):
-        opened.forward(ids)
-    for got, expected in zip(seen.streams[:-1], streams[:-1], strict=True):
-        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=close, atol=close)
-    assert len(seen.weights) == opened.layers - opened.heads_of.count(0)
-    for got, expected in zip(seen.weights, weights, strict=True):
-        torch.testing.assert_close(got, torch.from_numpy(expected), rtol=close, atol=close / 10)
+        model.save_pretrained(folder)
+    else:
+        folder = checkpoint(kind)
+    streams, weights = measured_families.eager(folder, _ids(length=length))
+    opened = open_model(folder)
+    assert len(weights) == opened.layers - opened.heads_of.count(0)
+    _assert_seen(opened, _ids(length=length), weights, streams, (close, close / 10, close))
 
 
-def _small(name, folder):
-    case = next(case for case in small_models.cases() if case.name == name)
-    small_models.build(case).save_pretrained(folder)
-    return folder
-
-
-def test_blocks_that_attend_twice_are_refused(tmp_path):
-    words = "LongcatFlashForCausalLM has a block that attends twice"
-    _refused(_small("longcat_flash", tmp_path), UsageError, words)
-
-
-SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-
-
-def _opened(kind: str, family: str, folder: Path, **options: Any) -> OpenModel:
-    config = getattr(transformers, f"{family}Config")(**{"vocab_size": 300, **SIZES, **options})
-    getattr(transformers, family + kind)(config).save_pretrained(folder)
-    return open_model(folder)
-
-
-def test_blocks_without_attention_are_layers_without_heads(tmp_path):
-    kinds = ["conv", "full_attention", "conv"]
-    model = _opened("ForCausalLM", "Lfm2", tmp_path, num_hidden_layers=3, layer_types=kinds)
-    assert (model.layers, model.heads_of, model.attending) == (3, (0, 2, 0), (1,))
+def test_blocks_without_attention_are_layers_without_heads():
+    model = open_model(checkpoints.build("lfm2"))
+    assert (model.layers, model.heads_of, model.attending) == (4, (0, 4, 0, 4), (1, 3))
     assert list(model.structure.blocks) == list(model.hf.model.layers)
     with pytest.raises(NoAttention, match=r"layer 2 \(model.layers.2\) does not attend, so it has no heads"):
         model.head_weights(2)
@@ -242,89 +244,42 @@ def test_blocks_without_attention_are_layers_without_heads(tmp_path):
         model.check_place(0, 1)
 
 
-def test_blocks_that_are_lists_of_layers(tmp_path):
-    """T5's encoder: the stream is read behind the whole block, feed-forward part included."""
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    model = _opened("EncoderModel", "T5", tmp_path, **sizes)
-    assert model.positions == "relative bias"
-    assert list(model.structure.blocks) == list(model.hf.encoder.block)
+def test_what_configs_say_otherwise():
+    """A window hides late keys, and is not causal for that; RoBERTa's positions begin behind its padding."""
+    assert not open_model(checkpoints.build("modernbert")).causal
+    roberta = open_model(checkpoints.build("roberta"))
+    assert (roberta.longest, roberta.tokenizer) == (126, None)
 
 
-def test_causal_is_about_all_layers(tmp_path):
-    """A window on the first layer hides late keys on a short sequence, and is not causal for that."""
-    windows = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
-    assert not _opened("ForMaskedLM", "ModernBert", tmp_path, num_hidden_layers=2, **windows).causal
+def test_queries_that_are_not_affine_are_refused_by_layer(anew):
+    """DeepSeek 2 normalises between its low-rank projections: it has no query-key matrix, with or without."""
+    model = anew("llama2")
+    model.structure.attention[1].q_proj = nn.Sequential(model.structure.attention[1].q_proj, nn.Tanh())
+    for opened in (model, open_model(checkpoints.build("deepseek_v2"))):
+        with pytest.raises(WorkError, match="layer 1: queries and keys are no affine function"):
+            opened.head_weights(1)
+    with pytest.raises(UsageError, match="layers 0 to 2"):
+        model.head_weights(3)
 
 
-def test_norms_between_projections_are_not_taken_out(tmp_path):
-    """DeepSeek 2 normalises inside its low-rank projections: it has no query-key matrix, with or without."""
-    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
-    ranks |= {"v_head_dim": 6}
-    model = _opened(
-        "ForCausalLM", "DeepseekV2", tmp_path, num_hidden_layers=1, first_k_dense_replace=1, **ranks
-    )
-    with pytest.raises(WorkError, match="no affine function"):
-        model.head_weights(0)
-
-
-def test_roberta_positions_start_after_its_padding(tmp_path):
-    model = _opened("ForMaskedLM", "Roberta", tmp_path, num_hidden_layers=1, max_position_embeddings=40)
-    assert model.longest == 38
-    assert model.tokenizer is None
-
-
-def test_attention_that_is_not_recomputed_is_refused_by_layer(checkpoint, monkeypatch):
-    """A family that does something to its logits which the tap does not know must not pass."""
-    true_attend = verification.attend
-
-    def wrong(inputs):
-        return true_attend(inputs) * 1.01
-
-    monkeypatch.setattr(verification, "attend", wrong)
-    _refused(
-        checkpoint("gpt2"), WorkError, r"layer 0 \(transformer.h.0.attn\): the attention output recomputed"
-    )
-
-
-def _with_large_logits(family: str, factor: float, folder: Path) -> Path:
-    """A random model whose queries are so many times longer, so that its attention hangs on the logits' rounding."""
+@pytest.mark.parametrize(
+    ("family", "factor"), [("gpt2", 1.0), ("mistral", 16.0), ("bert", 64.0), ("llama3", 256.0)]
+)
+def test_attention_that_is_not_recomputed_is_refused_and_large_logits_are_not(family, factor, monkeypatch):
+    """Queries so many times longer: softmax weights are off by the rounding of their logits, a wrong tap by more."""
     model = checkpoints.build(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "query.weight")):
                 parameter *= factor
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize(("family", "factor"), [("mistral", 16.0), ("bert", 64.0), ("llama3", 256.0)])
-def test_large_logits_are_no_other_family(family, factor, tmp_path, monkeypatch):
-    """Softmax weights are off by the rounding of their logits; a tap that is wrong is off by more, and is refused."""
-    folder = _with_large_logits(family, factor, tmp_path)
-    assert open_model(folder).layers == 3
+    assert open_model(model).layers == 3
     true_attend = verification.attend
-
-    def scaled(inputs):
-        return true_attend(replace(inputs, scaling=inputs.scaling * 1.05))
-
-    by_one_per_cent = lambda inputs: true_attend(inputs) * 1.01  # noqa: E731
-    # Attention that is all on one key does not change with its logits' scale.
-    for wrong in (by_one_per_cent, scaled)[: 2 if factor < 64 else 1]:
-        monkeypatch.setattr(verification, "attend", wrong)
-        _refused(folder, WorkError, r"the attention output recomputed from its queries")
-
-
-def test_a_layer_that_does_not_exist(opened):
-    with pytest.raises(UsageError, match="layers 0 to 2"):
-        opened("gpt2").head_weights(3)
-
-
-def test_queries_that_are_not_affine_are_refused_by_layer(checkpoint):
-    model = open_model(checkpoint("llama2"))
-    attention = model.structure.attention[1]
-    attention.q_proj = nn.Sequential(attention.q_proj, nn.Tanh())
-    with pytest.raises(WorkError, match="layer 1: queries and keys are no affine function"):
-        model.head_weights(1)
+    wrong = [lambda inputs: true_attend(inputs) * 1.01]
+    if factor < 64:  # attention that is all on one key does not change with its logits' scale
+        wrong.append(lambda inputs: true_attend(replace(inputs, scaling=inputs.scaling * 1.05)))
+    for attend in wrong:
+        monkeypatch.setattr(verification, "attend", attend)
+        _refused(model, WorkError, r"layer \d \(.*att.*\): the attention output recomputed from its queries")
 
 
 def test_a_model_shows_itself_in_a_line(opened):
@@ -336,49 +291,24 @@ def test_a_model_shows_itself_in_a_line(opened):
 
 
 @pytest.mark.parametrize("opening", [open_model, open_weights])
-def test_fewer_positions_than_the_sequence_of_verification(tmp_path, opening):
+def test_fewer_positions_than_the_sequence_of_verification(opening, checkpoint, copied):
     """Oracle: a model with more positions, of which it keeps the first."""
-    folder = checkpoints.write("gpt2", tmp_path / "whole")
-    few = edited(shutil.copytree(folder, tmp_path / "few"), n_positions=9)
-    name = "transformer.wpe.weight"
+    few, name = edited(copied("gpt2"), n_positions=9), "transformer.wpe.weight"
     with_tensors(few, lambda tensors: tensors.update({name: tensors[name][:9].clone()}))
     model = opening(few)
     assert model.longest == 9
-    assert torch.equal(model.head_weights(1).w_q, opening(folder).head_weights(1).w_q)
+    assert torch.equal(model.head_weights(1).w_q, opening(checkpoint("gpt2")).head_weights(1).w_q)
 
 
-ROPE = {"rope_type": "magic", "rope_theta": 10_000.0}
-KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("opening", "family", "changes", "words"),
-    [
-        (open_model, "mistral", {"sliding_window": 0}, "sliding_window = 0; use a number above 0, or null"),
-        (open_model, "mistral", {"sliding_window": -3}, "sliding_window = -3; use a number above 0, or null"),
-        (open_model, "llama3", {"rope_parameters": ROPE}, KNOWN),
-        (open_weights, "llama3", {"rope_parameters": ROPE}, KNOWN),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(opening, family, changes, words, tmp_path):
-    """Windows in which tokens see nothing, and an unknown kind of RoPE, named beside those that are known."""
-    _refused(edited(checkpoints.write(family, tmp_path / "m"), **changes), UsageError, words, opening)
-
-
-def test_what_overflows_in_half_precision_is_told_to_use_more(tmp_path):
-    folder = checkpoints.write("gpt2", tmp_path / "m")
+def test_what_overflows_in_half_precision_is_told_to_use_more(copied):
+    folder, said = copied("gpt2"), ".*: try --dtype float32"
     with_tensors(folder, lambda tensors: tensors["transformer.h.0.attn.c_attn.weight"].mul_(1e7))
-    with pytest.raises(
-        WorkError, match=r"c_attn\.weight holds infinite values in float16: try --dtype float32"
-    ):
-        open_model(folder, dtype="float16")
+    words = r"c_attn\.weight holds infinite values in float16"
+    _refused(folder, WorkError, words + said, dtype="float16")
     assert open_model(folder).hf.dtype == torch.float32
     good = torch.ones(1, 4, 8, dtype=torch.float16)
     for bad in (torch.inf, torch.nan):
-        with pytest.raises(
-            WorkError, match=r"layer 0: its attention outputs hold NaN or .*: try --dtype float32"
-        ):
+        with pytest.raises(WorkError, match="layer 0: its attention outputs hold NaN or " + said):
             verification.check_recomputed("layer 0", good * bad, good, [1.0])
 
 
@@ -392,31 +322,13 @@ def test_no_depth_and_no_dtype_makes_a_wrong_attention_pass(wrong):
         verification.check_recomputed("layer 39", own, wrong * own, [1.0] * 40)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"device": "cpu", "device_map": "auto"},
-            "--device and --device-map both say where the model goes: give one",
-        ),
-        ({"device": "meta"}, "cannot use device meta, which holds no numbers: use --device cpu"),
-        ({"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way only"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, words, checkpoint):
-    _refused(checkpoint("gpt2"), UsageError, words, **options)
-
-
 def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_short_texts(tmp_path):
     """BigBird turns to full attention on the first short text, and never back."""
-    case = next(case for case in small_models.cases() if case.name == "big_bird")
-    config = small_models.small_config(case)
-    config.block_size, config.num_random_blocks = 4, 1
-    folder = tmp_path
-    transformers.BigBirdForMaskedLM(config).save_pretrained(folder)
-    opened = open_model(folder)
+    config = checkpoints.build("big_bird", block_size=4, num_random_blocks=1).config
+    transformers.BigBirdForMaskedLM(config).save_pretrained(tmp_path)
+    opened = open_model(tmp_path)
     assert opened.longest == 28  # (5 + 2 · 1) · 4, from where on it would attend to blocks
-    model = type(opened.hf).from_pretrained(folder)
+    model = type(opened.hf).from_pretrained(tmp_path)
     assert model.bert.attention_type == "block_sparse"
     with pytest.raises(UsageError, match="turns itself to full attention for good"):
         open_model(model)

@@ -27,11 +27,13 @@ from tests.models.modules import (
     entropy,
     gpt_of,
     named_weights,
+    opened,
     seeded,
+    surveyed,
     token_ids,
     traces,
 )
-from theodolite import Corpus, find_outliers, open_model, open_module, survey, trace_sinks
+from theodolite import Corpus, constituents, find_outliers, open_model, open_module, survey, trace_sinks
 from theodolite.corpus.images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
@@ -39,7 +41,53 @@ from theodolite.models import image_reader
 from theodolite.models.weights.copies import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
-from tools import small_models
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_gpt_of_ones_own(by_hand):
+    gpt = seeded(GPT(by_hand)).train()
+    model, corpus = opened(gpt, longest=LONGEST), Corpus.from_ids(token_ids())
+    assert repr(model) == "OpenModel(GPT: GPT, 2 layers × 3 heads × width 24, float32 on cpu)"
+    assert (model.causal, model.longest, model.vocabulary, model.tokenizer) == (
+        True,
+        LONGEST,
+        VOCABULARY,
+        None,
+    )
+    run = survey(model, corpus)
+    assert gpt.training
+    assert not any(parameter.grad is not None for parameter in gpt.parameters())
+    check_heads(run, gpt.blocks, gpt.embedded(token_ids()))
+    described = run.provenance["model"]
+    assert (described["weights"], described["architecture"], described["id"]) == ("in memory", "GPT", "GPT")
+    with torch.no_grad():
+        own = gpt.head.bias.clone()
+        gpt.head.bias += 1.0
+        assert model.weights().sha256 != described["sha256"]
+        gpt.head.bias.copy_(own)
+        assert model.weights().sha256 == described["sha256"]
+        losses = next_token_losses(gpt(token_ids())[0], token_ids())
+    assert set(run.heads["spectrum_of"]) == {"projection"}
+    assert run.provenance["constituents_refused"] == {}
+    weights, attention = model.head_weights(1), gpt.blocks[1].attention
+    torch.testing.assert_close([weights.w_q, weights.w_k, weights.w_v], named_weights(attention))
+    output = attention.out.weight.detach().double().T
+    torch.testing.assert_close(model.output_weights(1).flatten(0, 1), output)
+    torch.testing.assert_close(next_token_losses(model.logits(token_ids()), token_ids()), losses)
+    assert set(trace_sinks(model, corpus).heads["layer"]) <= set(range(LAYERS))
+    assert len(find_outliers(model, corpus).layers) == LAYERS + 1
+
+
+def test_a_copy_of_an_opened_model_is_a_model_of_its_own(checkpoint):
+    """Oracle: what each computes with its own weights."""
+    for model in (opened(seeded(GPT())), open_model(), open_model(checkpoint("bart"))):
+        copied = copy.deepcopy(model)
+        for parameter in copied.root.parameters():
+            parameter.data.mul_(1.5)
+        assert copied.source.attention == model.source.attention
+        corpus = Corpus.from_ids(token_ids() % model.vocabulary)
+        runs = [survey(of, corpus).heads["entropy"] for of in (model, copied)]
+        assert (runs[0] - runs[1]).abs().max() > 1e-3
 
 
 class Pair(nn.ModuleList):
@@ -56,147 +104,49 @@ class Pair(nn.ModuleList):
         return x + self[1](x)
 
 
-class Pairs(nn.Module):
-    """Blocks that are pairs of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Pair([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for pair in self.layers:
-            x = pair(x)
-        return x
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_gpt_of_ones_own(by_hand):
-    gpt = seeded(GPT(by_hand)).train()
-    model = open_module(gpt, vocabulary=VOCABULARY, longest=LONGEST)
-    assert repr(model) == "OpenModel(GPT: GPT, 2 layers × 3 heads × width 24, float32 on cpu)"
-    assert (model.causal, model.longest, model.vocabulary, model.tokenizer) == (
-        True,
-        LONGEST,
-        VOCABULARY,
-        None,
-    )
-    corpus = Corpus.from_ids(token_ids())
-    run = survey(model, corpus)
-    assert gpt.training
-    assert not any(parameter.grad is not None for parameter in gpt.parameters())
-    with torch.no_grad():
-        check_heads(run, gpt.transformer["h"], gpt.embedded(token_ids()))
-    described = run.provenance["model"]
-    assert (described["weights"], described["architecture"], described["id"]) == ("in memory", "GPT", "GPT")
-    with torch.no_grad():
-        own = gpt.head.bias.clone()
-        gpt.head.bias += 1.0
-        assert model.weights().sha256 != described["sha256"]
-        gpt.head.bias.copy_(own)
-        assert model.weights().sha256 == described["sha256"]
-    assert set(run.heads["spectrum_of"]) == {"projection"}
-    assert run.provenance["constituents_refused"] == {}
-    weights, attention = model.head_weights(1), gpt.transformer["h"][1].attention
-    for read, own in zip((weights.w_q, weights.w_k, weights.w_v), named_weights(attention), strict=True):
-        torch.testing.assert_close(read, own)
-    torch.testing.assert_close(
-        model.output_weights(1).flatten(0, 1), attention.out.weight.detach().double().T
-    )
-    with torch.no_grad():
-        own = next_token_losses(gpt(token_ids())[0], token_ids())
-    torch.testing.assert_close(next_token_losses(model.logits(token_ids()), token_ids()), own)
-    assert set(trace_sinks(model, corpus).heads["layer"]) <= set(range(LAYERS))
-    assert len(find_outliers(model, corpus).layers) == LAYERS + 1
-
-
-def test_a_copy_of_an_opened_model_is_a_model_of_its_own(tmp_path):
-    """Oracle: what each computes with its own weights."""
-    gpt = seeded(GPT())
-    small_models.build(next(case for case in small_models.cases() if case.name == "bart")).save_pretrained(
-        tmp_path
-    )
-    for model in (open_module(gpt, vocabulary=VOCABULARY), open_model(), open_model(tmp_path)):
-        copied = copy.deepcopy(model)
-        for parameter in copied.root.parameters():
-            parameter.data.mul_(1.5)
-        assert copied.source.attention == model.source.attention
-        ids = token_ids() % model.vocabulary
-        runs = [survey(opened, Corpus.from_ids(ids)).heads["entropy"] for opened in (model, copied)]
-        assert (runs[0] - runs[1]).abs().max() > 1e-3
-
-
-def test_training_a_module_of_ones_own(tmp_path):
-    """Oracle: LocAteR's terms from the weights by name; the monitor's entropy is the survey's."""
-    gpt = seeded(GPT())
-    model = open_module(gpt, vocabulary=VOCABULARY)
-    locater = Locater(model, scale=0.5, mean=0.25)
-    expected = 0.0
-    for block in gpt.transformer["h"]:
-        q, k, _ = block.attention.qkv.weight.chunk(3)
-        for head in range(HEADS):
-            rows = slice(head * WIDTH // HEADS, (head + 1) * WIDTH // HEADS)
-            product = q[rows].T @ k[rows]
-            expected = expected + 0.5 * product.square().sum() + 0.25 * (product.trace() - 1) ** 2
-    torch.testing.assert_close(locater(), expected)
-    mine, own = (
-        torch.autograd.grad(loss, gpt.transformer["h"][0].attention.qkv.weight)[0]
-        for loss in (locater(), expected)
-    )
-    torch.testing.assert_close(mine, own)
-    numbers = GeometryMonitor(model, token_ids())(0)
-    entropy = survey(model, Corpus.from_ids(token_ids())).heads["entropy"].mean()
-    assert numbers["entropy_mean"] == pytest.approx(entropy, rel=1e-5)
-    with pytest.raises(UsageError, match=r"GPT holds no model of transformers: give open_module\(model"):
-        Locater(gpt, 0.5, 0.25)
-
-
 def test_blocks_that_are_pairs_of_modules():
-    pairs = seeded(Pairs())
-    model = open_module(pairs, vocabulary=VOCABULARY)
-    run = survey(model, Corpus.from_ids(token_ids()))
-    check_heads(run, pairs.layers, pairs.tokens(token_ids()).detach())
+    pairs = nn.ModuleList(Pair([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS))
+    module = seeded(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *pairs))
+    check_heads(surveyed(module), pairs, module[0](token_ids()).detach())
     with pytest.raises(UsageError, match="its blocks are no modules that run"):
-        open_module(pairs, vocabulary=VOCABULARY, forward=lambda module, ids: module(ids).mean(-1))
+        opened(module, forward=lambda module, ids: module(ids).mean(-1))
 
 
 def test_an_encoder_of_images_of_ones_own(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     generator = np.random.default_rng(0)
     for number in range(CONTEXTS):
-        Image.fromarray(generator.integers(0, 255, (12, 16, 3), dtype=np.uint8)).save(
-            tmp_path / f"{number}.png"
-        )
+        pixels = generator.integers(0, 255, (12, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     vit = seeded(ViT())
     model = open_module(vit, image=(3, 12, 16))
-    reader = TransformedImages(lambda image: torch.from_numpy(np.array(image)).movedim(-1, 0) / 255, (4, 4))
-    corpus = Corpus.from_path(tmp_path, reader, None)
+
+    def corpus_of(patch: int) -> Corpus:
+        def read(image):
+            return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255
+
+        return Corpus.from_path(tmp_path, TransformedImages(read, (patch, patch)), None)
+
+    corpus = corpus_of(4)
     run = survey(model, corpus)
-    with torch.no_grad():
-        check_heads(run, vit.blocks, vit.embedded(corpus.inputs(slice(0, CONTEXTS))))
+    check_heads(run, vit.blocks, vit.embedded(corpus.inputs(slice(0, CONTEXTS))))
     assert run.provenance["corpus"]["grid"] == {"rows": 3, "columns": 4, "before": ["[CLS]"]}
-    with pytest.raises(
-        UsageError, match=r"ViT is a module of its own, .*give TransformedImages\(transform, patch"
-    ):
+    words = r"ViT is a module of its own, .*give TransformedImages\(transform, patch"
+    with pytest.raises(UsageError, match=words):
         image_reader(model)
-    wrong = TransformedImages(lambda image: torch.from_numpy(np.array(image)).movedim(-1, 0) / 255, (8, 8))
-    with pytest.raises(
-        UsageError, match="makes 13 tokens of an image of 12 × 16 pixels, not the 3 of its grid"
-    ):
-        survey(model, Corpus.from_path(tmp_path, wrong, None))
+    words = "makes 13 tokens of an image of 12 × 16 pixels, not the 3 of its grid"
+    with pytest.raises(UsageError, match=words):
+        survey(model, corpus_of(8))
 
 
 def test_blocks_and_a_forward_can_be_said():
     gpt = seeded(GPT())
-    named = open_module(gpt, vocabulary=VOCABULARY, blocks="transformer.h")
-    assert named.structure.blocks == tuple(gpt.transformer["h"])
-    one = open_module(gpt, vocabulary=VOCABULARY, blocks=["transformer.h.0", "transformer.h.1"])
-    assert one.structure.blocks == named.structure.blocks
-    by_forward = open_module(gpt, vocabulary=VOCABULARY, forward=lambda module, ids: module(ids)[0][:, -1:])
+    for blocks in ("transformer.h", ["transformer.h.0", "transformer.h.1"]):
+        assert opened(gpt, blocks=blocks).structure.blocks == tuple(gpt.blocks)
+    by_forward = opened(gpt, forward=lambda module, ids: module(ids)[0][:, -1:])
     with pytest.raises(UsageError, match="GPT gives no logits"):
         by_forward.logits(token_ids())
-    survey(by_forward, Corpus.from_ids(token_ids()))
+    surveyed(by_forward)
 
 
 class _Length:
@@ -206,6 +156,22 @@ class _Length:
 
 def _broken(module: nn.Module, ids: Tensor) -> Tensor:
     raise ZeroDivisionError("division by zero")
+
+
+class MoreKeys(nn.Module):
+    """Attends to a bias besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+CALLED = (
+    "GPT: nothing that attends is called attention='self_attn'; its attention modules are called attention"
+)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +189,10 @@ def _broken(module: nn.Module, ids: Tensor) -> Tensor:
         ({"blocks": nn.ModuleList()}, "blocks is ModuleList: give the name of their list"),
         ({"blocks": []}, "blocks is list: give the name of their list"),
         ({"blocks": "no"}, "GPT has no module for blocks=['no']"),
-        (
-            {"attention": "self_attn"},
-            "GPT: nothing that attends is called attention='self_attn'; its attention modules are called attention",
-        ),
+        ({"attention": "self_attn"}, CALLED),
         ({"module": nn.Linear(3, 3)}, "Linear cannot run on contexts of 3 tokens: RuntimeError: "),
         ({"module": nn.Embedding(VOCABULARY, 3)}, "Embedding computes no attention that could be read"),
+        ({"module": GPT(block=MoreKeys).eval()}, "GPT: its queries are not as many as its keys"),
     ],
 )
 def test_what_cannot_be_opened_is_said_in_a_line(wrong, line):
@@ -243,11 +207,11 @@ def test_what_is_no_model_of_transformers_or_holds_no_numbers_is_refused():
     with pytest.raises(UsageError, match=r"^GPT"):
         open_model(GPT())
     with pytest.raises(UsageError, match=r"^GPT is a module of its own, and this needs a model of"):
-        _ = open_module(GPT(), vocabulary=VOCABULARY).hf
+        _ = opened(GPT()).hf
     broken = GPT()
     broken.head.weight.data[0, 0] = torch.nan
     with pytest.raises(WorkError, match=r"tensor head\.weight holds NaN"):
-        open_module(broken, vocabulary=VOCABULARY)
+        opened(broken)
 
 
 def test_attention_that_changes_with_the_length_is_named():
@@ -262,44 +226,40 @@ def test_attention_that_changes_with_the_length_is_named():
 
     gpt = gpt_of(lambda: ByBlocks(by_hand=True))
     gpt.places = nn.Embedding(64, WIDTH)
-    model = open_module(gpt, vocabulary=VOCABULARY)
+    model = opened(gpt)
     survey(model, Corpus.random_tokens(VOCABULARY, 16, 4))
     for length in (20, 40):
-        with pytest.raises(
-            WorkError, match=rf"layer 0 .*: to {length} tokens it attends otherwise than to a few"
-        ):
+        words = rf"layer 0 .*: to {length} tokens it attends otherwise than to a few"
+        with pytest.raises(WorkError, match=words):
             survey(model, Corpus.random_tokens(VOCABULARY, length, 4))
 
 
 def test_keys_of_another_tensor_have_no_weights_of_zero():
     """Those of a memory do not change with the stream: that is no matrix of zeros."""
 
-    class BlockWithMemory(Block):
-        def forward(self, x):
-            query = self.norm(x)
-            memory = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-            return x + self.attention(query, memory)
-
-    class Memory(Attention):
+    class OfMemory(Attention):
         def forward(self, x, memory):
             (q, _, _), (_, k, v) = self.split(x), self.split(memory)
             return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    gpt = GPT()
-    gpt.transformer["h"] = nn.ModuleList(BlockWithMemory() for _ in range(LAYERS))
-    for block in gpt.transformer["h"]:
-        block.attention = Memory()
-    model = open_module(seeded(gpt), vocabulary=VOCABULARY)
+    class WithMemory(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = OfMemory()
+
+        def forward(self, x):
+            memory = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+            return x + self.attention(self.norm(x), memory)
+
     with pytest.raises(NotAffine):
-        model.head_weights(0)
+        opened(seeded(GPT(block=WithMemory))).head_weights(0)
 
 
-def test_a_model_of_transformers_in_memory_is_the_one_on_disk(tmp_path):
+def test_a_model_of_transformers_in_memory_is_the_one_on_disk(checkpoint):
     """Oracle: the same checkpoint opened from its folder."""
-    hf = checkpoints.build("llama3")
-    hf.save_pretrained(tmp_path)
-    corpus = Corpus.random_tokens(checkpoints.VOCABULARY, 16, 8)
-    memory, disk = (survey(open_model(place), corpus) for place in (hf, tmp_path))
+    hf, corpus = checkpoints.build("llama3"), Corpus.random_tokens(checkpoints.VOCABULARY, 16, 8)
+    memory = survey(open_model(hf, tokenizer=checkpoints.byte_tokenizer()), corpus)
+    disk = survey(open_model(checkpoint("llama3")), corpus)
     assert memory.heads.equals(disk.heads)
     assert memory.layers.equals(disk.layers)
     with pytest.raises(UsageError, match="is in memory: move or convert it before"):
@@ -335,52 +295,27 @@ class ItselfAttends(Block):
         return x + self.mlp(x)
 
 
-def _attending_itself() -> GPT:
-    model = GPT()
-    model.transformer["h"] = nn.ModuleList(ItselfAttends() for _ in range(LAYERS))
-    return model.eval()
-
-
 def _compiled_inside() -> GPT:
-    model = GPT().eval()
-    model.transformer["h"][0].compile()
-    model.transformer["h"][1].attention = torch.compile(model.transformer["h"][1].attention)
+    model = GPT()
+    model.blocks[0].compile()
+    model.blocks[1].attention = torch.compile(model.blocks[1].attention)
     return model
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize("made", [lambda: gpt_of(ByCore).eval(), _attending_itself, _compiled_inside])
+@pytest.mark.parametrize("made", [lambda: gpt_of(ByCore), lambda: GPT(block=ItselfAttends), _compiled_inside])
 def test_wherever_a_block_attends(made):
     """Oracle: the same weights in a model whose blocks have an attention module."""
     torch.manual_seed(3)
-    model, plain = made(), GPT()
-    names = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
-    plain.load_state_dict(names)
-    corpus = Corpus.from_ids(token_ids())
-    run, expected = (survey(open_module(of, vocabulary=VOCABULARY), corpus) for of in (model, plain.eval()))
-    for name in ("entropy", "sink_first", "previous_token"):
-        np.testing.assert_allclose(run.heads[name], expected.heads[name], rtol=1e-6)
-    np.testing.assert_allclose(run.layers["norm"], expected.layers["norm"], rtol=1e-6)
-    if made is not _attending_itself:  # whose norm is between the stream and its queries
-        np.testing.assert_allclose(
-            run.heads["frobenius_squared"], expected.heads["frobenius_squared"], rtol=1e-6
-        )
+    model, plain = made().eval(), GPT().eval()
+    plain.load_state_dict({name.replace("_orig_mod.", ""): of for name, of in model.state_dict().items()})
+    run, expected = surveyed(model), surveyed(plain)
+    columns = ["entropy", "sink_first", "previous_token"]
+    if not isinstance(model.blocks[0], ItselfAttends):  # whose norm is between the stream and its queries
+        columns.append("frobenius_squared")
         np.testing.assert_allclose(run.heads["share_position"], expected.heads["share_position"], rtol=1e-4)
-
-
-def test_other_keys_than_those_of_the_tokens_are_refused():
-    class WithMemory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.attention(x, x, x, need_weights=False)[0]
-
-    model = GPT()
-    model.transformer["h"] = nn.ModuleList(WithMemory() for _ in range(LAYERS))
-    with pytest.raises(UsageError, match="its queries are not as many as its keys"):
-        open_module(model.eval(), vocabulary=VOCABULARY)
+    np.testing.assert_allclose(run.heads[columns], expected.heads[columns], rtol=1e-6)
+    np.testing.assert_allclose(run.layers["norm"], expected.layers["norm"], rtol=1e-6)
 
 
 class NamedBlocks(GPT):
@@ -391,16 +326,16 @@ class NamedBlocks(GPT):
         self.first, self.second = self.transformer["h"]
         del self.transformer
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
-        return self.head(self.norm(self.second(self.first(self.embedded(ids))))), None
+    @property
+    def blocks(self):
+        return self.first, self.second
 
 
 def test_blocks_that_are_named_are_known_to_all():
     """Oracle of the penalty: tr W_q W_kᵀ and its norm from the parameters."""
     gpt = seeded(NamedBlocks())
-    model = open_module(gpt, vocabulary=VOCABULARY, blocks=["first", "second"])
-    monitored = GeometryMonitor(model, token_ids(), every=1)(0)
-    run = survey(model, Corpus.from_ids(token_ids()))
+    model = opened(gpt, blocks=["first", "second"])
+    monitored, run = GeometryMonitor(model, token_ids(), every=1)(0), surveyed(model)
     assert monitored["entropy_mean"] == pytest.approx(run.heads["entropy"].mean(), rel=1e-5)
     expected = traces(gpt.first.attention) + traces(gpt.second.attention)
     assert Locater(model, 1e-3, 1e-2).table()["trace"].tolist() == pytest.approx(expected, rel=1e-4)
@@ -425,12 +360,12 @@ def test_attention_outside_of_named_blocks_is_left_out():
     assert model.structure.attention == tuple(block.attention for block in vit.blocks)
     pixels = torch.randn(4, 3, 12, 16, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(model.forward(pixels), vit(pixels), rtol=1e-4, atol=1e-4)
-    with pytest.raises(
-        UsageError, match=r'pool is not inside a list of blocks: say where they are, blocks="blocks"'
+    for blocks, words in (
+        (None, 'pool is not inside a list of blocks: say where they are, blocks="blocks"'),
+        (["patches"], r"nothing attends in blocks=\['patches'\]: name those"),
     ):
-        open_module(vit, image=(3, 12, 16))
-    with pytest.raises(UsageError, match=r"nothing attends in blocks=\['patches'\]: name those"):
-        open_module(vit, image=(3, 12, 16), blocks=["patches"])
+        with pytest.raises(UsageError, match=words):
+            open_module(vit, image=(3, 12, 16), blocks=blocks)
 
 
 class Decoder(nn.Module):
@@ -452,30 +387,24 @@ def test_one_of_two_attentions_is_chosen(kind):
     """Oracle: the weights that PyTorch's own attention gives for what enters it."""
     decoder = seeded(Decoder()).eval()
     with pytest.raises(UsageError, match=r"attends twice \(decoder\.layers\.0\.self_attn, then .*multihead"):
-        open_module(decoder, vocabulary=VOCABULARY)
-    given = []
-    layer = getattr(decoder.decoder.layers[0], kind)
-    hook = layer.register_forward_pre_hook(
-        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
-    )
+        opened(decoder)
+    given, layer = [], getattr(decoder.decoder.layers[0], kind)
+    hook = layer.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
     with torch.no_grad():
         decoder(token_ids())
-    hook.remove()
-    ((args, kwargs),) = given
-    with torch.no_grad():
+        hook.remove()
+        ((args, kwargs),) = given
         weights = layer(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})[1]
-    model = open_module(decoder, vocabulary=VOCABULARY, attention=kind)
-    heads = survey(model, Corpus.from_ids(token_ids())).heads
-    assert heads[heads["layer"] == 0]["entropy"].tolist() == pytest.approx(
-        entropy(weights).tolist(), rel=1e-5
-    )
+    heads = surveyed(decoder, attention=kind).heads
+    first = heads[heads["layer"] == 0]["entropy"].tolist()
+    assert first == pytest.approx(entropy(weights).tolist(), rel=1e-5)
     assert set(heads["spectrum_of"]) == {"projection" if kind == "self_attn" else "none"}
 
 
 def test_contexts_longer_than_the_positions_are_refused_in_a_line():
     ids = torch.randint(VOCABULARY, (4, LONGEST + 8), generator=torch.Generator().manual_seed(0))
     with pytest.raises(UsageError, match=f"GPT cannot run on contexts of {LONGEST + 8} tokens: IndexError"):
-        survey(open_module(GPT(), vocabulary=VOCABULARY), Corpus.from_ids(ids))
+        survey(opened(GPT()), Corpus.from_ids(ids))
 
 
 def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
@@ -484,10 +413,10 @@ def test_an_error_of_what_measures_is_not_laid_on_the_module(monkeypatch):
     def fails(*args, **kwargs):
         raise LookupError("a defect")
 
-    model = open_module(GPT(), vocabulary=VOCABULARY)
+    model = opened(GPT())
     monkeypatch.setattr(attention.AttentionStatistics, "update", fails)
     with pytest.raises(LookupError, match="a defect"):
-        survey(model, Corpus.from_ids(token_ids()))
+        surveyed(model)
 
 
 class Head(nn.Module):
@@ -521,18 +450,17 @@ class ByHeads(nn.Module):
 def test_heads_that_are_modules_are_looked_at_one_by_one():
     """Oracle: each head's own attention."""
     gpt = gpt_of(ByHeads)
-    gpt.transformer["h"] = nn.Sequential(*gpt.transformer["h"])
+    gpt.transformer["h"] = nn.Sequential(*gpt.blocks)
     with pytest.raises(UsageError, match=r"heads are modules of their own, side by side .* attention=\"0\""):
-        open_module(gpt, vocabulary=VOCABULARY)
+        opened(gpt)
     for head in ("0", "heads.2"):
-        run = survey(open_module(gpt, vocabulary=VOCABULARY, attention=head), Corpus.from_ids(token_ids()))
         stream, entropies = gpt.embedded(token_ids()), []
         with torch.no_grad():
-            for block in gpt.transformer["h"]:
+            for block in gpt.blocks:
                 weights = block.attention.heads[int(head[-1])].weights(block.norm(stream))
                 entropies.append(float(entropy(weights[:, None])))
                 stream = block(stream)
-        assert list(run.heads["entropy"]) == pytest.approx(entropies, rel=1e-5)
+        assert list(surveyed(gpt, attention=head).heads["entropy"]) == pytest.approx(entropies, rel=1e-5)
 
 
 class Told(Attention):
@@ -558,16 +486,64 @@ def _spectral() -> nn.Module:
 def test_weights_are_read_whatever_stands_beside_them(kind):
     """Oracle: tr W_q W_kᵀ from the layer's own matrix."""
     gpt = gpt_of(kind).eval()
-    run = survey(open_module(gpt, vocabulary=VOCABULARY), Corpus.from_ids(token_ids()))
-    heads = run.heads[run.heads["layer"] == 0]
-    expected = traces(gpt.transformer["h"][0].attention)
-    assert heads["trace"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    heads = surveyed(gpt).heads.query("layer == 0")
+    assert heads["trace"].tolist() == pytest.approx(traces(gpt.blocks[0].attention), rel=1e-4, abs=1e-5)
     assert heads.filter(like="share_").notna().all(axis=None)
 
 
 def test_a_penalty_is_computed_under_another_default_device():
     """Oracle: the same under the CPU."""
-    penalty = Locater(open_module(seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)
+    penalty = Locater(opened(seeded(GPT())), 1e-3, 1e-2)
+    expected = penalty()
     with torch.device("meta"):
-        value = penalty()
-    assert value.item() == Locater(open_module(seeded(GPT()), vocabulary=VOCABULARY), 1e-3, 1e-2)().item()
+        assert penalty().item() == expected.item()
+
+
+class MixedGPT(GPT):
+    """Attends in bfloat16; its stream is in float32."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(ids)
+
+
+def _entering(model: nn.Module, module: nn.Module) -> Tensor:
+    given: list[Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: given.append(args[0].detach().double()))
+    with torch.no_grad():
+        model(token_ids())
+    hook.remove()
+    return given[0]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_measures_is_not_cast_where_a_module_switches_autocast_on(by_hand):
+    """Oracle: sums over what its modules are given, in plain float64."""
+    gpt = seeded(MixedGPT(by_hand)).eval()
+    block = gpt.blocks[0]
+    rows, stream = _entering(gpt, block.attention)[:, 1:].flatten(0, 1), _entering(gpt, block)
+    model = opened(gpt)
+    run = surveyed(model)
+    covariance = (rows - rows.mean(0)).T @ (rows - rows.mean(0)) / len(rows)
+    w_q, w_k, _ = named_weights(block.attention)
+    trace = (w_q @ w_k.mT @ covariance).diagonal(0, -2, -1).sum(-1)
+    assert run.heads.query("layer == 0")["trace_data"].tolist() == pytest.approx(trace.tolist(), rel=1e-5)
+    norm = stream[:, 1:].norm(dim=-1).mean().item()
+    assert run.layers["norm"][0] == pytest.approx(norm, rel=1e-6)
+    monitored = GeometryMonitor(model, token_ids(), every=1)(0)
+    assert monitored["entropy_mean"] == pytest.approx(run.heads["entropy"].mean(), rel=1e-5)
+
+
+def test_a_module_that_switches_autocast_on_attends_as_it_is_written():
+    """Logits of parts, in float64, sum to those of the queries and keys that it has in bfloat16."""
+    gpt = seeded(MixedGPT()).eval()
+    attention = gpt.blocks[0].attention
+    read = _entering(gpt, attention).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        q, k, _ = attention.qkv(read).chunk(3, -1)
+    assert q.dtype == torch.bfloat16
+    q, k = (t.double().unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k))
+    expected = q @ k.mT / (WIDTH // HEADS) ** 0.5
+    seen = torch.ones(expected.shape[-2:]).tril().bool()
+    error = (constituents(opened(gpt), token_ids(), 0).total - expected)[..., seen].abs().max()
+    assert (error <= 1e-6 * expected.abs().max()).item()

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import modules
-from tests.models.modules import GPT, HEADS, VOCABULARY, WIDTH, gpt_of
-from theodolite import open_module
+from tests.models.modules import GPT, HEADS, WIDTH, gpt_of, opened
 
 
 def _rotated(x: Tensor) -> Tensor:
@@ -60,8 +59,7 @@ def _gpt(kind: str) -> GPT:
 @pytest.mark.parametrize("kind", ["rotary", "alibi", "relative bias", "absolute", "none", "unknown"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_positions_are_told_by_what_changes_with_them(kind, dtype):
-    assert open_module(_gpt(kind).to(dtype), vocabulary=VOCABULARY).positions == kind
-
-
-def test_what_a_row_has_in_common_is_no_position():
-    assert open_module(_gpt("by hand"), vocabulary=VOCABULARY).positions == "none"
+    """What is taken from a whole row, by hand, is no position."""
+    assert opened(_gpt(kind).to(dtype)).positions == kind
+    if kind == "none":
+        assert opened(_gpt("by hand")).positions == kind

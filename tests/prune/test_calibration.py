@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.prune.families import FAMILIES, opened_anew
+from tests.checkpoints import WITH_EXPERTS
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
@@ -40,10 +40,10 @@ def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
     return recorded(model, layer, lambda: model.hf.base_model(input_ids=corpus.contexts, use_cache=False))[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_block_gets_what_the_changed_ones_before_it_give(family, tmp_path):
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_each_block_gets_what_the_changed_ones_before_it_give(family, anew):
     """Oracle: a hook in a whole pass of the model, whose first blocks are changed. The last batch is smaller."""
-    model, corpus = opened_anew(family, tmp_path), corpus_of()
+    model, corpus = anew(family), corpus_of()
     with one_expert_at_a_time(model.hf):
         stream = BlockByBlock(model, corpus, 2, lambda: None)
         for layer, block in enumerate(model.structure.blocks):
@@ -59,9 +59,9 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, tmp_path):
         stream.verify_end()
 
 
-def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(tmp_path):
+def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(anew):
     """Oracle: by count: one pass over 3 batches, then two blocks over each; how blocks are called, a witness shows."""
-    model, told, read = opened_anew("gpt2", tmp_path), [], []
+    model, told, read = anew("gpt2"), [], []
     model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
     stream = BlockByBlock(model, corpus_of(), 2, lambda: told.append(1))
     assert len(told) == 3
@@ -71,9 +71,9 @@ def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(tmp_p
     assert len(told) == 9
 
 
-def test_blocks_that_are_called_by_what_others_give_get_whole_passes(tmp_path):
+def test_blocks_that_are_called_by_what_others_give_get_whole_passes(anew):
     """Oracle: calls by count. In its own pass, the second block is told the mean of what the first one gives."""
-    model, read, given, own_pass = opened_anew("mistral", tmp_path), [], [], []
+    model, read, given, own_pass = anew("mistral"), [], [], []
     model.hf.base_model.register_forward_pre_hook(lambda *_: own_pass.append(True))
     model.hf.base_model.register_forward_hook(lambda *_: own_pass.clear())
     first, second, _ = model.structure.blocks
@@ -89,9 +89,9 @@ def test_blocks_that_are_called_by_what_others_give_get_whole_passes(tmp_path):
     assert read == [1, 1, 2, 2, 1]
 
 
-def test_arguments_that_are_alike_are_kept_once(tmp_path):
+def test_arguments_that_are_alike_are_kept_once(anew):
     """Oracle: the masks of Mistral's window, one a block and batch, of which two have one shape and one another."""
-    model = opened_anew("mistral", tmp_path)
+    model = anew("mistral")
     stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
     masks = [kwargs["attention_mask"] for calls in stream._calls for _, kwargs in calls]
     assert len(masks) == 9
@@ -100,9 +100,9 @@ def test_arguments_that_are_alike_are_kept_once(tmp_path):
     assert all(args[0] is None for calls in stream._calls for args, _ in calls)
 
 
-def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(tmp_path):
+def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(anew):
     """In its own pass, and only there, the model adds the input of the first block once more after the second."""
-    model, entered, own_pass = opened_anew("gpt2", tmp_path), [], []
+    model, entered, own_pass = anew("gpt2"), [], []
     first, second, _ = blocks = model.structure.blocks
     model.hf.base_model.register_forward_pre_hook(lambda *_: own_pass.append(True))
     model.hf.base_model.register_forward_hook(lambda *_: own_pass.clear())
@@ -115,10 +115,8 @@ def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(tmp_
         BlockByBlock(model, corpus_of(), 2, lambda: None)
 
 
-def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_are_none_stop_the_work(
-    tmp_path,
-):
-    model = opened_anew("gpt2", tmp_path)
+def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_are_none_stop_the_work(anew):
+    model = anew("gpt2")
     stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
     stream.advance(0)
     stream.advance(1)
@@ -134,9 +132,9 @@ def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_ar
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "mixtral"])
-def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(family, tmp_path):
+def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(family, anew):
     """Oracle: a hook in a whole pass over each context alone."""
-    model = opened_anew(family, tmp_path)
+    model = anew(family)
     rows, places = torch.arange(3 * 20).reshape(3, 20) % 290, torch.arange(20)
     corpus = Corpus.from_ids(rows, attention_mask=places < torch.tensor([20, 7, 20])[:, None])
     with one_expert_at_a_time(model.hf):
@@ -165,9 +163,9 @@ def gram_of(moments: Moments) -> np.ndarray:
 
 @pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "bloom"])
-def test_moments_of_every_matrix(family, full, tmp_path):
+def test_moments_of_every_matrix(family, full, anew):
     """Oracle: inputs kept by hooks on the modules, XᵀX/n in float64 numpy."""
-    model = opened_anew(family, tmp_path)
+    model = anew(family)
     matrices = block_matrices(model)[1]
     kept: dict[nn.Module, list[torch.Tensor]] = {matrix.module: [] for matrix in matrices}
     for module, inputs in kept.items():
@@ -189,9 +187,9 @@ def test_moments_of_every_matrix(family, full, tmp_path):
             assert found.factor is None
 
 
-def test_matrices_that_take_on_the_same_vectors_share_their_sum(tmp_path):
+def test_matrices_that_take_on_the_same_vectors_share_their_sum(anew):
     """Oracle: which matrices of Llama do, by name."""
-    model = opened_anew("llama2", tmp_path)
+    model = anew("llama2")
     matrices = block_matrices(model)[0]
     moments = InputMoments(matrices)
     with torch.inference_mode(), moments.collecting():
@@ -224,9 +222,9 @@ def test_a_large_common_offset_costs_no_digits():
     torch.testing.assert_close(found.diagonal, expected.diagonal(), rtol=0, atol=1e-6)
 
 
-def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(tmp_path):
+def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(anew):
     """Oracle: each expert's tokens by the router's choices; what is not chosen has unit moments and a count of 0."""
-    model = opened_anew("gpt_oss", tmp_path)
+    model = anew("gpt_oss")
     block, matrices = model.structure.blocks[0], block_matrices(model)[0]
     experts = [matrix for matrix in matrices if matrix.name.endswith("gate_up_proj")]
     chosen = []

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.prune.families import opened_anew, write
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
@@ -27,10 +26,15 @@ def corpus_of(seed: int = 0) -> Corpus:
     return Corpus.random_tokens(300, 24, 10, seed)
 
 
-def pruned(family: str, place: Path, out: Path, method: str = "oats", seed: int = 0, **options: object):
-    """A model opened anew and pruned into `out`."""
-    model = opened_anew(family, place)
-    return prune_model(model, corpus_of(seed), method, 0.5, iterations=4, out=out, batch=4, **options)
+@pytest.fixture(scope="module")
+def pruned(checkpoint):
+    """pruned(family, out, method, seed, **options) → a model opened anew and pruned into `out`."""
+
+    def prune(family: str, out: Path, method: str = "oats", seed: int = 0, **options: object) -> Pruned:
+        model = open_model(checkpoint(family))
+        return prune_model(model, corpus_of(seed), method, 0.5, iterations=4, out=out, batch=4, **options)
+
+    return prune
 
 
 def stop_after(matrices: int):
@@ -58,13 +62,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("family", "method", "form"),
     [("gpt2", "oats", "merged"), ("gpt_oss", "oats", "factored"), ("llama3", "sparsegpt", "merged")],
 )
-def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form, tmp_path, monkeypatch):
+def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(
+    family, method, form, tmp_path, monkeypatch, pruned
+):
     """Oracle: the files of a pruning that was not stopped. The form decides how it is written, not what it is."""
     whole, parts, partial = tmp_path / "whole", tmp_path / "parts", tmp_path / "parts.partial"
-    matrices = len(pruned(family, tmp_path, whole, method, form=form).table) // 3
+    matrices = len(pruned(family, whole, method, form=form).table) // 3
     for block in range(3):
         with pytest.raises(KeyboardInterrupt):  # in the middle of each block
-            pruned(family, tmp_path, parts, method, show_progress=stop_after(matrices * block + 2))
+            pruned(family, parts, method, show_progress=stop_after(matrices * block + 2))
         assert not parts.exists()
         blocks = sorted(path.name for path in partial.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
@@ -72,7 +78,7 @@ def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form,
     monkeypatch.setattr(
         _Pruning, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
     )
-    pruned(family, tmp_path, parts, method, form=form)
+    pruned(family, parts, method, form=form)
     assert layers == [2] * matrices  # what is done is not pruned again
     assert contents(parts) == contents(whole)
     assert not partial.exists()
@@ -80,17 +86,17 @@ def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(family, method, form,
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory, pruned) -> Path:
     """A folder with a pruning of GPT-2 in `out`, which no test may change."""
     folder = tmp_path_factory.mktemp("finished")
-    pruned("gpt2", folder, folder / "out")
+    pruned("gpt2", folder / "out")
     return folder
 
 
-def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
+def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path, anew, pruned):
     with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(7))
-    model = opened_anew("gpt2", tmp_path)
+        pruned("gpt2", tmp_path / "out", show_progress=stop_after(7))
+    model = anew("gpt2")
     for options, seed in (({"pattern": "2:4"}, 0), ({"batch": 5}, 0), ({}, 1)):
         asked = {"sparsity": 0.5, "iterations": 4, "batch": 4, "out": tmp_path / "out"} | options
         with pytest.raises(
@@ -99,15 +105,15 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path):
             prune_model(model, corpus_of(seed), "oats", **asked)
     assert model.interventions == ()
     with pytest.raises(UsageError, match="unfinished pruning of another model"):
-        pruned("llama2", tmp_path, tmp_path / "out")
+        pruned("llama2", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("family", "form"), [("gpt2", "adapter"), ("gpt_oss", "merged"), ("gpt_oss", "factored")]
 )
-def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, monkeypatch):
+def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, monkeypatch, anew):
     """Oracle: the model that was pruned and the files that it was written to; a kill behind the rename leaves more."""
-    out, models = tmp_path / "out", [opened_anew(family, tmp_path) for _ in range(2)]
+    out, models = tmp_path / "out", [anew(family) for _ in range(2)]
     options = {"iterations": 4, "out": out, "form": form, "batch": 4}
     first = prune_model(models[0], corpus_of(), "oats", 0.5, **options)
     before = contents(out)
@@ -137,40 +143,40 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
         ({"form": "factored"}, "--format merged there, factored now"),
     ],
 )
-def test_another_pruning_is_refused_where_one_is_finished(options, differs, finished):
+def test_another_pruning_is_refused_where_one_is_finished(options, differs, finished, pruned):
     before = contents(finished / "out")
     with pytest.raises(UsageError, match=f"out holds .* pruning .*{differs}.*choose another --out or remove"):
-        pruned("gpt2", finished, finished / "out", **options)
+        pruned("gpt2", finished / "out", **options)
     assert contents(finished / "out") == before
 
 
-def test_a_folder_that_exists_is_refused_but_for_an_empty_one_or_a_link_to_one(tmp_path):
+def test_a_folder_that_exists_is_refused_but_for_an_empty_one_or_a_link_to_one(tmp_path, pruned):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="disk exists already: choose another --out or remove it"):
-        pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
+        pruned("gpt2", tmp_path / "out", "magnitude")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     (tmp_path / "out" / "notes.txt").unlink()
-    pruned("gpt2", tmp_path, tmp_path / "out", "magnitude")
+    pruned("gpt2", tmp_path / "out", "magnitude")
     assert (tmp_path / "out").is_symlink()
     assert (tmp_path / "disk" / "pruning.json").is_file()
 
 
-def test_a_damaged_block_is_refused(tmp_path):
+def test_a_damaged_block_is_refused(tmp_path, pruned):
     with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path, tmp_path / "out", show_progress=stop_after(13))
+        pruned("gpt2", tmp_path / "out", show_progress=stop_after(13))
     block = tmp_path / "out.partial" / "block-001.safetensors"
     block.write_bytes(block.read_bytes()[:1000])
     with pytest.raises(UsageError, match=r"block-001\.safetensors is damaged: remove it"):
-        pruned("gpt2", tmp_path, tmp_path / "out")
+        pruned("gpt2", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "bytes_digest", 5)]
 )
 def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
-    module, what, kept, finished, tmp_path, monkeypatch
+    module, what, kept, finished, tmp_path, monkeypatch, pruned
 ):
     """A disk that is full from a moment on; what was kept before is still there, and is gone on with."""
 
@@ -181,12 +187,12 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
     with pytest.raises(
         WorkError, match=r"cannot write .*: No space left on device: free space there and rerun"
     ):
-        pruned("gpt2", tmp_path, tmp_path / "out")
+        pruned("gpt2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.writing").exists()
     assert len(list((tmp_path / "out.partial").iterdir())) == kept
     monkeypatch.undo()
-    pruned("gpt2", tmp_path, tmp_path / "out")
+    pruned("gpt2", tmp_path / "out")
     table = "pruning.parquet"
     for name in ("model.safetensors", table):
         assert (tmp_path / "out" / name).read_bytes() == (finished / "out" / name).read_bytes(), name
@@ -199,38 +205,38 @@ def test_everybody_may_read_what_was_written(finished):
     assert {path.stat().st_mode for path in (finished / "out").rglob("*") if path.is_file()} == {mode}
 
 
-def test_what_is_measured_is_what_is_there(tmp_path):
+def test_what_is_measured_is_what_is_there(tmp_path, anew, pruned):
     """Oracle: sizes of the files and of the dense model's tensors, counted here."""
     for form in ("factored", "adapter"):
-        told = pruned("gpt2", tmp_path, tmp_path / form, form=form).provenance["pruning"]
+        told = pruned("gpt2", tmp_path / form, form=form).provenance["pruning"]
         weights = [p for p in (tmp_path / form).rglob("*.safetensors") if p.parent.name != "low_rank"]
         assert told["bytes"] == sum(path.stat().st_size for path in weights)
-    dense = opened_anew("gpt2", tmp_path).hf
+    dense = anew("gpt2").hf
     assert told["dense_bytes"] == sum(p.nbytes for p in {id(p): p for p in dense.parameters()}.values())
     assert not [path for path in tmp_path.rglob("*") if path.suffix in {".bin", ".pt", ".pkl"}]
 
 
 @pytest.mark.parametrize("form", ["merged", "factored"])
-def test_weights_that_are_gone_or_changed_are_no_finished_pruning(form, tmp_path):
+def test_weights_that_are_gone_or_changed_are_no_finished_pruning(form, tmp_path, anew):
     out = tmp_path / "out"
     options = {"iterations": 2, "out": out, "form": form}
-    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+    prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, **options)
     path = next(out.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(TheodoliteError, match="damaged"):
-        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+        prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, **options)
     path.unlink()
     with pytest.raises(TheodoliteError):
-        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+        prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, **options)
 
 
 # Fused transposed matrices, matrices fused head by head, experts.
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "mixtral"])
-def test_plain_libraries_put_it_together(family, tmp_path):
+def test_plain_libraries_put_it_together(family, tmp_path, pruned):
     """Oracle: the logits of the merged checkpoint, and the nonzeros that the table counts."""
-    table, _ = (pruned(family, tmp_path, tmp_path / form, form=form).table for form in ("merged", "adapter"))
+    table, _ = (pruned(family, tmp_path / form, form=form).table for form in ("merged", "adapter"))
     ids = corpus_of().contexts[:3]
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
@@ -247,11 +253,11 @@ def test_plain_libraries_put_it_together(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path):
+def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path, anew):
     """Oracle: the merged checkpoint. Read for its weights only, too."""
-    write(family, tmp_path / family, dtype=torch.bfloat16)
     for form in ("merged", "adapter"):
-        pruned(family, tmp_path, tmp_path / form, form=form)
+        model = anew(family, "bfloat16")
+        prune_model(model, corpus_of(), "oats", 0.5, iterations=4, out=tmp_path / form, form=form)
     opened, merged = open_model(tmp_path / "adapter"), open_model(tmp_path / "merged")
     assert type(opened.hf) is type(merged.hf)
     theirs = merged.hf.state_dict()
@@ -271,9 +277,9 @@ def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path):
     )
 
 
-def test_an_adapter_that_was_trained_on_counts(tmp_path):
+def test_an_adapter_that_was_trained_on_counts(tmp_path, pruned):
     """Oracle: W + B A by hand, of the trained factors."""
-    pruned("llama3", tmp_path, tmp_path / "adapter", form="adapter")
+    pruned("llama3", tmp_path / "adapter", form="adapter")
     folder = tmp_path / "adapter"
     before = open_model(folder)
     model = peft.PeftModel.from_pretrained(
@@ -296,8 +302,8 @@ def test_an_adapter_that_was_trained_on_counts(tmp_path):
         open_model(folder)
 
 
-def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch):
-    model = opened_anew("gpt2", tmp_path)
+def test_what_cannot_be_an_adapter_is_refused_at_once(tmp_path, monkeypatch, anew):
+    model = anew("gpt2")
     with pytest.raises(UsageError, match="wanda has no low-rank part that an adapter could hold: use oats"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out", form="adapter")
     monkeypatch.setattr("theodolite.prune.options.find_spec", lambda name: None)

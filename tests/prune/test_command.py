@@ -18,7 +18,6 @@ import pytest
 from tests.calls import call
 from tests.cli.test_cli import wait_for
 from tests.processes import Started, command
-from tests.prune.families import write
 from tests.slow import slow_but
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
@@ -44,9 +43,9 @@ def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object
     return ["prune", model, "--corpus", text, "--length", 32, "--contexts", 12, "--out", out, *more]
 
 
-def test_experts_that_few_tokens_reach_are_named_where_full_moments_are_read(tmp_path, text):
+def test_experts_that_few_tokens_reach_are_named_where_full_moments_are_read(tmp_path, text, checkpoint):
     """Oracle: tokens and inputs of each row of the table."""
-    model, out = write("mixtral", tmp_path / "model"), tmp_path / "out"
+    model, out = checkpoint("mixtral"), tmp_path / "out"
     status, _, stderr = call(*_arguments(model, text, out, "--method", "sparsegpt", "--contexts", 2))
     assert status == 0, stderr
     table = pd.read_parquet(out / "pruning.parquet")
@@ -57,8 +56,8 @@ def test_experts_that_few_tokens_reach_are_named_where_full_moments_are_read(tmp
     assert f"{len(short)}: {named}" in (out / RESULT).read_text()
 
 
-def test_it_writes_a_checkpoint_and_a_page(tmp_path, text):
-    model, out = write("gpt_oss", tmp_path / "model"), tmp_path / "out"
+def test_it_writes_a_checkpoint_and_a_page(tmp_path, text, checkpoint):
+    model, out = checkpoint("gpt_oss"), tmp_path / "out"
     status, stdout, stderr = call(*_arguments(model, text, out, "--sparsity", "0.4,0.5,0.6"))
     assert status == 0, stderr
     said = " ".join(stdout.split())
@@ -127,8 +126,8 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> list[tuple[list[objec
     ]
 
 
-def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text):
-    for arguments, words in _bad_calls(tmp_path, write("gpt2", tmp_path / "model"), text):
+def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text, checkpoint):
+    for arguments, words in _bad_calls(tmp_path, checkpoint("gpt2"), text):
         before = sorted(tmp_path.rglob("*"))
         status, stdout, stderr = call(*arguments)
         errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -150,9 +149,9 @@ def _prune_slowly(*words: Any) -> None:
 @pytest.mark.parametrize(
     "number", slow_but([signal.SIGINT], [signal.SIGKILL, signal.SIGINT]), ids=["kill -9", "Ctrl-C"]
 )
-def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
+def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text, checkpoint):
     """Oracle: the weights and the table of a pruning that was not stopped."""
-    model, whole, parts = write("llama3", tmp_path / "model"), tmp_path / "whole", tmp_path / "parts"
+    model, whole, parts = checkpoint("llama3"), tmp_path / "whole", tmp_path / "parts"
     assert call(*_arguments(model, text, whole))[0] == 0
     process = Started(_prune_slowly, *_arguments(model, text, parts), folder=tmp_path)
     wait_for(tmp_path / "parts.partial" / "block-000.safetensors", process)
@@ -172,9 +171,9 @@ def test_a_stopped_pruning_goes_on_to_the_same_bytes(number, tmp_path, text):
     assert "Checkpoint: " in stdout
 
 
-def test_json_is_json_and_nothing_else_and_a_page_that_is_gone_is_written_again(tmp_path, text):
+def test_json_is_json_and_nothing_else_and_a_page_that_is_gone_is_written_again(tmp_path, text, checkpoint):
     """As where Python pruned, which writes none. Oracle: the page that the command wrote itself."""
-    model, out = write("gpt2", tmp_path / "model"), tmp_path / "out"
+    model, out = checkpoint("gpt2"), tmp_path / "out"
     more = ("--method", "sparsegpt", "--pattern", "2:4", "--format", "factored", "--json")
     arguments = _arguments(model, text, out, *more)
     status, stdout, stderr = call(*arguments)

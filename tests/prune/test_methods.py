@@ -15,15 +15,10 @@ from theodolite.prune import methods
 from theodolite.prune.methods import (
     Pattern,
     ThresholdTracker,
-    check_sparsity,
-    checked_inputs,
-    checked_weight,
     factor_hessian,
     largest,
     magnitude,
-    pattern_of,
     sparsegpt,
-    sparsity_of,
     wanda,
 )
 from theodolite.prune.sparse_low_rank import oats
@@ -157,16 +152,10 @@ def test_sparsegpt_is_the_optimal_brain_surgeon(kind, block):
         np.testing.assert_allclose(single.numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "pattern"),
-    [
-        ("correlated", (2, 4)),
-        ("outliers", (4, 8)),
-        ("dead", (2, 8)),
-        ("singular", (1, 3)),
-        ("dead", (20, 24)),
-    ],
-)
+PATTERNS = {"correlated": [(2, 4)], "outliers": [(4, 8)], "dead": [(2, 8), (20, 24)], "singular": [(1, 3)]}
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [(kind, of) for kind in PATTERNS for of in PATTERNS[kind]])
 def test_sparsegpt_with_a_pattern(kind, pattern):
     """Groups are chosen as adjusted for those before them, so blocks change nothing."""
     weight, hessian = weights(7, 48), hessian_of(48, kind, 2)
@@ -262,12 +251,8 @@ def test_a_singular_hessian_without_damping_and_one_that_no_damping_makes_defini
     pruned = sparsegpt(torch.from_numpy(weights(4, 8)), factor, 0.5)
     assert torch.isfinite(pruned).all()
     assert factor_hessian(torch.eye(4), damping=0).damping == 0
-    assert factor_hessian(torch.from_numpy(hessian_of(20, "dead"))).dead.nonzero().flatten().tolist() == [
-        0,
-        5,
-        10,
-        15,
-    ]
+    dead = factor_hessian(torch.from_numpy(hessian_of(20, "dead"))).dead
+    assert dead.nonzero().flatten().tolist() == [0, 5, 10, 15]
     assert (sparsegpt(torch.ones(2, 3), torch.zeros(3, 3), 0.5) == 0).all()
     hessian = torch.full((3, 3), 1e20)
     hessian.diagonal().fill_(1e-3)
@@ -313,34 +298,70 @@ def test_nothing_given_is_changed_and_a_view_is_pruned_as_its_copy_is():
     assert parameter.requires_grad
 
 
+NO_PATTERNS = ("", *["24", "2/4", "2:4:8", "4:2", "0:4", "4:4", "-1:4", "2:x"], (2,), (2, 4, 8), (2.0, 4), 24)
+NO_SHARES = (0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), float("inf"), True, "0.5")
+NO_WEIGHTS = {
+    "floating-point numbers": [
+        *(np.ones((2, 2)), torch.ones(2, 2, dtype=torch.int64)),
+        torch.ones(2, 2, dtype=torch.complex64),
+    ],
+    r"give a matrix \(outputs, inputs\)": [torch.ones(3), torch.ones(1, 2, 3), torch.ones(0, 4)],
+    "weight holds NaN or infinity": [torch.tensor([[1.0, torch.nan]]), torch.tensor([[1.0, -torch.inf]])],
+}
+NO_NORMS = {
+    "input_norm must be one number for each of 8 inputs": [
+        *(torch.ones(7), torch.ones(1, 8), [1.0] * 8),
+        torch.ones(8, dtype=torch.complex64),
+    ],
+    "input_norm holds NaN or infinity": [torch.tensor([1.0, torch.nan] * 4)],
+    "input_norm holds negative numbers": [torch.tensor([1.0, -1.0] * 4)],
+}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w, h: magnitude(w, 1.5), "sparsity is 1.5"),
         (lambda w, h: magnitude(w), "no sparsity is given"),
-        (lambda w, h: wanda(w, torch.ones(8), 0.6, "2:4"), "removes 0.5 of the entries, not 0.6"),
-        (lambda w, h: wanda(w, torch.ones(7), 0.6), "input_norm must be one number for each of 8 inputs"),
+        (
+            lambda w, h: wanda(w, torch.ones(8), 0.6, "2:4"),
+            r"2:4 removes 0\.5 of the entries, not 0\.6: pass",
+        ),
         (lambda w, h: sparsegpt(w, h[:4], 0.5), r"shape \(4, 8\): give \(inputs, inputs\)"),
         (lambda w, h: sparsegpt(w, h[:4, :4], 0.5), "the Hessian is of 4 inputs, the weight of 8"),
         (lambda w, h: sparsegpt(w, h[0], 0.5), "hessian must be a tensor"),
         (lambda w, h: sparsegpt(w, h.numpy(), 0.5), "hessian must be a tensor"),
         (lambda w, h: sparsegpt(w, h * float("nan"), 0.5), "hessian holds NaN or infinity"),
-        (
-            lambda w, h: sparsegpt(w, torch.where(h == h.max(), torch.inf, h), 0.5),
-            "hessian holds NaN or infinity",
-        ),
+        (lambda w, h: sparsegpt(w, h.where(h < h.max(), torch.inf), 0.5), "hessian holds NaN or infinity"),
         (lambda w, h: sparsegpt(w, h + 0.1 * h.triu(1), 0.5), "hessian is not symmetric"),
         (lambda w, h: sparsegpt(w, -h, 0.5), "hessian has a negative diagonal"),
         (lambda w, h: sparsegpt(w, h, 0.5, damping=-1), "damping is -1"),
         (lambda w, h: sparsegpt(w, h, 0.5, damping=float("nan")), "damping is nan"),
         (lambda w, h: sparsegpt(w, h, 0.5, block=0), "block is 0"),
-        (lambda w, h: sparsegpt(w, h, 0.5, "3:5"), "needs a multiple of 5 inputs"),
-        (lambda w, h: sparsegpt(w * float("nan"), h, 0.5), "weight holds NaN"),
+        (
+            lambda w, h: sparsegpt(w, h, 0.5, "3:5"),
+            "pattern 3:5 needs a multiple of 5 inputs; the matrix has 8",
+        ),
+        *((lambda w, h, p=p: magnitude(w, None, p), "give N:M with 0 < N < M") for p in (*NO_PATTERNS, True)),
+        *(
+            (lambda w, h, s=s: magnitude(w, s), "give the share to remove, between 0 and 1")
+            for s in NO_SHARES
+        ),
+        *((lambda _, h, w=w: magnitude(w, 0.5), m) for m, wrong in NO_WEIGHTS.items() for w in wrong),
+        *((lambda w, h, n=n: wanda(w, n, 0.5), m) for m, wrong in NO_NORMS.items() for n in wrong),
     ],
 )
 def test_bad_calls(call, message):
     with pytest.raises(UsageError, match=message):
         call(torch.from_numpy(weights(3, 8)), torch.from_numpy(hessian_of(8, "correlated")))
+
+
+def test_a_pattern_is_its_sparsity_and_norms_that_are_all_zero_count_alike():
+    """A share that is nearly the pattern's is the pattern's: 0.333 for 1/3."""
+    weight = torch.from_numpy(weights(3, 24))
+    for pattern, same, share in (("2:8", (2, 8), 0.75), ("2:3", (2, 3), 0.333)):
+        expected = magnitude(weight, None, pattern)
+        assert torch.equal(magnitude(weight, share, same), expected)
+    assert torch.equal(wanda(weight, torch.zeros(24), 0.5), wanda(weight, torch.ones(24), 0.5))
 
 
 def largest_by_sorting(scores: np.ndarray, count: int) -> np.ndarray:
@@ -397,62 +418,3 @@ def test_the_largest_again_as_the_scores_change(columns, share, change, dead, se
         search.mark(torch.from_numpy(scores), kept)
         assert np.array_equal(kept.numpy(), largest_by_sorting(scores, count).astype(float))
         scores = np.abs(scores * (1 + change * generator.normal(size=scores.shape)))
-
-
-def test_patterns_as_they_are_given():
-    for given_ in ("2:4", (2, 4)):
-        pattern = pattern_of(given_, 8)
-        assert (pattern.kept, pattern.of, pattern.density, str(pattern)) == (2, 4, 0.5, "2:4")
-    assert pattern_of(None, 7) is None
-    for wrong in NO_PATTERNS:
-        with pytest.raises(UsageError, match="give N:M with 0 < N < M"):
-            pattern_of(wrong, 16)
-    with pytest.raises(UsageError, match="pattern 2:4 needs a multiple of 4 inputs; the matrix has 10"):
-        pattern_of("2:4", 10)
-
-
-NO_PATTERNS = ("", *["24", "2/4", "2:4:8", "4:2", "0:4", "4:4", "-1:4", "2:x"], (2,), (2, 4, 8), (2.0, 4), 24)
-NO_PATTERNS += (True,)
-
-
-def test_a_pattern_fixes_the_sparsity():
-    for wrong in (0, 1, 0.0, 1.0, -0.1, 1.5, float("nan"), float("inf"), True, "0.5"):
-        with pytest.raises(UsageError, match="give the share to remove, between 0 and 1, both excluded"):
-            check_sparsity(wrong)
-    assert sparsity_of(0.3, None) == 0.3
-    assert sparsity_of(None, Pattern(2, 8)) == sparsity_of(0.75, Pattern(2, 8)) == 0.75
-    assert sparsity_of(0.333, Pattern(2, 3)) == pytest.approx(1 / 3, abs=1e-15)
-    with pytest.raises(
-        UsageError, match=r"pattern 2:8 removes 0\.75 of the entries, not 0\.5: pass sparsity 0\.75"
-    ):
-        sparsity_of(0.5, Pattern(2, 8))
-    with pytest.raises(UsageError, match="no sparsity is given"):
-        sparsity_of(None, None)
-
-
-def test_what_is_no_weight_and_not_one_number_for_each_input():
-    for wrong, words in (
-        (np.ones((2, 2)), "floating-point numbers"),
-        (torch.ones(2, 2, dtype=torch.int64), "floating-point numbers"),
-        (torch.ones(2, 2, dtype=torch.complex64), "floating-point numbers"),
-        (torch.ones(3), r"give a matrix \(outputs, inputs\)"),
-        (torch.ones(1, 2, 3), r"give a matrix \(outputs, inputs\)"),
-        (torch.ones(0, 4), r"give a matrix \(outputs, inputs\)"),
-        (torch.tensor([[1.0, torch.nan]]), "weight holds NaN or infinity"),
-        (torch.tensor([[1.0, -torch.inf]]), "weight holds NaN or infinity"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            checked_weight(wrong)
-    weight, for_each = torch.ones(3, 2), "norms must be one number for each of 2 inputs"
-    for wrong, words in (
-        (torch.ones(3), for_each),
-        (torch.ones(1, 2), for_each),
-        ([1.0, 1.0], for_each),
-        (torch.ones(2, dtype=torch.complex64), for_each),
-        (torch.tensor([1.0, torch.nan]), "norms holds NaN or infinity"),
-        (torch.tensor([1.0, -1.0]), "norms holds negative numbers"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            checked_inputs("norms", wrong, weight)
-    assert checked_inputs("norms", torch.tensor([0.0, 3.0]), weight).tolist() == [0, 3]
-    assert checked_inputs("norms", torch.zeros(2), weight).tolist() == [1, 1]

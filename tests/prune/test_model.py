@@ -7,7 +7,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,11 +14,9 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
-from tests import checkpoints
-from tests.prune.families import DECODERS, FAMILIES, MORE, opened_anew
+from tests.checkpoints import WITH_EXPERTS
 from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -99,9 +96,9 @@ def slow_matrix(weight: np.ndarray, inputs: np.ndarray, method: str, sparsity: f
 @pytest.mark.parametrize(
     ("family", "method"), [*(("gpt2", method) for method in METHODS), ("llama2", "sparsegpt")]
 )
-def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, tmp_path):
+def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, anew):
     """Oracle: `slowly_pruned`, which shares no code but, for OATS, that of one matrix."""
-    model, corpus = opened_anew(family, tmp_path), corpus_of()
+    model, corpus = anew(family), corpus_of()
     slow = copy.deepcopy(model.hf)
     slowly_pruned(slow, corpus.contexts, method, 0.5)
     pruned = prune_model(model, corpus, method, 0.5, batch=4, iterations=ITERATIONS, errors=True)
@@ -114,9 +111,9 @@ def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, tmp_path)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_table_says_what_was_done(method, tmp_path):
+def test_the_table_says_what_was_done(method, anew):
     """Oracle: inputs kept by hooks on the dense model's first block, errors and counts in numpy."""
-    model, corpus = opened_anew("llama3", tmp_path), corpus_of()
+    model, corpus = anew("llama3"), corpus_of()
     dense, inputs = copy.deepcopy(model.hf), {}
     for name, module in dense.model.layers[0].named_modules():
         _keeping(module, name, inputs)
@@ -153,13 +150,12 @@ def test_the_table_says_what_was_done(method, tmp_path):
         assert row.fallback == ""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pruned_checkpoint_of_every_family_opens_in_transformers(family, tmp_path):
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_pruned_checkpoint_of_every_family_opens_in_transformers(family, tmp_path, anew):
     """Oracle: the dense checkpoint, tensor by tensor, and the linear layers of its blocks by their classes."""
-    dense = opened_anew(family, tmp_path)
-    table = prune_model(opened_anew(family, tmp_path), corpus_of(), "wanda", 0.5, out=tmp_path / "out").table
-    architecture = getattr(transformers, ({**checkpoints.FAMILIES, **MORE})[family][0])
-    model = architecture.from_pretrained(tmp_path / "out").eval()
+    dense = anew(family)
+    table = prune_model(anew(family), corpus_of(), "wanda", 0.5, out=tmp_path / "out").table
+    model = type(dense.hf).from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("abc")["input_ids"] == dense.tokenizer("abc")["input_ids"]
     linear = {
@@ -175,7 +171,7 @@ def test_a_pruned_checkpoint_of_every_family_opens_in_transformers(family, tmp_p
     opened = open_model(tmp_path / "out")
     for matrix in (matrix for block in block_matrices(opened) for matrix in block):
         assert ((matrix.read() == 0).sum(dim=1) == matrix.shape[1] // 2).all(), matrix.key
-    if family in DECODERS:
+    if family != "bert":
         ids = torch.tensor([[5, 6, 7]])
         generated = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
@@ -192,10 +188,10 @@ def _blocks(model) -> tuple[str, ...]:
     return tuple(f"{names[block]}." for block in model.structure.blocks)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_factored_and_merged_are_the_same_model(family, tmp_path):
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_factored_and_merged_are_the_same_model(family, tmp_path, anew):
     """Oracle: the model pruned in memory, bit by bit; the checkpoint's bytes by counting values, bits and factors."""
-    model, out = opened_anew(family, tmp_path), tmp_path / "out"
+    model, out = anew(family), tmp_path / "out"
     pruned = prune_model(model, corpus_of(), "oats", 0.5, iterations=2, out=out, form="factored")
     factored = open_model(out).hf
     assert type(factored) is type(model.hf)
@@ -219,9 +215,9 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path):
     assert 0 <= told["bytes"] - (told["dense_bytes"] - lost) <= 80_000  # of headers
 
 
-def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
+def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path, anew):
     out = tmp_path / "out"
-    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "wanda", 0.5, out=out, form="factored")
+    prune_model(anew("gpt2"), corpus_of(), "wanda", 0.5, out=out, form="factored")
     with pytest.raises(UsageError, match="out is factored, and goes to one device: leave out --device-map"):
         open_model(out, device_map="auto")
     assert open_model(out, dtype="float64").hf.dtype == torch.float64
@@ -246,9 +242,9 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path):
         open_model(out)
 
 
-def test_rank_goes_where_it_is_asked_for(tmp_path):
+def test_rank_goes_where_it_is_asked_for(anew):
     """Oracle: r = ⌊κ(1 − ρ) · outputs · inputs / (outputs + inputs)⌋, by hand."""
-    model = opened_anew("gpt2", tmp_path)
+    model = anew("gpt2")
     table = prune_model(
         model,
         corpus_of(),
@@ -267,9 +263,9 @@ def test_rank_goes_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_pattern_holds_in_every_group(method, tmp_path):
+def test_a_pattern_holds_in_every_group(method, tmp_path, anew):
     """Oracle: counts of each four neighbouring inputs, in the sparse part."""
-    model, options = opened_anew("phi3", tmp_path), {"pattern": "2:4", "iterations": 3, "form": "factored"}
+    model, options = anew("phi3"), {"pattern": "2:4", "iterations": 3, "form": "factored"}
     pruned = prune_model(model, corpus_of(), method, 0.5, out=tmp_path / "out", **options)
     for layer in range(3):
         for piece in read_matrices(tmp_path / "out" / f"block-{layer:03d}.safetensors")[0]:
@@ -279,10 +275,10 @@ def test_a_pattern_holds_in_every_group(method, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "oats"])
-def test_half_precision(method, tmp_path):
+def test_half_precision(method, anew, checkpoint):
     """Oracle: the float32 pruning of the same weights: errors agree to the dtype's rounding."""
-    half = opened_anew("llama2", tmp_path, dtype=torch.bfloat16)
-    single = open_model(tmp_path / "llama2", dtype="float32")
+    half = anew("llama2", "bfloat16")
+    single = open_model(checkpoint("llama2", "bfloat16"), dtype="float32")
     first, second = (
         prune_model(model, corpus_of(), method, 0.5, iterations=4).table for model in (half, single)
     )
@@ -291,9 +287,9 @@ def test_half_precision(method, tmp_path):
     np.testing.assert_allclose(first["error_scaled"], second["error_scaled"], rtol=0.05, atol=0.01)
 
 
-def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
+def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(anew):
     """Oracle: magnitude by output, which is what Wanda does when all inputs count alike."""
-    model = opened_anew("gpt_oss", tmp_path)
+    model = anew("gpt_oss")
     for block in model.structure.blocks:
         block.mlp.router.bias.data[:] = torch.tensor([100.0, -100.0])
     dense = model.hf.model.layers[0].mlp.experts.down_proj[1].clone()
@@ -306,9 +302,9 @@ def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(tmp_path):
     assert torch.equal(got == 0, torch.zeros_like(got, dtype=torch.bool).scatter(0, smallest, True))
 
 
-def test_a_method_that_weighs_no_inputs_runs_no_block(tmp_path, monkeypatch):
+def test_a_method_that_weighs_no_inputs_runs_no_block(tmp_path, monkeypatch, anew):
     """Oracles: the same with the text; norms of the weights. The text decides nothing: on another it is the same."""
-    read, unread = opened_anew("gpt2", tmp_path), opened_anew("gpt2", tmp_path)
+    read, unread = anew("gpt2"), anew("gpt2")
     dense = read.hf.transformer.h[0].mlp.c_fc.weight.detach().double().clone()
     with_errors = prune_model(read, corpus_of(), "magnitude", 0.5, errors=True)
     monkeypatch.setattr("theodolite.prune.model.BlockByBlock", None)
@@ -323,15 +319,15 @@ def test_a_method_that_weighs_no_inputs_runs_no_block(tmp_path, monkeypatch):
     assert not pruned.table["tokens"].any()
     assert (pruned.table["fallback"] == "").all()
     options = {"method": "magnitude", "sparsity": 0.5, "out": tmp_path / "out"}
-    prune_model(opened_anew("gpt2", tmp_path), corpus_of(length=12), **options)
+    prune_model(anew("gpt2"), corpus_of(length=12), **options)
     with pytest.raises(UsageError, match="--errors"):
-        prune_model(opened_anew("gpt2", tmp_path), corpus_of(), **options, errors=True)
+        prune_model(anew("gpt2"), corpus_of(), **options, errors=True)
 
 
-def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):
+def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(anew):
     """Of magnitude alone it is not, which weighs no inputs. Oracle: a layer that no forward pass calls."""
     for method in ("wanda", "magnitude"):
-        model = opened_anew("gpt2", tmp_path)
+        model = anew("gpt2")
         model.structure.blocks[1].mlp.unused = torch.nn.Linear(8, 8)
         if method == "wanda":
             with pytest.raises(WorkError, match=r"was seen to enter transformer\.h\.1\.mlp\.unused\.weight"):
@@ -341,18 +337,18 @@ def test_a_matrix_that_nothing_enters_is_an_error_that_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["merged", "factored", "adapter"])
-def test_what_is_skipped_stays_as_it_is(form, tmp_path):
+def test_what_is_skipped_stays_as_it_is(form, tmp_path, anew):
     """Oracle: the dense weights, bit by bit; a pruning that is finished is read again."""
     skip = ["lm_head", "mlp.c_proj", "transformer.h.1.*"]
-    dense = opened_anew("gpt2", tmp_path)
+    dense = anew("gpt2")
     options = {"iterations": 2, "skip": skip, "out": tmp_path / "out", "form": form}
-    pruned = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, **options)
+    pruned = prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, **options)
     assert set(zip(pruned.table["layer"], pruned.table["matrix"], strict=True)) == {
         (layer, name) for layer in (0, 2) for name in ("q", "k", "v", "attn.c_proj", "mlp.c_fc")
     }
     assert pruned.provenance["pruning"]["skip"] == sorted(skip)
     assert "transformer.h.0.mlp.c_proj.weight" in pruned.provenance["pruning"]["left_dense"]
-    again = opened_anew("gpt2", tmp_path)
+    again = anew("gpt2")
     prune_model(again, corpus_of(), "oats", 0.5, **options)
     for model in (open_model(tmp_path / "out"), again):
         written = model.hf.state_dict()
@@ -363,24 +359,13 @@ def test_what_is_skipped_stays_as_it_is(form, tmp_path):
         assert not torch.equal(written[name], dense.hf.state_dict()[name])
 
 
-@pytest.fixture(scope="module")
-def t5(tmp_path_factory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("t5")
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    T5ForConditionalGeneration(T5Config(vocab_size=300, decoder_start_token_id=0, **sizes)).save_pretrained(
-        folder
-    )
-    return folder
-
-
 @pytest.mark.parametrize(
     ("attention", "half", "other"),
     [(None, "decoder", "encoder"), ("cross", "decoder", "encoder"), ("encoder", "encoder", "decoder")],
 )
-def test_the_half_that_is_pruned_is_named_and_read_back(t5, tmp_path, attention, half, other):
+def test_the_half_that_is_pruned_is_named_and_read_back(tmp_path, attention, half, other, checkpoint):
     """The same call finds it finished, and puts it into the model."""
-    first, again = (open_model(t5, attention=attention) for _ in range(2))
+    first, again = (open_model(checkpoint("t5"), attention=attention) for _ in range(2))
     for model in (first, again):
         pruned = prune_model(model, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     assert all(name.startswith(f"{half}.") for name in pruned.table["parameter"])
@@ -395,11 +380,11 @@ def test_the_half_that_is_pruned_is_named_and_read_back(t5, tmp_path, attention,
     assert all(torch.equal(theirs[name], tensor) for name, tensor in first.hf.state_dict().items())
 
 
-def test_the_model_says_that_it_was_pruned_and_how(tmp_path):
+def test_the_model_says_that_it_was_pruned_and_how(anew):
     """What is measured of it in memory must not be taken for the dense model's, nor for another pruning's."""
     edits = []
     for sparsity in (0.5, 0.5, 0.6):
-        model = opened_anew("gpt2", tmp_path)
+        model = anew("gpt2")
         assert model.interventions == ()
         prune_model(model, corpus_of(), "magnitude", sparsity)
         edits += model.interventions
@@ -409,16 +394,16 @@ def test_the_model_says_that_it_was_pruned_and_how(tmp_path):
         prune_model(model, corpus_of(), "magnitude", 0.5)
 
 
-def test_a_pruned_model_is_refused(tmp_path):
-    prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out")
+def test_a_pruned_model_is_refused(tmp_path, anew):
+    prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, iterations=2, out=tmp_path / "out")
     with pytest.raises(UsageError, match=r"out is pruned already \(pruning\.json is next to its weights\)"):
         prune_model(open_model(tmp_path / "out"), corpus_of(), "wanda", 0.5)
-    sparse = opened_anew("gpt2", tmp_path)
+    sparse = anew("gpt2")
     for block in sparse.structure.blocks:
         block.mlp.c_fc.weight.data[:, ::2] = block.mlp.c_proj.weight.data[::2] = 0
     with pytest.raises(UsageError, match=r"33% of the weights .* are 0, as if it had been pruned"):
         prune_model(sparse, corpus_of(), "wanda", 0.5)
-    model = opened_anew("gpt2", tmp_path)
+    model = anew("gpt2")
     with (
         interventions.without_low_rank(model, 0, 2),
         pytest.raises(UsageError, match="the opened model was modified"),
@@ -486,15 +471,13 @@ def test_what_cannot_be_done_is_refused_before_anything_is(words, opened, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path):
+def test_numbers_of_numpy_are_numbers(tmp_path, anew):
     half, quarter = np.float32(0.5), np.float32(0.25)
     asked = {"iterations": np.int64(2), "batch": np.int64(2), "out": tmp_path / "out"}
-    theirs = prune_model(
-        opened_anew("gpt2", tmp_path), corpus_of(), "oats", half, rank_ratio=quarter, **asked
-    )
-    ours = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "oats", 0.5, iterations=2, batch=2)
+    theirs = prune_model(anew("gpt2"), corpus_of(), "oats", half, rank_ratio=quarter, **asked)
+    ours = prune_model(anew("gpt2"), corpus_of(), "oats", 0.5, iterations=2, batch=2)
     assert theirs.table.equals(ours.table)
-    each = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "magnitude", [half, 0.5, 0.5])
+    each = prune_model(anew("gpt2"), corpus_of(), "magnitude", [half, 0.5, 0.5])
     assert each.provenance["pruning"]["sparsity"] == 0.5
 
 
@@ -507,8 +490,8 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
         (["attn.c_attn", "mlp"], {0, 1, 2}, 1),  # by the names of modules in the block
     ],
 )
-def test_a_module_that_is_skipped_takes_its_matrices_along(globs, layers, matrices, tmp_path):
-    table = prune_model(opened_anew("gpt2", tmp_path), corpus_of(), "magnitude", 0.5, skip=globs).table
+def test_a_module_that_is_skipped_takes_its_matrices_along(globs, layers, matrices, anew):
+    table = prune_model(anew("gpt2"), corpus_of(), "magnitude", 0.5, skip=globs).table
     assert set(table["layer"]) == layers
     assert len(set(table["matrix"])) == matrices
     assert "attn.c_proj" in set(table["matrix"])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 import weakref
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
+from safetensors.torch import load_file
 
 from tests import checkpoints
-from tests.prune.families import write
+from tests.checkpoints import with_tensors
 from tests.test_larger import split_map
 from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
@@ -60,9 +58,9 @@ def in_memory(model) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_the_whole_model_does(family, tmp_path):
+def test_it_computes_what_the_whole_model_does(family, checkpoint):
     """Oracle: the model in memory, bit by bit; between passes no block is there."""
-    folder = write(family, tmp_path / family)
+    folder = checkpoint(family)
     whole, streamed = open_model(folder), open_streamed(folder)
     ids = corpus_of().contexts
     with one_expert_at_a_time(whole.root):
@@ -81,9 +79,9 @@ def test_it_computes_what_the_whole_model_does(family, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "method", "form"), PRUNINGS)
-def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp_path):
+def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp_path, checkpoint):
     """Oracle: the same pruning of the model in memory: tensors, table, low-rank parts and config."""
-    folder = write(family, tmp_path / family)
+    folder = checkpoint(family)
     options = {"iterations": 3, "form": form}
     whole = prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", **options)
     model = open_streamed(folder)
@@ -103,9 +101,9 @@ def test_what_is_written_is_what_the_whole_model_gives(family, method, form, tmp
     assert model.interventions == ()
 
 
-def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
+def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch, checkpoint):
     """So is one pruned block: none is held while the next is read and pruned."""
-    model = open_streamed(write("llama3", tmp_path / "llama3"))
+    model = open_streamed(checkpoint("llama3"))
     blocks, pruned, made = [], [], []
     own = _Pruning.prune
 
@@ -124,9 +122,9 @@ def test_one_block_is_in_memory_at_a_time(tmp_path, monkeypatch):
     assert 0 < max(pruned) < len(block_matrices(model)[0])  # the last one is there when nobody looks
 
 
-def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
+def test_stopped_it_goes_on_to_the_same_bytes(tmp_path, checkpoint):
     """Oracle: a run that was not stopped."""
-    folder = write("llama3", tmp_path / "llama3")
+    folder = checkpoint("llama3")
 
     def stop(done: int, total: int) -> None:
         if done > total / 2:
@@ -147,9 +145,9 @@ def test_stopped_it_goes_on_to_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama3", "oats"), ("gpt2", "sparsegpt")])
-def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
+def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path, checkpoint):
     """Oracle: the same pruning of the model in memory. The offloaded model stays as it is."""
-    folder = write(family, tmp_path / family)
+    folder = checkpoint(family)
     prune_model(open_model(folder), corpus_of(), method, 0.5, out=tmp_path / "whole", iterations=3)
     model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     before = model.logits(corpus_of().contexts)
@@ -159,17 +157,13 @@ def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path):
     assert model.interventions == ()
 
 
-def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
-    folder = write("llama3", tmp_path / "llama3")
-    config = T5Config(
-        vocab_size=300, decoder_start_token_id=0, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
-    )
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path, checkpoint, copied):
+    folder = copied("llama3")
     with pytest.raises(UsageError, match="not kept: give out, a folder"):
         prune_model(
             open_model(folder, device_map=split_map(folder, "cpu", "disk")), corpus_of(), "wanda", 0.5
         )
-    t5 = open_model(tmp_path / "t5", device_map={"": "disk"})
+    t5 = open_model(checkpoint("t5"), device_map={"": "disk"})
     with pytest.raises(UsageError, match="are offloaded, and cannot be read as they run, since encoder and"):
         prune_model(t5, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
     model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
@@ -179,16 +173,17 @@ def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, monkeypatch):
-    model = open_streamed(write("llama3", tmp_path / "llama3"))
+def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, monkeypatch, copied):
+    folder = copied("llama3")
+    model = open_streamed(folder)
     with pytest.raises(UsageError, match="read from its files and not kept: give out, a folder"):
         prune_model(model, corpus_of(), "wanda", 0.5)
     with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
-        prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "llama3" / "out")
+        prune_model(model, corpus_of(), "wanda", 0.5, out=folder / "out")
     monkeypatch.chdir(tmp_path)
     # A folder called as a model of the hub is not that model.
     refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
-    write("gpt2", tmp_path / "gpt2")
+    checkpoints.write("gpt2", tmp_path / "gpt2")
     with pytest.raises(UsageError, match="lies in the folder of the model"):
         refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
 
@@ -200,9 +195,9 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 
 
-def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path):
+def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path, checkpoint):
     said: list[str] = []
-    folder = write("llama3", tmp_path / "llama3")
+    folder = checkpoint("llama3")
     prune_model(open_model(folder), corpus_of(), "wanda", 0.5, out=tmp_path / "out", form="factored")
     model = open_streamed(tmp_path / "out", say=said.append)
     assert model.streamed is None
@@ -210,13 +205,7 @@ def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
-def test_weights_that_are_no_numbers_are_refused(where, tmp_path):
-    folder = write("llama3", tmp_path / "llama3")
-    broken = shutil.copytree(folder, tmp_path / "broken")
-    for path in broken.glob("*.safetensors"):
-        tensors = load_file(path)
-        if where in tensors:
-            tensors[where][0, 0] = torch.nan
-            save_file(tensors, path, {"format": "pt"})
+def test_weights_that_are_no_numbers_are_refused(where, copied):
+    folder = with_tensors(copied("llama3"), lambda tensors: tensors[where][0, 0].fill_(torch.nan))
     with pytest.raises(TheodoliteError, match=where.replace(".", r"\.")):
-        open_streamed(broken)
+        open_streamed(folder)

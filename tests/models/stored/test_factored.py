@@ -39,13 +39,6 @@ def test_golden_bits():
     assert bits.tolist() == [0b10010001, 0b01000000]
 
 
-def test_bits_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="2 values for 1 bits"):
-        unpacked(torch.ones(2), torch.tensor([128], dtype=torch.uint8), (2, 2))
-    with pytest.raises(ValueError, match="2 bytes of bits for 4 entries"):
-        unpacked(torch.ones(1), torch.zeros(2, dtype=torch.uint8), (2, 2))
-
-
 def _pieces() -> list[PrunedMatrix]:
     """Two matrices of one layer of 7 outputs and 5 inputs, interleaved; the second one has no low-rank part."""
     generator = torch.Generator().manual_seed(0)
@@ -62,8 +55,8 @@ def _pieces() -> list[PrunedMatrix]:
     ]
 
 
-def test_pieces_come_back_from_their_file(tmp_path):
-    """Oracle: the pieces themselves."""
+def test_pieces_come_back_from_their_file_and_are_sums(tmp_path):
+    """Oracle: the pieces themselves; S + L R in float64, rounded once."""
     pieces, notes = _pieces(), {"rows": [1, 2], "error": 0.1}
     write_checked(tmp_path / "block.safetensors", *packed_block(pieces, notes))
     found, told = read_matrices(tmp_path / "block.safetensors")
@@ -72,36 +65,33 @@ def test_pieces_come_back_from_their_file(tmp_path):
         for name, value in vars(one).items():
             again = getattr(other, name)
             assert torch.equal(value, again) if isinstance(value, torch.Tensor) else value == again, name
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    path = tmp_path / "block.safetensors"
-    write_checked(path, *packed_block(_pieces(), {}))
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
-        read_matrices(path)
-
-
-def test_a_matrix_is_the_sum_of_its_parts_rounded_once():
-    """Oracle: S + L R in float64."""
-    sum_of_parts, sparse_alone = (piece.merged() for piece in _pieces())
-    first, second = _pieces()
+    first, second = found
     by_hand = first.sparse.double() + first.left.double() @ first.right.double()
-    assert torch.equal(sum_of_parts, by_hand.float())
-    assert torch.equal(sparse_alone, second.sparse)
+    assert torch.equal(first.merged(), by_hand.float())
+    assert torch.equal(second.merged(), second.sparse)
+
+
+def _with(**parts: torch.Tensor | None):
+    """Parts of the matrix q replaced; None: taken away."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, part in parts.items():
+            tensors.pop(f"q/{name}")
+            tensors |= {} if part is None else {f"q/{name}": part}
+
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda tensors: tensors.pop("q/right"), "q has left and no other factor"),
-        (lambda tensors: tensors.pop("q/left"), "q has right and no other factor"),
-        (lambda tensors: tensors.update({"q/left": torch.ones(4, 3)}), "q/left and q/right have the shapes"),
-        (
-            lambda tensors: tensors.update({"q/rows": torch.tensor([0.5, 1, 2, 3])}),
-            "q/rows are torch.float32",
-        ),
-        (lambda tensors: tensors.update({"q/rows": torch.tensor([0, 1])}), "q/rows are torch.int64 of shape"),
+        (_with(right=None), "q has left and no other factor"),
+        (_with(left=None), "q has right and no other factor"),
+        (_with(left=torch.ones(4, 3)), "q/left and q/right have the shapes"),
+        (_with(rows=torch.tensor([0.5, 1, 2, 3])), "q/rows are torch.float32"),
+        (_with(rows=torch.tensor([0, 1])), "q/rows are torch.int64 of shape"),
+        (_with(values=torch.ones(2)), "2 values for 16 bits"),
+        (_with(bits=torch.zeros(2, dtype=torch.uint8)), "2 bytes of bits for 20 entries"),
     ],
 )
 def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
@@ -111,4 +101,7 @@ def test_parts_that_do_not_belong_together_are_refused(change, said, tmp_path):
     change(tensors)
     write_checked(path, tensors, notes)
     with pytest.raises(WorkError, match=rf"block\.safetensors is damaged: .*{said}"):
+        read_matrices(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
         read_matrices(path)

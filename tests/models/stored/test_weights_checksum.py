@@ -10,16 +10,17 @@ import torch
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.logits.constituents import constituents
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel
 from theodolite.models.stored.weights_checksum import weights_checksum
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.on_ray import survey_on_ray
 from theodolite.passes.provenance import describe_model
 from theodolite.passes.run import Run
-from theodolite.passes.survey import spectra
+from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.interventions import without_low_rank
 
 IDS = torch.arange(64).view(2, 32)
+CORPUS = Corpus.from_ids(IDS)
 
 
 def weight(model: OpenModel) -> torch.Tensor:
@@ -42,8 +43,8 @@ CHANGES: dict[str, Callable[[OpenModel], object]] = {
 
 
 @pytest.fixture
-def model(checkpoint) -> OpenModel:
-    return open_model(checkpoint("gpt2"))
+def model(anew) -> OpenModel:
+    return anew("gpt2")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -83,18 +84,13 @@ def test_what_an_intervention_replaces_is_named_by_it(model):
     assert describe_model(model)["model"]["sha256"] == model.sha256
 
 
-def test_a_run_of_changed_weights_serves_the_changed_model(model):
-    from theodolite.passes.survey import survey
-
+def test_a_run_of_changed_weights_serves_the_changed_model_alone(model):
+    """Neither one that is changed again, nor workers, who would open other weights."""
     CHANGES["order, which no sum sees"](model)
-    run = survey(model, Corpus("ids", IDS, torch.full((2,), -1), [], 0))
+    run = survey(model, CORPUS)
     assert constituents(model, IDS[0], 1, decomposition=run).total.shape == (4, 32, 32)
     CHANGES["in place"](model)
     with pytest.raises(UsageError, match="the run is of another model"):
         constituents(model, IDS[0], 1, decomposition=run)
-
-
-def test_workers_would_open_other_weights(model):
-    CHANGES["order, which no sum sees"](model)
     with pytest.raises(UsageError, match="anew, without what was changed in memory"):
-        survey_on_ray(model, Corpus("ids", IDS, torch.full((2,), -1), [], 0))
+        survey_on_ray(model, CORPUS)

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from tests import checkpoints
-from tests.prune.families import FAMILIES, opened_anew
+from tests.checkpoints import WITH_EXPERTS
 from theodolite.errors import UsageError
 from theodolite.models.weights.block_matrices import (
     block_matrices,
@@ -19,10 +18,10 @@ from theodolite.models.weights.block_matrices import (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_entry_of_every_linear_layer_is_in_one_matrix(family, tmp_path):
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_every_entry_of_every_linear_layer_is_in_one_matrix(family, anew):
     """Oracle: the parameters of nn.Linear, Conv1D and experts by name; each entry is negated exactly once."""
-    model = opened_anew(family, tmp_path)
+    model = anew(family)
     before = {name: value.clone() for name, value in model.hf.state_dict().items()}
     names = {module: name for name, module in model.hf.named_modules()}
     expected = {
@@ -43,9 +42,9 @@ def test_every_entry_of_every_linear_layer_is_in_one_matrix(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "bloom"])
-def test_fused_projections_are_three_matrices(family, tmp_path):
+def test_fused_projections_are_three_matrices(family, anew):
     """Oracle: `HeadWeights`, which the probe reads through the tap, whatever the layout."""
-    model = opened_anew(family, tmp_path)
+    model = anew(family)
     own = {matrix.name: matrix.read() for matrix in block_matrices(model)[1]}
     weights = model.head_weights(1)
     for name in "qkv":
@@ -55,9 +54,9 @@ def test_fused_projections_are_three_matrices(family, tmp_path):
         torch.testing.assert_close(repeated.mT, by_head, rtol=0, atol=1e-6)
 
 
-def test_projections_that_are_no_entries_of_one_matrix_stay_whole(tmp_path):
+def test_projections_that_are_no_entries_of_one_matrix_stay_whole(anew):
     """W_q = A B: two layers, each pruned as it is."""
-    model = opened_anew("llama2", tmp_path)
+    model = anew("llama2")
     attention = model.hf.model.layers[0].self_attn
     attention.q_proj = nn.Sequential(nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False))
     names = [matrix.name for matrix in block_matrices(model)[0]]
@@ -73,30 +72,30 @@ class _Wider(nn.Module):
         return self.inner(hidden)[..., 5:]
 
 
-def test_what_a_layer_holds_besides_its_projection_is_a_matrix_of_its_own(tmp_path):
+def test_what_a_layer_holds_besides_its_projection_is_a_matrix_of_its_own(anew):
     """Oracle: rows by number. A layer of 37 outputs, of which the queries are the last 32."""
-    model = opened_anew("llama2", tmp_path)
+    model = anew("llama2")
     model.hf.model.layers[2].self_attn.q_proj = wider = _Wider()
     parts = {matrix.name: matrix for matrix in block_matrices(model)[2]}
     assert torch.equal(parts["q"].read(), wider.inner.weight[5:])
     assert torch.equal(parts["self_attn.q_proj.inner.rest"].read(), wider.inner.weight[:5])
 
 
-def test_routers_are_left_dense(tmp_path):
+def test_routers_are_left_dense(anew):
     """Their names are the oracle. Biases of experts are two-dimensional, but no matrices."""
-    model = opened_anew("gpt_oss", tmp_path)
+    model = anew("gpt_oss")
     matrices = [matrix for block in block_matrices(model) for matrix in block]
     assert left_dense(model, matrices) == {f"model.layers.{n}.mlp.router.weight": 64 for n in range(3)}
-    dense = opened_anew("gpt2", tmp_path / "dense")
+    dense = anew("gpt2")
     assert left_dense(dense, [matrix for block in block_matrices(dense) for matrix in block]) == {}
     dense.hf.transformer.h[0].mlp.shared_expert_gate = nn.Linear(32, 1)
     assert "mlp.shared_expert_gate" not in {matrix.name for matrix in block_matrices(dense)[0]}
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_products_with_experts_are_seen(family, tmp_path):
+def test_products_with_experts_are_seen(family, anew):
     """Oracle: the rows that each expert's first matrix gets, recomputed from what the router says."""
-    model = opened_anew(family, tmp_path)
+    model = anew(family)
     (block, *_), (matrices, *_) = model.structure.blocks, block_matrices(model)
     at = {matrix.holder.data_ptr(): matrix for matrix in matrices if matrix.expert is not None}
     rows: dict[str, list[torch.Tensor]] = {}
@@ -153,8 +152,8 @@ def test_products_are_seen_whatever_the_function():
         torch.testing.assert_close(inputs @ matrix.T, result)
 
 
-def test_one_matrix_in_two_modules_is_refused(tmp_path):
-    model = opened_anew("llama2", tmp_path)
+def test_one_matrix_in_two_modules_is_refused(anew):
+    model = anew("llama2")
     layers = model.hf.model.layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(
@@ -163,12 +162,8 @@ def test_one_matrix_in_two_modules_is_refused(tmp_path):
         block_matrices(model)
 
 
-def test_quantised_weights_are_refused(tmp_path):
-    model = opened_anew("llama2", tmp_path)
+def test_quantised_weights_are_refused(anew):
+    model = anew("llama2")
     model.hf.is_quantized = True
     with pytest.raises(UsageError, match="is quantised, so its W_q and W_k cannot be pruned"):
         block_matrices(model)
-
-
-def test_the_families_here_are_all_that_read_text():
-    assert set(checkpoints.TEXT_FAMILIES) < set(FAMILIES)
