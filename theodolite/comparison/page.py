@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from theodolite.judging import Verdict, mix_of
 from theodolite.passes.run import Run
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import Choice, by_name
+from theodolite.report.exhibit import by_name
 from theodolite.report.outcome import MARKS, Heading, Outcome, result, write_index, write_outcome
 from theodolite.sinks.prompt import PromptTrace
 from theodolite.system.files import disk_errors, write_text
@@ -49,9 +47,6 @@ LOW_RANK_CLAIM = "The low-rank term makes the sinks of its layer (section 3.2, F
 PROMPT_SHOWN = 600  # characters of the prompt below the maps
 SCHEMA_VERSION = 2
 FILE = "comparison.json"
-CAPTIONS: dict[str, dict[str, Any]] = tomllib.loads(
-    (resources.files("theodolite.comparison") / "figures.toml").read_text(encoding="utf-8")
-)
 
 
 @dataclass(frozen=True)
@@ -166,17 +161,9 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
         "prompt": visible(on_prompt.prompt, PROMPT_SHOWN),
         "look_for": look_for,
     }
-    _draw(page, "maps", drawing.parallel_map(attention, square=True), head=head, **told)
+    page.show("compare", "maps", drawing.parallel_map(attention, square=True), head=head, **told)
     dimensions = figures_prompt.DIMENSIONS
-    _draw(page, "outputs", drawing.parallel_map(output), head=head, dimensions=dimensions)
-
-
-def _draw(page: Outcome, key: str, figure: go.Figure | Choice, **values: object) -> None:
-    """Show a figure under its caption of `figures.toml`, which `values` fill."""
-    texts = dict(CAPTIONS[key])
-    wide = texts.pop("wide", False)
-    filled = {name: text.format(**values) if values else text for name, text in texts.items()}
-    page.figure(key, figure=figure, wide=wide, **filled)
+    page.show("compare", "outputs", drawing.parallel_map(output), head=head, dimensions=dimensions)
 
 
 Draw = Callable[..., go.Figure]
@@ -208,7 +195,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         shown = list(tables.values())
         drawn = by_name("model", list(tables), functools.partial(_drawn, draw, shown))
         figure = drawn if len(shown) > 1 else draw(shown[0])
-        _draw(page, name.replace(" ", "-"), figure)
+        page.show("compare", name.replace(" ", "-"), figure)
 
 
 def _drawn(draw: Draw, tables: Sequence[pd.DataFrame], index: int) -> go.Figure:
