@@ -192,14 +192,9 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
                 len(part.table) for audit in audits for part in audit.parts if part.name == "positional basis"
             )
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
-        shown = list(tables.values())
-        drawn = by_name("model", list(tables), functools.partial(_drawn, draw, shown))
-        figure = drawn if len(shown) > 1 else draw(shown[0])
-        page.show("compare", name.replace(" ", "-"), figure)
-
-
-def _drawn(draw: Draw, tables: Sequence[pd.DataFrame], index: int) -> go.Figure:
-    return draw(tables[index])
+        figures = [functools.partial(draw, table) for table in tables.values()]
+        picker = by_name("model", list(tables), lambda index, of=figures: of[index]())
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0]())
 
 
 def as_json(compared: Compared) -> dict[str, Any]:

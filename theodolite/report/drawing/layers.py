@@ -140,10 +140,12 @@ def _declare(key: str, curves: dict[str, Any]) -> None:
         for name, look in curves["columns"].items()
     }
 
+    hidden: dict[str, Any] = {"showlegend": False}  # of models that the first bands have named
+
     def draw(run: Run) -> go.Figure:
         below: list[Any] = []
         for place, band in enumerate(curves.get("bands", ())):
-            below += _bands(run, *band, **({"showlegend": False} if place else {}))
+            below += _bands(run, *band, **hidden if place else {})
         if "limit" in curves:
             ends, limit = [-0.3, _last(run) + 0.3], limit_of("layers", next(iter(columns))).limit
             below += reference(ends, limit, curves["limit"], dash="dash")
