@@ -193,8 +193,12 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
             )
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
         figures = [functools.partial(draw, table) for table in tables.values()]
-        picker = by_name("model", list(tables), lambda index, of=figures: of[index]())
-        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0]())
+
+        def picked(index: int, figures: Sequence[Callable[[], go.Figure]] = figures) -> go.Figure:
+            return figures[index]()
+
+        picker = by_name("model", list(tables), picked)
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else picked(0))
 
 
 def as_json(compared: Compared) -> dict[str, Any]:
