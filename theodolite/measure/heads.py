@@ -160,9 +160,7 @@ def induction_columns(patterns: State) -> dict[str, list[float]]:
         "entropy_by_position", "(L, H, T)", "Mean attention entropy of the queries at each position, in nats."
     ),
     Array(
-        "propagation_by_position",
-        "(L, H, T)",
-        "Measured ρ of the last query; NaN where it never sees the key.",
+        "propagation_by_position", "(L, H, T)", "Measured ρ of the last query; NaN: it never sees the key."
     ),
     Array(
         "received_by_position", "(L, H, T)", "Mean attention that each key gets from the queries that see it."
@@ -197,7 +195,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     layer, head, token, first = sums["keys"].unbind(dim=1)
     in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
     contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
-    columns = {
+    columns: dict[str, Tensor | list[str]] = {
         "layer": layer,
         "head": head,
         "token_id": token,
