@@ -51,8 +51,8 @@ def test_dots_are_the_rows_and_a_share_of_none_has_a_place_on_a_logarithmic_axis
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_picker_gives_the_figure_of_the_other_table(audits, place):
     """A figure of one table under the variant of another is the other's figure."""
-    drawn_here = [each for each in FIGURES if each[0] not in ("matched heads", "outlier dimensions")]
-    for name, _, draw, *_ in drawn_here:
+    for name in FIGURES.keys() - {"matched heads", "outlier dimensions"}:
+        draw = FIGURES[name]
         tables = [audit.part(name).table for audit in audits]
         first, expected = (draw(tables[index]).to_plotly_json()["data"] for index in (1 - place, place))
         choice = by_name("model", ["first", "second"], lambda index, of=tables, draw=draw: draw(of[index]))

@@ -70,14 +70,12 @@ def test_what_a_prompt_measures(subject, checkpoint):
 
 
 def test_sinks_tags_and_their_colours(sharp):
-    """Oracles: `trace_prompt`, which is held against eager attention by hand; numpy on what its head writes."""
+    """Oracle: numpy on the head's attention and on what it writes; groups are held by hand in tests/sinks."""
     ids = prompt_ids([sharp], SINKS_PROMPT)
     found, tested = 0, 0
     for layer, head in np.ndindex(2, 2):
         trace = trace_prompt(sharp.model, torch.tensor(ids), layer, head)
         view, tags = sharp.view(ids, layer, head), sharp.tags(ids, layer, head)
-        assert [sink.position for sink in view.sinks] == trace.sinks.tolist()
-        np.testing.assert_array_equal(view.group, trace.group)
         later = len(ids) - 1 - np.arange(len(ids))
         enough = later >= min(16, len(ids) / 4)
         received = trace.attention.numpy().sum(0) / (later + 1)

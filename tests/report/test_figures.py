@@ -200,11 +200,9 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
     [
         (lambda run: figures.spiral(run, layer=9), "layer 9 does not exist: this figure has layers 0 to 3"),
         (lambda run: figures.spiral(run, layer="2"), "layer '2' does not exist"),
-        (lambda run: figures.spiral(run, layer=1.5), "layer 1.5 does not exist"),
         (lambda run: figures.gram(run, -1), "layer -1 does not exist"),
         (lambda run: figures.head_shares(run, 3), "layer 3 does not exist: this figure has layers 0 to 2"),
         (lambda run: figures.constituents(run, 0, 7), "head 7 does not exist: this figure has heads 0 to 3"),
-        (lambda run: figures.spectrum(run, 3, 0), "layer 3 does not exist: this figure has layers 0 to 2"),
         (lambda run: figures.head_map(run, "spectrum_of"), "no measure 'spectrum_of': there are 'entropy'"),
         (
             lambda run: figures.attribution(run, "any"),

@@ -43,7 +43,7 @@ def test_it_names_the_model_the_text_the_key_numbers_and_the_strongest_heads(run
     assert "http" not in html
     sick = replace(run, layers=run.layers.assign(rank_collapse=0.01))._repr_html_()
     assert ("Rank collapse:" in sick, "Rank collapse:" in html) == (True, False)
-    passed, flagged = Check("", "", False), Check("", "", True)
+    passed, flagged = Check("", False), Check("", True)
     assert in_a_line([passed] * 6) == "All 6 health checks passed."
     assert in_a_line([passed] * 4 + [flagged] * 2) == "2 of 6 health checks flagged."
 

@@ -24,7 +24,6 @@ from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import MATCHED, OUTPUTS
 from theodolite.comparison.survival import MORE_THAN_HARDLY_ANY, NEARLY_ALL, SURVIVED, Survival
 from theodolite.judging import Verdict, mix_of
-from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
@@ -152,113 +151,38 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
         listed_by_model.append(f"{name}: {of_model}")
         attention[name] = figures_prompt.attention(trace.attention.numpy(), tokens, sinks)
         output[name] = figures_prompt.by_dimension(trace.output.numpy(), tokens, sinks, scale_of=all_outputs)
-    page.figure(
-        "maps",
-        f"Attention of {head}, model by model",
-        drawing.parallel_map(attention, square=True),
-        f"One prompt, queries down, keys across; ▼: sinks. {'; '.join(listed_by_model)}. The prompt: "
-        f"“{visible(on_prompt.prompt, PROMPT_SHOWN)}”",
-        "a strong column in one model that is weak or missing in another."
-        if any((trace.sinks >= 0).any() for trace in on_prompt.traces.values())
-        else "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head.",
-        f"{ZHANG}, Figs. 4 and 5",
-        wide=True,
+    look_for = (
+        "columns that differ. The head has no sink on this prompt: try another --prompt, --layer or --head."
     )
-    page.figure(
-        "outputs",
-        f"Output of {head}, model by model",
-        drawing.parallel_map(output),
-        f"What the head adds to the residual stream (o W_O): tokens down, the {figures_prompt.DIMENSIONS} largest "
-        "dimensions across, on one colour scale.",
-        "columns of one colour below a sink: its tag. A model that lost the sink has none.",
-        f"{ZHANG}, Fig. 4",
-        wide=True,
-    )
+    if any((trace.sinks >= 0).any() for trace in on_prompt.traces.values()):
+        look_for = "a strong column in one model that is weak or missing in another."
+    told = {
+        "sinks": "; ".join(listed_by_model),
+        "prompt": visible(on_prompt.prompt, PROMPT_SHOWN),
+        "look_for": look_for,
+    }
+    page.show("compare", "maps", drawing.parallel_map(attention, square=True), head=head, **told)
+    dimensions = figures_prompt.DIMENSIONS
+    page.show("compare", "outputs", drawing.parallel_map(output), head=head, dimensions=dimensions)
 
 
 Draw = Callable[..., go.Figure]
-
-# Part, title, how its table is drawn, what is drawn, what to look for, whose figure it is, and whether it is wide.
-FIGURES: tuple[tuple[str, str, Draw, str, str, str, bool], ...] = (
-    (
-        MATCHED,
-        "Heads matched by what they do",
-        lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
-        "One dot per head: its depth (0 first, 1 last) and that of the most similar head of the other model.",
-        "dots along the line: the two models do the same things at the same depth.",
-        "ours",
-        False,
-    ),
-    (
-        "sinks",
-        "Sinks before and after",
-        functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
-        "One dot per sink (layer, head, kind and token): the share of contexts in which it is one.",
-        "dots at the lower edge (lost) and at the left edge (new). On the line nothing changed.",
-        f"{ZHANG}, section 3.3",
-        False,
-    ),
-    (
-        "tags",
-        "Tags before and after",
-        functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
-        "One dot per sink: η², the share of the head output's variance that its grouping of tokens explains.",
-        "dots at the lower edge. A lost dot near the line has rotated: it tags in another direction.",
-        f"{ZHANG}, sections 2 and 3.4",
-        False,
-    ),
-    (
-        OUTPUTS,
-        "Head outputs before and after",
-        functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
-        "One dot per head: root-mean-square norm over tokens of what it adds to the residual stream.",
-        "dots at the lower edge: heads that write nothing any more. A lost head near the line writes other things.",
-        "ours",
-        False,
-    ),
-    (
-        "entropies",
-        "Entropy of attention, head by head",
-        drawing.entropies,
-        "Mean entropy of each head's attention, as a share of the maximum, and its change in nats.",
-        "strong colours on the right: heads that attend to fewer keys (blue) or more (orange).",
-        f"{BAO}, section 5",
-        True,
-    ),
-    (
-        "outlier dimensions",
-        "Outlier dimensions, layer by layer",
-        drawing.outliers,
-        "Share of tokens past the first with |x| ≥ 6, for the dimensions that are outliers in some layer.",
-        "rows that are strong in only one of the two.",
-        f"{ZHANG}, section 3.2; Dettmers et al. 2022",
-        True,
-    ),
-    (
-        "positional basis",
-        "Positions, layer by layer",
-        drawing.positions,
-        "Rank and relative norm of the positional basis; overlap: mean squared cosine of its leading directions; "
-        "curve: similarity of the Gram matrices.",
-        "an overlap near 1. A low overlap with a high curve: the same positions, rotated.",
-        f"{SONG}, Tables 1, 2 and 4",
-        True,
-    ),
-    (
-        "spectra",
-        "Norm of W_QK before and after",
-        functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
-        "One dot per head: the Frobenius norm of its query-key matrix.",
-        "dots far below the line: heads whose logits hardly distinguish keys any more.",
-        f"{BAO}, section 3",
-        False,
-    ),
-)
+FIGURES: dict[str, Draw] = {
+    MATCHED: lambda table: drawing.scatter(table[table["match"] != ""], drawing.MATCH_DOTS),
+    "sinks": functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
+    "tags": functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
+    OUTPUTS: functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
+    "entropies": drawing.entropies,
+    "outlier dimensions": drawing.outliers,
+    "positional basis": drawing.positions,
+    "spectra": functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
+}
+"""How the table of each part is drawn, in the order of the page."""
 
 
 def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
     """Draw the parts that some comparison has, with a picker where there are several comparisons."""
-    for name, title, draw, *captions, wide in FIGURES:
+    for name, draw in FIGURES.items():
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
@@ -268,14 +192,13 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
                 len(part.table) for audit in audits for part in audit.parts if part.name == "positional basis"
             )
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
-        shown = list(tables.values())
-        drawn = by_name("model", list(tables), functools.partial(_drawn, draw, shown))
-        figure = drawn if len(shown) > 1 else draw(shown[0])
-        page.figure(name.replace(" ", "-"), title, figure, *captions, wide=wide)
+        figures = [functools.partial(draw, table) for table in tables.values()]
 
+        def picked(index: int, figures: Sequence[Callable[[], go.Figure]] = figures) -> go.Figure:
+            return figures[index]()
 
-def _drawn(draw: Draw, tables: Sequence[pd.DataFrame], index: int) -> go.Figure:
-    return draw(tables[index])
+        picker = by_name("model", list(tables), picked)
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else picked(0))
 
 
 def as_json(compared: Compared) -> dict[str, Any]:

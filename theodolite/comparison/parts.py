@@ -30,7 +30,6 @@ from theodolite.comparison.survival import (
     Flags,
     Survival,
     direction_margins,
-    each,
     expected_by_chance,
     join,
     looks_of,
@@ -117,7 +116,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         f"independent){'' if paired is None else together}",
         table,
         Change("sinks per context", table["before"].sum(), table["after"].sum()),
-        each(lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)"),
+        lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)",
         details=() if paired is None else (f"at the same place of the same context: {paired}",),
         weight="before",
         least=LEAST_SHARE,
@@ -225,7 +224,7 @@ def tags(reference: Run, other: Run) -> Survival:
         "that is gone, if the sink is lost",
         table[shown],
         mean("mean η² in the head's output", ""),
-        each(change),
+        change,
         details=(
             mean("largest η² in later layers", "released_"),
             *([f"median cosine of the directions {number(cosine)}"] if np.isfinite(cosine) else []),
@@ -283,7 +282,6 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
         f"past the first; it {BY_HALVES}",
         table,
         Change("outlier dimensions, summed over layers", *units),
-        _dimension_names,
         weight="before",
         least=OUTLIER_SHARE,
         contexts=_contexts(reference),
@@ -310,15 +308,9 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         "95 % interval",
         table.assign(status=statuses(table, 1, GROUPS)),
         Change("massive activations, summed over layers", table["before"].sum(), table["after"].sum()),
-        _dimension_names,
         least=1,
         contexts=_contexts(reference),
     )
-
-
-def _dimension_names(rows: pd.DataFrame) -> list[str]:
-    layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
-    return [f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()]
 
 
 def positions(reference: Run, other: Run) -> Survival:
@@ -349,7 +341,6 @@ def positions(reference: Run, other: Run) -> Survival:
         "(linear CKA), which is invariant to rotation",
         table,
         norm,
-        lambda rows: [f"layer {layer}" for layer in rows["layer"]],
         verb=("keeps its positional basis", "keep their positional basis"),
         details=(
             rank,
@@ -455,7 +446,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         "whole 95 % interval (over contexts)",
         table.assign(status=statuses(table, 1.0, contexts)),
         Change("mean norm of the outputs", before.mean(), after.mean()),
-        each(change),
+        change,
         verb=("keeps its output", "keep their output"),
         details=(f"median relative difference {number(table['relative_difference'].median())}",),
         least=1.0,
@@ -505,7 +496,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
         Change(mean_of("heads", "entropy"), table["before"].mean(), table["after"].mean()),
-        each(change),
+        change,
         verb=("keeps its entropy", "keep their entropy"),
         by_chance=expected_by_chance(similar_entropies(first[known, None], second[known], 0.0, 0.0)[0]),
         contexts=contexts,
@@ -583,7 +574,7 @@ def head_types(reference: Run, other: Run) -> Survival:
         f"{thresholds}; it {BY_HALVES}",
         table,
         Change("heads with a role", *units),
-        each(change),
+        change,
         contexts=_contexts(reference),
     )
 
@@ -630,7 +621,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         "the weights alone) is the same",
         table,
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
-        each(change),
+        change,
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
         details=(
             f"median change of the norm {percent(median)}"

@@ -64,15 +64,7 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
     shown = {name: title for name, title in measures().items() if table[name].notna().any()}
     outcome = Outcome(tables={"models": table})
     if bool(table["step"].notna().all()) and table["step"].is_unique:
-        outcome.figure(
-            "curves",
-            "Over training",
-            over_training(table, shown),
-            "Each point is the survey of one checkpoint. Whiskers are standard errors; means over heads have none.",
-            "which measures move early, which late, and whether any collapses or jumps.",
-            "The step is read from each folder's name.",
-            wide=True,
-        )
+        outcome.show("series", "curves", over_training(table, shown))
     for name, title in shown.items():
         values = [number(value) for value in table[name]]
         outcome.read(f"{title}, first and last model", f"{values[0]} → {values[-1]}")

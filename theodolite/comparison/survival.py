@@ -100,7 +100,7 @@ class Survival:
         pd.DataFrame
     )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
     moved: Change  # the part in one number
-    names: Callable[[pd.DataFrame], list[str]] = lambda rows: []  # of lost or new units, for the sentence
+    describe: Callable[[pd.Series], str] | None = None  # what the sentence says of a lost or new head or sink
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
     details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
     weight: str = ""  # the column by which units count; empty: each counts once
@@ -211,9 +211,24 @@ class Survival:
                 rows = self.table[self.table["status"] == status]
                 if "difference" in rows:
                     rows = rows.sort_values("difference", key=lambda of: -of.abs(), kind="stable")
-                if names := self.names(rows):
+                if names := self._named(rows):
                     clauses.append(f"{status}: {listed(names, NAMED)}")
         return "; ".join(clauses) + "."
+
+    def _named(self, rows: pd.DataFrame) -> list[str]:
+        """Name lost or new units: dimensions, layers, or heads and sinks with what `describe` says of them."""
+        if "dimension" in rows:
+            layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
+            return [
+                f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()
+            ]
+        if "head" not in rows:
+            return [f"layer {layer}" for layer in rows["layer"]]
+        return [
+            f"{sink_name(row) if 'kind' in row else head_name(row['layer'], row['head'])} {self.describe(row)}"
+            for _, row in rows.iterrows()
+            if self.describe
+        ]
 
     def counts(self) -> str:
         """`31 of 34 sinks survive`, and how many are new or undecided."""
@@ -226,14 +241,6 @@ class Survival:
             text += f" ({percent(weights[0] / sum(weights))} by weight)"
         text += f", {new} new" if (new := self.count(NEW)) else ""
         return f"{text}, {self.undecided} undecided (within the 95 % interval)" if self.undecided else text
-
-
-def each(describe: Callable[[pd.Series], str]) -> Callable[[pd.DataFrame], list[str]]:
-    """Name the head or sink of every row, each with what `describe` says of it."""
-    return lambda rows: [
-        f"{(sink_name(row) if 'kind' in row else head_name(row['layer'], row['head']))} {describe(row)}"
-        for _, row in rows.iterrows()
-    ]
 
 
 def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -288,29 +287,26 @@ def html(macro: str, *values: object) -> str:
     return str(getattr(environment().get_template("explore.html.j2").module, macro)(*values)).strip()
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """A role with the head's score on the surveyed text and on this prompt; NaN where there is none."""
+class Evidence(NamedTuple):
+    """A role, the head's score on the surveyed text and on this prompt (NaN: none), and whether the head has it."""
 
     role: HeadRole
     on_text: float
     on_prompt: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the head has this role: on the text, or on the prompt where the text has no number."""
-        score = self.on_prompt if math.isnan(self.on_text) else self.on_text
-        return score >= self.role.threshold
+    holds: bool
 
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
-    """List every role with the head's scores; the roles that it has come first."""
+    """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
     columns = [role.column for role in ROLES]
     on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
-    rows = [Evidence(role, on_text[role.column], on_prompt[role.column]) for role in ROLES]
-    rows = [row for row in rows if not (math.isnan(row.on_text) and math.isnan(row.on_prompt))]
-    scored = [row for row in rows if row.role is not LEARNED_SINK or row.on_text or row.on_prompt]
-    return sorted(scored, key=lambda row: not row.holds)
+    rows = []
+    for role in ROLES:
+        text, here = on_text[role.column], on_prompt[role.column]
+        score = here if math.isnan(text) else text
+        if not math.isnan(score) and (role is not LEARNED_SINK or text or here):
+            rows.append(Evidence(role, text, here, score >= role.threshold))
+    return sorted(rows, key=lambda row: not row.holds)
 
 
 def _row(run: Run, layer: int, head: int) -> pd.Series:

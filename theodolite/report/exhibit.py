@@ -1,10 +1,15 @@
-"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it."""
+"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it.
+
+`exhibits.toml` has the sections of the page and the captions, in the page's order.
+"""
 
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,16 +105,18 @@ class Exhibit:
 Draw = Callable[..., go.Figure | Sketch]
 Picker = Callable[[Run, Draw], Choice]
 
-SECTIONS = {  # of the page: identifier → name in the contents
-    "position": "Position",
-    "context": "Context",
-    "depth": "Through the layers",
-    "heads": "All heads",
-    "constituents": "Constituents",
-    "head": "One head",
-    "sinks": "Sinks",
-    "outliers": "Outliers",
+_DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
+    (resources.files("theodolite.report") / "exhibits.toml").read_text(encoding="utf-8")
+)
+SECTIONS: dict[str, str] = {section: captions.pop("name") for section, captions in _DECLARED.items()}
+"""Of the page: identifier → name in the contents."""
+
+CAPTIONS = {
+    key: {"section": section} | caption
+    for section, captions in _DECLARED.items()
+    for key, caption in captions.items()
 }
+"""Of every exhibit what `exhibits.toml` says, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -117,29 +124,30 @@ class SurveyExhibit:
     """One figure of the page, and of `report.figures`: a function of a run, declared by `exhibit`.
 
     Attributes:
+        key: its name in `exhibits.toml`, which has title, shows, look_for, source, unhealthy, wide.
         needs: such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
-        shows, look_for, source, unhealthy: its caption.
-        key: the function's name with hyphens where it has no other.
         picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
         alone: whether `report.figures` has it.
         given: further arguments of the function, or functions of the run that give them.
+        curves: of one that `exhibits.toml` draws (`drawing/layers.py`).
     """
 
     key: str
+    function: Callable[..., go.Figure]
     section: str
     title: str
-    needs: tuple[str, ...]
-    function: Callable[..., go.Figure]
     shows: str
     look_for: str
     source: str
     unhealthy: str = ""
-    picker: Picker | None = None
-    small: bool = False
     wide: bool = False
+    small: bool = False
+    needs: Sequence[str] = ()
+    picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
     given: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, Any] = field(default_factory=dict)
 
     def available(self, run: Run) -> bool:
         """True when the run has every number that the figure needs."""
@@ -164,18 +172,19 @@ class SurveyExhibit:
         return Exhibit(self.key, self.title, self.draw(run), *caption, choice, self.wide)
 
 
-DECLARED: list[SurveyExhibit] = []
-"""All exhibits of the modules imported so far; `figures.EXHIBITS` has those of the page, in its order."""
+DECLARED: dict[str, SurveyExhibit] = {}
+"""All exhibits of the modules imported so far, by key; `figures.EXHIBITS` has those of the page, in its order."""
 
 
-def exhibit(
-    section: str, title: str, *needs: str, key: str = "", **more: Any
-) -> Callable[[Drawing], Drawing]:
-    """Declare a function of a run to be a figure of the page; `more`: of `SurveyExhibit`."""
+def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
+    """Declare a function of a run to be a figure of the page; `key`: in `exhibits.toml`, as its name with hyphens.
+
+    `more`: of `SurveyExhibit`.
+    """
 
     def declare(function: Drawing) -> Drawing:
         name = key or function.__name__.replace("_", "-")
-        DECLARED.append(SurveyExhibit(name, section, title, needs, function, **more))
+        DECLARED[name] = SurveyExhibit(name, function, **CAPTIONS[name], **more)
         return function
 
     return declare

@@ -27,13 +27,13 @@ from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers, patches, sinks
-from theodolite.report.exhibit import DECLARED, SECTIONS, SurveyExhibit, by_block
+from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
 from theodolite.system.wording import head_name, listed
 
 MODULES = (patches, geometry, layers, split, heads, sinks)
-_PLACES = {module.__name__: place for place, module in enumerate(MODULES)}
-_SECTIONS = list(SECTIONS)
-EXHIBITS = sorted(DECLARED, key=lambda one: (_SECTIONS.index(one.section), _PLACES[one.function.__module__]))
+"""Where they are declared."""
+
+EXHIBITS = [DECLARED[key] for key in CAPTIONS]
 """All of them in the order of the page."""
 
 _OF_FUNCTION: dict[str, list[SurveyExhibit]] = {}

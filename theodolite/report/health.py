@@ -6,9 +6,8 @@ first look. A mean over layers passes only where it is clear of its limit by its
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +51,6 @@ REASON = 160  # characters of a reason that are shown
 class Check(NamedTuple):
     """The outcome of one check."""
 
-    name: str
     text: str
     flagged: bool
 
@@ -70,24 +68,13 @@ Outcome = tuple[str, bool]
 
 def checks(run: Run) -> list[Check]:
     """Every check that the run's numbers allow, those of a caller's own columns last."""
-    every: dict[str, Callable[[Run], Outcome | None]] = {
-        "rank collapse": _rank_collapse,
-        "entropy collapse": _entropy_collapse,
-        "vanishing signal": _vanishing,
-        "dead heads": _dead_heads,
-        "constant logits": _constant_logits,
-        "massive activations": _massive,
-        "positional structure": _positional,
-        "smoothness": _smooth,
-        "incoherence": _entangled,
-        "unmeasured heads": _missing,
-        "constituents": _not_decomposed,
-        "unknown tokens": _unknown_tokens,
-    }
-    for table in ("layers", "heads"):
-        for measure in own_columns(run, table):
-            every[measure.name] = functools.partial(_own, measure)
-    return [Check(name, *outcome) for name, check in every.items() if (outcome := check(run)) is not None]
+    outcomes = [
+        *(_rank_collapse(run), _entropy_collapse(run), _vanishing(run), _dead_heads(run)),
+        *(_constant_logits(run), _massive(run), _positional(run), _smooth(run), _entangled(run)),
+        *(_missing(run), _not_decomposed(run), _unknown_tokens(run)),
+        *(_own(measure, run) for table in ("layers", "heads") for measure in own_columns(run, table)),
+    ]
+    return [Check(*outcome) for outcome in outcomes if outcome is not None]
 
 
 def _own(measure: Column, run: Run) -> Outcome | None:

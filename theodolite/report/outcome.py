@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,11 @@ SOURCES = {
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
+CAPTIONS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
+    (resources.files("theodolite.report") / "figures.toml").read_text(encoding="utf-8")
+)
+"""Page → figure → title, shows, look_for, source, wide."""
+
 JUDGED = "judged"  # the table with the numbers behind the verdicts
 
 
@@ -132,6 +139,13 @@ class Outcome:
             choice, first = figure, figure.draw(figure.options[figure.start].key)
             figure = first.figure if isinstance(first, Sketch) else first
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
+
+    def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
+        """Show a figure under its caption of `figures.toml`, which `values` fill."""
+        texts = dict(CAPTIONS[page][key])
+        wide = texts.pop("wide", False)
+        filled = {name: text.format(**values) if values else text for name, text in texts.items()}
+        self.figure(key, figure=figure, wide=wide, **filled)
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:

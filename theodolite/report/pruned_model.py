@@ -15,10 +15,6 @@ from theodolite.report.drawing.grammar import heat, map_height
 from theodolite.report.outcome import Heading, Outcome, folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, for_plotly, listed, number, percent
 
-OUTLYING_MATRICES = (
-    "matrices that stand out: a lower sparsity or (OATS) another rank ratio would retain more."
-)
-
 PRUNING = Heading(
     "sinks/prune",
     "A pruned model: the error of each matrix",
@@ -58,7 +54,10 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     fallbacks = list(table.loc[table["fallback"] != "", "fallback"].unique())
     if fallbacks:
         outcome.read("fallbacks", listed(fallbacks))
-    _draw(outcome, table, read_text=read_text, has_errors=has_errors)
+    if has_errors:
+        outcome.show("prune", "error", error_map(table, "error"))
+    scaled = error_map(table, "error_scaled")
+    outcome.show("prune", "error-scaled" if read_text else "error-weights", scaled)
     return outcome
 
 
@@ -87,34 +86,6 @@ def write_page(pruned: Pruned, folder: Path) -> Path:
 def page_at(folder: Path) -> Path:
     """Where the page below `folder` is."""
     return folder_of(PRUNING.name, folder) / "index.html"
-
-
-def _draw(outcome: Outcome, table: pd.DataFrame, *, read_text: bool, has_errors: bool) -> None:
-    """The map of each error that was measured."""
-    if has_errors:
-        outcome.figure(
-            "error",
-            "Error of the outputs of each matrix",
-            error_map(table, "error"),
-            "‖(W − Ŵ) X‖ / ‖W X‖ over all inputs X of the calibration text, from their full second moments: what "
-            "SparseGPT minimises.",
-            OUTLYING_MATRICES,
-            "Frantar & Alistarh 2023, eq. 1",
-            wide=True,
-        )
-    of_outputs = (
-        "Error of each matrix in the scaled norm",
-        "‖(W − Ŵ) D‖ / ‖W D‖, D the root mean square of each input of the matrix on the calibration text, as the "
-        "pruned blocks before it give them: the norm in which Wanda and OATS choose, as if inputs were uncorrelated.",
-    )
-    of_weights = (
-        "Error of the weights of each matrix",
-        "‖W − Ŵ‖ / ‖W‖. The method weighs no inputs, and no text was read: --errors measures outputs, too.",
-    )
-    title, shows = of_outputs if read_text else of_weights
-    source = "Sun et al. 2024, eq. 1; Zhang & Papyan 2025, section 2"
-    cells = error_map(table, "error_scaled")
-    outcome.figure("error-scaled", title, cells, shows, OUTLYING_MATRICES, source, wide=True)
 
 
 def error_map(table: pd.DataFrame, column: str) -> go.Figure:

@@ -11,7 +11,6 @@ import pandas as pd
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import most_extreme, sigmas
 from theodolite.judging import SIGMAS, Criterion, Estimate
-from theodolite.measure.publications import ZHANG
 from theodolite.passes.run import Run
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.outcome import Heading, Outcome
@@ -61,33 +60,9 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     judge_release(outcome, heads, model["layers"])
     judge_copy(outcome, traces["alignment"], weights)
     judge_outliers(outcome, traces["outlier_dimensions"] != "", weights)
-    outcome.figure(
-        "release",
-        "Where each tag persists",
-        drawing.release_map(traces, run.arrays["release"].numpy()),
-        "One row per sink, strongest tags first; η²: the share of within-context variance between the tokens that the "
-        "sink caught and the others, in the head's output (own colours), then in the residual stream.",
-        "rows that are dark at “head”, and darker after the head's block than before: a released tag.",
-        f"{ZHANG}, section 2",
-        wide=True,
-    )
-    outcome.figure(
-        "strength",
-        "How much is caught, and how strongly it is tagged",
-        drawing.strength(traces),
-        "One dot per sink of a head: the share of all queries that it catches, and η² of the head's output.",
-        "dots to the right and up: sinks that mark many tokens clearly.",
-        f"{ZHANG}, section 2",
-    )
-    outcome.figure(
-        "kept",
-        "The grouping before the head and after it",
-        drawing.release_scatter(heads),
-        "One dot per head: η² of its grouping in the residual stream before its block, and the largest after it; "
-        "bars: the standard error of the difference.",
-        "dots well above the line. On it, the grouping was already there before the head.",
-        f"{ZHANG}, section 2, Fig. 2d",
-    )
+    outcome.show("trace", "release", drawing.release_map(traces, run.arrays["release"].numpy()))
+    outcome.show("trace", "strength", drawing.strength(traces))
+    outcome.show("trace", "kept", drawing.release_scatter(heads))
 
 
 def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:

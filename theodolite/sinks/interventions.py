@@ -3,7 +3,7 @@
 Each is a context manager. While it is open the model is edited, whoever calls it: the model itself, `generate`, a
 survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
 that reads the model, and may be left in any order. The edits themselves are in `models.doors` and
-`models.projections`; what they do to the model is for the caller to measure.
+`models.weights`; what they do to the model is for the caller to measure.
 """
 
 from __future__ import annotations

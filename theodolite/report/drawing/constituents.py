@@ -26,7 +26,6 @@ from theodolite.measure.head_matrices import (
     head_matrices,
 )
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
-from theodolite.measure.publications import SONG
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import Floats, blocks, column, head_grid, heads_per_block, need_column
@@ -90,34 +89,8 @@ INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the
     "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
 }
 
-_LOOK_FOR = {
-    "previous": "position: long alone, short when ablated. RoPE and ALiBi put relative position in every group.",
-    "induction": "context: long alone, short when ablated: the head matches tokens, wherever they are.",
-    "same": "context: long alone, near uniform attention when ablated: the head matches tokens.",
-}
-_ALONE = (
-    "Mean attention {} on repeated random sequences. Black: using only this group of the logits' constituents. "
-    "Blue: without it. Solid line: the head itself; dotted: uniform attention."
-)
-_GROUPS = (
-    " Position: query or key supplies position, neither supplies context. Context: the reverse. Cross: one each. "
-    "Constant: mean and bias only. pos-pos, cvec-cvec: without mean and bias."
-)
 
-
-@exhibit(
-    "constituents",
-    "Constituents of the logits, by head",
-    "heads.share_position",
-    shows="One bar per head: what varies its logits across keys. Position: query or key supplies position, neither "
-    "supplies context. Context: the reverse. Constant: mean and bias only. Shares sum to 1; negative ones cancel "
-    "others.",
-    look_for="heads of one colour: blue reads position, red tokens. Grey depends on no token; with RoPE, on distance.",
-    source=f"{SONG}, section 5.2, with constituents that sum to the logits",
-    picker=by_block,
-    small=True,
-    wide=True,
-)
+@exhibit(picker=by_block)
 @Sketched
 def head_shares(run: Run, layer: int = 0) -> Sketch:
     """Share of the logits' variance of every head of one block by constituent, stacked; negative ones below 0."""
@@ -173,17 +146,7 @@ def _percentage(share: float) -> str:
     return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= NAMED else ""
 
 
-@exhibit(
-    "head",
-    "Constituents of its logits",
-    "constituents.share",
-    shows="Share of the logits' variance across keys, in per cent, by constituent of the query (rows) and the key "
-    "(columns); blank below 0.5 %. Negative shares cancel others; hover for standard errors over contexts.",
-    look_for="one strong cell: pos · pos is a positional head, resid · resid matches tokens; a strong mean or bias "
-    "row: every query prefers the same keys.",
-    source=f"{SONG}, section 5.2, with constituents that sum to the logits",
-    picker=by_head,
-)
+@exhibit(picker=by_head)
 @Sketched
 def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """Shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
@@ -304,15 +267,9 @@ def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) 
     )
 
 
-for _number, (_name, _pattern) in enumerate(ATTENTION_PATTERNS.items()):
+for _name in ATTENTION_PATTERNS:
     exhibit(
-        "constituents",
-        f"What makes {_pattern.role.plural}",
-        "attribution.score",
-        key=f"attribution-{_name}",
-        shows=_ALONE.format(_pattern.target) + ("" if _number else _GROUPS),
-        look_for=_LOOK_FOR[_name],
-        source=f"{SONG}, section 5.2 and Fig. 6; the recomputation is ours",
+        f"attribution-{_name}",
         when=lambda run, pattern=_name: bool(standing_out(run, pattern)),
         given={"pattern": _name},
     )(attribution)
@@ -323,16 +280,7 @@ def _by_cutoff(run: Run, draw: Draw) -> Choice:
     return Choice("K", options, lambda key: draw(cutoff=int(key)))
 
 
-@exhibit(
-    "constituents",
-    "Smoothness inherited by the logits",
-    "heads.pwp_low_frequency_10",
-    shows="Share of energy in the K × K lowest frequencies: of the positional basis (PPᵀ), of the same through the "
-    "heads' weights (PWPᵀ), and of the logits (QK); medians over a layer's heads; hover for their range.",
-    look_for="PWPᵀ as high as PPᵀ: heads inherit the smoothness and attend to neighbouring positions alike.",
-    source=f"{SONG}, section 4.2 and Table 3",
-    picker=_by_cutoff,
-)
+@exhibit(picker=_by_cutoff)
 @Sketched
 def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
     """Share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and the QK logits over a layer's heads.

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from theodolite.measure.publications import SONG
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, array, column, evenly, grid_of, need, provenance
@@ -34,21 +33,7 @@ def _components(run: Run, layer: int) -> tuple[Any, Any]:
     return positions, basis[positions].astype(np.float32)
 
 
-@exhibit(
-    "position",
-    "The positional basis and the context vectors of every layer",
-    "arrays.positional_pca",
-    shows="Each layer's mean vector per position (violet: early, green: late) on its two main directions, and context "
-    "vectors (red) on the same plane; every axis has its own scale.",
-    look_for="a smooth, low-dimensional curve (a spiral in the published models), with the cloud of contexts clear of "
-    "it.",
-    source=f"{SONG}, Fig. 1",
-    unhealthy="a curve that breaks up or folds into a point before the last layer: position has been lost.",
-    picker=by_residual_layer,
-    small=True,
-    wide=True,
-    when=lambda run: grid_of(run) is None,
-)
+@exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def spiral(run: Run, layer: int = 0) -> Sketch:
     """Positional basis and cvecs of one layer on the positional basis' first two principal components.
@@ -77,17 +62,7 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
     return Sketch(traces, "component 1", "component 2", 400, layout)
 
 
-@exhibit(
-    "position",
-    "Principal components of the positional basis",
-    "arrays.positional_pca",
-    shows="The first three principal components of the positional basis against position.",
-    look_for="cosine-like curves, each oscillating faster than the one before.",
-    source=f"{SONG}, section 3",
-    unhealthy="jagged lines: neighbouring positions have unrelated vectors.",
-    picker=by_residual_layer,
-    when=lambda run: grid_of(run) is None,
-)
+@exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def waves(run: Run, layer: int = 0) -> Sketch:
     """The positional basis' first three principal components against position: waves of rising frequency."""
@@ -100,15 +75,7 @@ def waves(run: Run, layer: int = 0) -> Sketch:
     return Sketch(traces, "position", "projection", 340)
 
 
-@exhibit(
-    "position",
-    "Singular values of the positional basis",
-    "arrays.singular_values",
-    shows="Singular values over the largest (violet: early layers, green: late); large dot: the ScreeNOT rank.",
-    look_for="a sharp drop after about ten values.",
-    source=f"{SONG}, Fig. 3, left",
-    unhealthy="a slow decline without a knee: no low-dimensional positional structure.",
-)
+@exhibit()
 def singular_values(run: Run) -> go.Figure:
     """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
 
@@ -162,17 +129,7 @@ def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str
     return of_positions + [of_context(index - len(shown_positions)) for index in contexts]
 
 
-@exhibit(
-    "position",
-    "Normalised Gram matrix of positions and contexts",
-    "arrays.gram",
-    "arrays.gram_position",
-    shows="Cosines between all pairs: positions first, then contexts ordered by label.",
-    look_for="smooth shading among positions, near zero between positions and contexts, a block per label of contexts.",
-    source=f"{SONG}, Fig. 2",
-    unhealthy="fractures among positions, or strong colour between positions and contexts.",
-    picker=by_residual_layer,
-)
+@exhibit(picker=by_residual_layer)
 @Sketched
 def gram(run: Run, layer: int = 0) -> Sketch:
     """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
@@ -195,17 +152,7 @@ def gram(run: Run, layer: int = 0) -> Sketch:
     )
 
 
-@exhibit(
-    "position",
-    "Frequencies of the positional Gram matrix",
-    "arrays.dct",
-    shows="The lowest 10 × 10 coefficients of the 2-D cosine transform of the positions' Gram matrix (log scale).",
-    look_for="energy concentrated in the top left corner.",
-    source=f"{SONG}, Fig. 3, right",
-    unhealthy="energy far from the corner: a rough positional basis, as in models trained on addition.",
-    picker=by_residual_layer,
-    when=lambda run: grid_of(run) is None,
-)
+@exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def dct(run: Run, layer: int = 0) -> Sketch:
     """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.

@@ -16,7 +16,6 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
-from theodolite.measure.publications import BAO, ZHAI
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import (
@@ -140,17 +139,7 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
     return Choice("measure", options, lambda key: draw(measure=key), grid=shown)
 
 
-@exhibit(
-    "heads",
-    "Head map, by any measure",
-    "heads.trace",
-    shows="One cell per head: hover for its other values, click to open it below.",
-    look_for="rows or single cells that stand out.",
-    source="given with each measure",
-    picker=_by_measure,
-    wide=True,
-    given={"measure": lambda run: head_measures(run)[0].name},
-)
+@exhibit(picker=_by_measure, given={"measure": lambda run: head_measures(run)[0].name})
 @Sketched
 def head_map(run: Run, measure: str) -> Sketch:
     """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
@@ -167,15 +156,7 @@ def head_map(run: Run, measure: str) -> Sketch:
     return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
 
 
-@exhibit(
-    "heads",
-    "Entropy by position",
-    "arrays.entropy_by_position",
-    shows="Attention entropy by query position, median over the heads of each layer; dashed: its maximum.",
-    look_for="curves that rise with the maximum (averaging) or stay flat (attention to a fixed number of keys).",
-    source=f"{ZHAI}; {BAO}, section 5",
-    unhealthy="curves at 0: entropy collapse, which stalls training.",
-)
+@exhibit()
 def entropy_by_position(run: Run) -> go.Figure:
     """Median over each block's heads of the attention entropy at every position, under its limit."""
     values = need(run, "entropy_by_position")
@@ -195,28 +176,8 @@ def entropy_by_position(run: Run) -> go.Figure:
     return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)
 
 
-@exhibit(
-    "heads",
-    "Regimes predicted by the spectra, on this text",
-    "heads.xi_symmetric_data",
-    "heads.eta_symmetric_data",
-    key="regime-plane-data",
-    shows="Every head by the ξ and η of W_QK Σ̂, Σ̂ the covariance of the tokens in this text; dotted: |ξη| = 2.",
-    look_for="heads that the covariance moves far from their position by the weights alone.",
-    source=f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
-    unhealthy="heads at the top: vanishing signal.",
-    given={"suffix": "_data"},
-)
-@exhibit(
-    "heads",
-    "Regimes predicted by the spectra",
-    "heads.xi_symmetric",
-    "heads.eta_symmetric",
-    shows="Every head by ξ (mean over scale of W_QK's spectrum) and η (scale over temperature); dotted: |ξη| = 2.",
-    look_for="heads far left or right: a concentrated spectrum, hence localized attention.",
-    source=f"{BAO}, eq. 6, Fig. 2 and Lemma 2",
-    unhealthy="heads at the top: vanishing signal.",
-)
+@exhibit("regime-plane-data", given={"suffix": "_data"})
+@exhibit()
 def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     """Draw every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
 
@@ -246,27 +207,8 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     return style.figure(traces, "ξ (sign and concentration)", "η (scale)", height=380, layout=layout)
 
 
-@exhibit(
-    "head",
-    "Eigenvalues of W_QK Σ̂",
-    "arrays.spectrum_data",
-    key="spectrum-data",
-    shows="The non-zero eigenvalues of W_QK Σ̂ in the complex plane, Σ̂ the covariance of this text's tokens.",
-    look_for="a few large eigenvalues: the directions of the data that this head reads.",
-    source=f"{BAO}, section 4",
-    picker=by_head,
-    given={"name": "spectrum_data"},
-)
-@exhibit(
-    "head",
-    "Eigenvalues of W_QK",
-    "arrays.spectrum",
-    shows="The non-zero eigenvalues of W_QK (at relative distance 0) in the complex plane. Their “spectrum variance”, "
-    "the spread along the real axis less that along the imaginary one, can be negative.",
-    look_for="a cloud right of 0: tokens attend to similar keys; left of 0: to dissimilar ones.",
-    source=f"{BAO}, section 4",
-    picker=by_head,
-)
+@exhibit("spectrum-data", picker=by_head, given={"name": "spectrum_data"})
+@exhibit(picker=by_head)
 @Sketched
 def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
     """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
@@ -286,17 +228,7 @@ def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
 
 
-@exhibit(
-    "head",
-    "Signal propagation by position",
-    "arrays.propagation_predicted",
-    shows="ρ(θ): the probability that the token at relative position θ reaches the gradient, measured on the last "
-    "query and predicted for a random walk.",
-    look_for="where the measured curve is high, and whether the prediction with Σ̂ agrees.",
-    source=f"{BAO}, eq. 6, Figs. 2 and 7; the printed variance 2θ² + 7/12 should read 2θ² − 2θ + 7/12",
-    unhealthy="near 0 everywhere: vanishing signal.",
-    picker=by_head,
-)
+@exhibit(picker=by_head)
 @Sketched
 def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """Draw ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
@@ -328,15 +260,7 @@ def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
     return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
 
 
-@exhibit(
-    "head",
-    "Entropy by position, one head",
-    "arrays.entropy_by_position",
-    shows="Mean attention entropy of the head by query position; dashed: its maximum, that of uniform attention.",
-    look_for="near the dashed line attention is uniform; near 0 it is on a single key.",
-    source=ZHAI,
-    picker=by_head,
-)
+@exhibit(picker=by_head)
 @Sketched
 def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""

@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
-from theodolite.measure.publications import DARCET, SONG
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import Floats, grid_of, need
@@ -42,18 +41,7 @@ def _need_grid(run: Run) -> PatchGrid:
     return grid
 
 
-@exhibit(
-    "position",
-    "The positional basis over rows and columns",
-    "arrays.example_picture",
-    "arrays.positional_pca",
-    shows="The first three principal components of each layer's mean vector per patch, each on its own scale.",
-    look_for="smooth slopes and waves over rows and columns: neighbouring patches have similar vectors.",
-    source=f"{SONG}, section 3, for a grid",
-    unhealthy="a chequered or speckled map: neighbouring patches have unrelated vectors.",
-    picker=by_residual_layer,
-    wide=True,
-)
+@exhibit(picker=by_residual_layer)
 def patch_components(run: Run, layer: int = 0) -> go.Figure:
     """Draw the positional basis' first principal components over the rows and columns of the patches."""
     grid, basis = _need_grid(run), need(run, "positional_pca")[layer]
@@ -67,17 +55,7 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
     return panels(shown, COMPONENTS, height=MAP, gaps=GAPS)
 
 
-@exhibit(
-    "position",
-    "Frequencies of the positional basis over rows and columns",
-    "arrays.example_picture",
-    "arrays.dct",
-    shows="The lowest 10 × 10 frequencies of the positions' directions over rows and columns (log scale).",
-    look_for="energy concentrated in the top left corner.",
-    source=f"{SONG}, Fig. 3, right, for a grid",
-    unhealthy="energy far from the corner: a rough positional basis.",
-    picker=by_residual_layer,
-)
+@exhibit(picker=by_residual_layer)
 @Sketched
 def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
     """Draw how much of the positional basis each frequency of rows and columns holds, over the largest."""
@@ -86,17 +64,7 @@ def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
     return spectrum_sketch(lowest, "frequency of columns", "frequency of rows")
 
 
-@exhibit(
-    "sinks",
-    "Sinks on the pictures",
-    "arrays.example_picture",
-    "arrays.example_received",
-    shows=f"The mean attention that each token receives, for the head of the block where that is highest. {BEFORE}",
-    look_for="a few patches of plain background that receive most of it; with registers, these instead.",
-    source=DARCET,
-    picker=by_block,
-    wide=True,
-)
+@exhibit(picker=by_block)
 def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """Draw on a few images the attention that each token receives, from the head of a block that pays it most."""
     received = need(run, "example_received")[layer]
@@ -104,17 +72,7 @@ def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     return _on_pictures(run, received, (0.0, most), "receives %{z:.3f}", "attention received")
 
 
-@exhibit(
-    "outliers",
-    "Norms on the pictures",
-    "arrays.example_picture",
-    "arrays.example_norm",
-    shows=f"The norm of each token's hidden state over the median of these images' patches. {BEFORE}",
-    look_for="single patches far above the others in the middle and late layers, where the picture shows nothing.",
-    source=DARCET,
-    picker=by_residual_layer,
-    wide=True,
-)
+@exhibit(picker=by_residual_layer)
 def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
     """Draw on a few images each token's norm at one layer, over the median of the layer's patches."""
     grid, norms = _need_grid(run), need(run, "example_norm")[layer]

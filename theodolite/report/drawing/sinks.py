@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.measure.publications import XIAO, ZHANG
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -32,14 +31,7 @@ KIND_NAMES = {
 KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 
-@exhibit(
-    "sinks",
-    "Sinks by position",
-    "arrays.sink_by_position",
-    shows="Share of contexts in which a position is a sink of the layer's strongest head (bins show their maximum).",
-    look_for="a strong first column, and later columns that persist across layers.",
-    source=f"{XIAO}; {ZHANG}, Fig. 2(a)",
-)
+@exhibit()
 def sinks_by_position(run: Run) -> go.Figure:
     """Share of contexts in which each position is a sink of the strongest head of each block.
 
