@@ -16,7 +16,6 @@ from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
-from theodolite.prune.methods import factor_hessian
 
 
 def corpus_of(contexts: int = 5, length: int = 24) -> Corpus:
@@ -244,18 +243,6 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(anew):
     unseen = InputMoments(matrices, damping=0.1).of(experts[0])
     assert unseen.count == 0
     np.testing.assert_allclose(gram_of(unseen), np.eye(32), rtol=0, atol=1e-15)
-
-
-def test_squared_norms():
-    """Oracle: the vectors themselves. ‖M x‖² on average, and with the correlations between inputs left out."""
-    generator = torch.Generator().manual_seed(0)
-    rows, matrix = (torch.randn(shape, generator=generator).double() for shape in ((50, 4), (3, 4)))
-    rows[:, 1] += rows[:, 0]
-    full = rows.T @ rows / 50
-    exact, scaled = Moments(50, full.diagonal(), factor_hessian(full)).squared_norms(matrix)
-    assert math.isclose(exact, float((rows @ matrix.T).square().sum() / 50), rel_tol=1e-12)
-    assert math.isclose(scaled, float((matrix * full.diagonal().sqrt()).square().sum()), rel_tol=1e-12)
-    assert math.isnan(Moments(50, full.diagonal(), None).squared_norms(matrix)[0])
 
 
 @pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])

@@ -33,21 +33,18 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 def test_looks_come_when_they_are_due(tmp_path):
     """Oracle: multiples of `every`; spectra at every second look, the first included."""
-    monitor = GeometryMonitor(
-        checkpoints.build("gpt2"), IDS, every=3, spectra_every=2, folder=tmp_path / "of" / "it"
-    )
+    folder = tmp_path / "of" / "it"
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=3, spectra_every=2, folder=folder)
     due = {step: numbers for step in range(8) if (numbers := monitor(step))}
     assert list(due) == [0, 3, 6]
     assert ["trace_mean" in numbers for numbers in due.values()] == [True, False, True]
     assert all(isinstance(value, float) for numbers in due.values() for value in numbers.values())
     assert 0 < due[6]["time_share"] <= 1
     assert not monitor(7)
-    heads = pd.read_json(tmp_path / "of" / "it" / "heads.jsonl", lines=True)
+    heads = pd.read_json(folder / "heads.jsonl", lines=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 3: 12, 6: 12}
-    assert monitor.last is not None
-    written = [row["entropy"] for row in rows(tmp_path / "of" / "it" / "heads.jsonl") if row["step"] == 6]
-    assert written == monitor.last.heads["entropy"].tolist()
-    layers = pd.read_json(tmp_path / "of" / "it" / "layers.jsonl", lines=True)
+    assert heads.query("step == 6")["entropy"].tolist() == monitor.last.heads["entropy"].tolist()
+    layers = pd.read_json(folder / "layers.jsonl", lines=True)
     assert layers["layer"].tolist() == [0, 1, 2, 3] * 3
 
 
@@ -74,8 +71,7 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
     resumed = run(tmp_path / "cut", range(5, 12), again)
     assert whole
     assert resumed == whole
-    for name in ("heads", "layers", "alarms"):
-        file = f"{name}.jsonl"
+    for file in ("heads.jsonl", "layers.jsonl", "alarms.jsonl"):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
@@ -179,14 +175,13 @@ def test_warnings_name_head_and_trend():
 
     with pytest.warns(GeometryWarning) as caught:
         train()
-    messages = [str(warning.message) for warning in caught]
-    lines = [re.sub("; .*", "", text) for text in messages]
-    assert len(lines) == 3  # the entropy is below its limit at once, ρ falls first
-    assert re.fullmatch(r"step \d+: entropy collapse in layer 0 head 1: entropy .*, collapsed", lines[0])
-    assert re.fullmatch(
-        r"step \d+: vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps", lines[1]
+    expected = (  # the entropy is below its limit at once, ρ falls first
+        "entropy collapse in layer 0 head 1: entropy .*, collapsed",
+        r"vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps",
+        "vanishing signal in layer 0 head 1: ρ .*, collapsed",
     )
-    assert re.fullmatch(r"step \d+: vanishing signal in layer 0 head 1: ρ .*, collapsed", lines[2])
+    for words, warning in zip(expected, caught, strict=True):
+        assert re.fullmatch(rf"step \d+: {words}; .*", str(warning.message))
     assert caught[0].filename == __file__
 
 
@@ -205,33 +200,16 @@ def test_weights_that_are_no_numbers_are_said_once():
 
 def test_scalars_by_hand():
     """Oracle: two layers of two heads, worked out on paper; a NaN is left out."""
-    heads = pd.DataFrame(
-        {
-            "layer": [0, 0, 1, 1],
-            "head": [0, 1, 0, 1],
-            "entropy": [1.0, 2.0, 3.0, 4.0],
-            "entropy_share": [0.1, 0.2, 0.3, 0.4],
-            "propagation": [0.5, 0.5, 1.0, 1.0],
-            "sink_first": [0.0, 0.0, 1.0, 1.0],
-            "sink_later": [0.0, 0.0, 0.0, 1.0],
-            "largest_logit": [7.0, -1.0, 9.0, 2.0],
-            "log_sum_exp": [-3.0, 1.0, 2.0, 4.0],
-            "spectral_norm": [math.nan] * 4,
-            "eta_symmetric": [1.0, 2.0, 3.0, 0.5],
-            "trace": [1.0, 1.0, 1.0, 5.0],
-            "regime": ["uniform", "vanishing", "vanishing", "uniform"],
-        }
-    )
-    layers = pd.DataFrame(
-        {
-            "layer": [0, 1, 2],
-            "norm": [1.0, 5.0, 2.0],
-            "norm_growth": [math.nan, 5.0, 0.4],
-            "rank_collapse": [0.9, 0.3, 0.4],
-            "massive_activations": [0.0, 1.0, 2.0],
-            "outlier_dimensions": [0.0, 3.0, 1.0],
-        }
-    )
+    heads = {"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "entropy": [1.0, 2.0, 3.0, 4.0]}
+    heads |= {"entropy_share": [0.1, 0.2, 0.3, 0.4], "propagation": [0.5, 0.5, 1.0, 1.0]}
+    heads |= {"sink_first": [0.0, 0.0, 1.0, 1.0], "sink_later": [0.0, 0.0, 0.0, 1.0]}
+    heads |= {"largest_logit": [7.0, -1.0, 9.0, 2.0], "log_sum_exp": [-3.0, 1.0, 2.0, 4.0]}
+    heads |= {"spectral_norm": [math.nan] * 4, "eta_symmetric": [1.0, 2.0, 3.0, 0.5]}
+    heads |= {"trace": [1.0, 1.0, 1.0, 5.0], "regime": ["uniform", "vanishing", "vanishing", "uniform"]}
+    layers = {"layer": [0, 1, 2], "norm": [1.0, 5.0, 2.0], "norm_growth": [math.nan, 5.0, 0.4]}
+    layers |= {"rank_collapse": [0.9, 0.3, 0.4], "massive_activations": [0.0, 1.0, 2.0]}
+    layers |= {"outlier_dimensions": [0.0, 3.0, 1.0]}
+    heads, layers = pd.DataFrame(heads), pd.DataFrame(layers)
     assert scalars(Geometry(0, heads, layers, 0.1), per_head=True) == {
         "entropy_mean": 2.5,
         "entropy_min": 1.0,

@@ -105,11 +105,3 @@ def test_looks_are_those_of_one_process_at_the_whole_batch(tmp_path):
     numbers, lines = broken_training(over_ranks=False)
     assert (numbers, len(lines)) == ({}, 1)
     assert [got["broken"] for got in results] == [({}, lines), ({}, []), ({}, [])]
-
-
-def test_one_process_needs_no_group():
-    alone = Ranks.current()
-    assert alone == Ranks(0, 1)
-    assert torch.equal(alone.share(IDS), IDS)
-    sums = alone.totals({"a": torch.ones(2, dtype=torch.float32)})
-    assert sums["a"].dtype == torch.float64

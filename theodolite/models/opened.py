@@ -23,8 +23,12 @@ from theodolite.models.stored.dequantised import refuse_unreadable_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
-from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
-from theodolite.models.weights.output_weights import read_output_weights, state_of
+from theodolite.models.weights.head_weights import (
+    HeadWeights,
+    read_head_weights,
+    read_output_weights,
+    state_of,
+)
 from theodolite.models.weights.weight_map import WeightMaps
 
 

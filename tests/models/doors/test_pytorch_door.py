@@ -5,9 +5,9 @@ Oracle: each module's own attention weights, which it computes beside its output
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -227,6 +227,17 @@ def _heard(model: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[nn.Module, A
     return output, heard
 
 
+@torch.no_grad()
+def _run(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def in_thread(model: nn.Module, x: Tensor) -> Tensor:
+    """What the model gives in another thread."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(_run, model, x).result()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
@@ -259,6 +270,9 @@ def test_what_is_heard_is_the_attention(kind):
         assert torch.equal(model(x), own)  # and afterwards it is its own again
 
 
+KEYS = {"key_padding_mask": PADDED[:, 0, 0]}
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(
@@ -267,8 +281,8 @@ def test_what_is_heard_is_the_attention(kind):
         ({"attn_mask": torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -torch.inf)}, {}),
         ({"attn_mask": LATER, "is_causal": True}, {}),
         ({}, {}),
-        ({"key_padding_mask": PADDED[:, 0, 0]}, {}),
-        ({"key_padding_mask": PADDED[:, 0, 0], "attn_mask": LATER}, {"add_zero_attn": True}),
+        (KEYS, {}),
+        (KEYS | {"attn_mask": LATER}, {"add_zero_attn": True}),
         ({}, {"add_bias_kv": True, "kdim": WIDTH, "vdim": 2 * WIDTH}),
     ],
 )
@@ -285,7 +299,7 @@ def test_multihead_attention(need_weights, batch_first, masks, more):
             seen.append(weights)
             return output
 
-    values = torch.cat([x] * (more.get("vdim", WIDTH) // WIDTH), dim=-1)
+    values = x.repeat(1, 1, more.get("vdim", WIDTH) // WIDTH)
     with torch.no_grad():
         own, own_weights = layer(x, x, values, need_weights=True, **options)
     output, [(owner, inputs)] = _heard(Wrapped(layer).eval(), x)
@@ -330,12 +344,7 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
         ("__setitem__", lambda logits: _overwritten(logits).softmax(-1)),
         ("__setitem__", lambda logits: _written_elsewhere(logits).softmax(-1)),
         ("clamp", lambda logits: _written_elsewhere(logits.clamp(-1, 1)).softmax(-1)),
-        (
-            "cat",
-            lambda logits: torch.cat([logits, torch.zeros(BATCH, HEADS, LENGTH, 1)], -1).softmax(-1)[
-                ..., :-1
-            ],
-        ),
+        ("cat", lambda logits: torch.cat([logits, logits[..., :1] * 0], -1).softmax(-1)[..., :-1]),
         ("clamp", lambda logits: logits.clamp(-1, 1).softmax(-1)),
         ("einsum", lambda logits: torch.einsum("bhqk,hg->bgqk", logits, torch.eye(HEADS)).softmax(-1)),
         ("einsum", lambda logits: (logits + torch.einsum("bhqk,hg->bgqk", logits, TALK)).softmax(-1)),
@@ -389,55 +398,32 @@ def test_a_product_that_is_no_attention_is_left_alone():
 
 def test_another_model_and_another_thread_are_left_alone():
     """Oracle: the very bits of the kernel that they use without a tap."""
-    model, other, x = (_Attending(KINDS["causal"][0]).eval() for _ in range(2)), None, _input()
-    model, other = model
-    with torch.no_grad():
-        own = other(x)
-        results = []
-        with tapped(model, lambda module, inputs: 0 * attend(inputs)):
-
-            def work():
-                with torch.no_grad():
-                    results.append(other(x))
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        assert torch.equal(results[0], own)
+    (model, other), x = (_Attending(KINDS["causal"][0]).eval() for _ in range(2)), _input()
+    own = _run(other, x)
+    with tapped(model, lambda module, inputs: 0 * attend(inputs)):
+        assert torch.equal(in_thread(other, x), own)
 
 
 def test_an_intervention_holds_in_every_thread_and_an_interrupt_ends_it():
     model, x = _Attending(KINDS["causal"][0]).eval(), _input()
-    results = []
-
-    def work():
-        with torch.no_grad():
-            results.append(model(x))
-
     with intervened(model, model, lambda inputs, answer: 0 * answer(inputs)):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    torch.testing.assert_close(results[0], model.out.bias.detach().expand(x.shape))
+        result = in_thread(model, x)
+    torch.testing.assert_close(result, model.out.bias.detach().expand(x.shape))
 
     def interrupt(module, inputs):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), tapped(model, interrupt):
         model(x)
-    work()
+    own = _run(model, x)
     assert not torch.overrides._get_current_function_mode_stack()
-    with torch.no_grad():
-        assert torch.equal(results[1], model(x))
+    assert torch.equal(own, _run(model, x))
 
 
 def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
     first, second = (_Attending(KINDS["causal"][0]).eval() for _ in range(2))
     before, filters = len(torch.nn.modules.module._global_forward_hooks), list(warnings.filters)
-    outer, inner = (
-        tapped(first, lambda _, inputs: attend(inputs)),
-        tapped(second, lambda _, inputs: attend(inputs)),
-    )
+    outer, inner = (tapped(model, lambda _, inputs: attend(inputs)) for model in (first, second))
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)
