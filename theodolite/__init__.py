@@ -6,10 +6,10 @@ bear the name of a public function: importing it would hide the function.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from theodolite.system import display
+from theodolite.system.lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -32,26 +32,6 @@ if TYPE_CHECKING:
     from theodolite.sinks.trace import trace_sinks as trace_sinks
     from theodolite.theory.decomposition import decompose as decompose
 
-_HOMES = {
-    "Corpus": "theodolite.corpus.corpus",
-    "Exclusions": "theodolite.sinks.exclusions",
-    "OpenModel": "theodolite.models",
-    "Run": "theodolite.passes.run",
-    "TheodoliteError": "theodolite.errors",
-    "compare": "theodolite.comparison",
-    "constituents": "theodolite.logits.constituents",
-    "decompose": "theodolite.theory.decomposition",
-    "find_outliers": "theodolite.sinks.outliers",
-    "merge": "theodolite.passes.survey",
-    "open_model": "theodolite.models",
-    "open_module": "theodolite.models",
-    "spectra": "theodolite.passes.survey",
-    "survey": "theodolite.passes.survey",
-    "trace_sinks": "theodolite.sinks.trace",
-    "view_head": "theodolite.explore.one_head",
-    "write_report": "theodolite.report.page",
-}
-
 _MODULES = {
     "interventions": "theodolite.sinks.interventions",
     "prune": "theodolite.prune",
@@ -59,19 +39,8 @@ _MODULES = {
     "train": "theodolite.train",
 }
 
-__all__ = ["__version__", *_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'theodolite' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_names, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = ["__version__", *_names]
 
 
 def _run_as_html(run: Any) -> str:

@@ -88,10 +88,19 @@ def named_output(family: str, model: nn.Module, layer: int) -> Tensor:
 
 
 @contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    before = model.config._attn_implementation
+def eager(model: nn.Module) -> Iterator[list[Tensor]]:
+    """While open, the model attends eagerly; yields what it takes the softmax of, layer by layer, in float64."""
+    before, own, arguments = model.config._attn_implementation, nn.functional.softmax, []
+
+    def keep(values: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if values.ndim == 4:  # not that of a router
+            arguments.append(values.double().clone())
+        return own(values, *args, **kwargs)
+
     model.set_attn_implementation("eager")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "softmax", keep)
+        yield arguments
     model.set_attn_implementation(before)
 
 
@@ -256,20 +265,10 @@ def check_constituents(family: str, model: OpenModel, tolerance: float = 2e-6) -
     """Oracle: the argument of the softmax in `transformers`' eager attention."""
     if family == "vit":
         return
-    ids, arguments = sample(family)["input_ids"], []
-    own_softmax = nn.functional.softmax
-
-    def keep(values: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if values.ndim == 4:
-            arguments.append(values.double().clone())
-        return own_softmax(values, *args, **kwargs)
-
-    with eager(model.hf):
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(nn.functional, "softmax", keep)
-            model.hf(input_ids=ids)
-            matrices = model.hf(input_ids=ids, output_attentions=True).attentions
-        splits = [constituents(model, ids, layer) for layer in LAYERS]
+    ids = sample(family)["input_ids"]
+    with torch.no_grad(), eager(model.hf) as arguments:
+        matrices = model.hf(input_ids=ids, output_attentions=True).attentions
+        splits = [constituents(model, ids, layer) for layer in range(model.layers)]
     for layer, (own, split) in enumerate(zip(arguments, splits, strict=False)):
         torch.testing.assert_close(split.attention, matrices[layer].double(), rtol=1e-5, atol=2e-6)
         summed = split.logits.sum(dim=(2, 3)) + split.additive

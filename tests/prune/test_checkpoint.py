@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.prune import corpus_of
 from theodolite import open_model
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.jobs import unfinished
 from theodolite.models.stored.lazy_weights import open_weights
@@ -22,17 +22,15 @@ from theodolite.prune.model import _Pruning
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
 
 
-def corpus_of(seed: int = 0) -> Corpus:
-    return Corpus.random_tokens(300, 24, 10, seed)
-
-
 @pytest.fixture(scope="module")
 def pruned(checkpoint):
     """pruned(family, out, method, seed, **options) → a model opened anew and pruned into `out`."""
 
     def prune(family: str, out: Path, method: str = "oats", seed: int = 0, **options: object) -> Pruned:
         model = open_model(checkpoint(family))
-        return prune_model(model, corpus_of(seed), method, 0.5, iterations=4, out=out, batch=4, **options)
+        return prune_model(
+            model, corpus_of(seed=seed), method, 0.5, iterations=4, out=out, batch=4, **options
+        )
 
     return prune
 
@@ -105,7 +103,7 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path, anew, prun
         asked = {"sparsity": 0.5, "iterations": 4, "batch": 4, "out": tmp_path / "out"} | options
         words = r"out\.partial holds an unfinished pruning of another model, corpus"
         with pytest.raises(UsageError, match=words):
-            prune_model(model, corpus_of(seed), "oats", **asked)
+            prune_model(model, corpus_of(seed=seed), "oats", **asked)
     assert model.interventions == ()
     with pytest.raises(UsageError, match="unfinished pruning of another model"):
         pruned("llama2", tmp_path / "out")

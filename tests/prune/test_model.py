@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.checkpoints import WITH_EXPERTS
+from tests.prune import corpus_of
 from tests.prune.test_checkpoint import assert_equal
 from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
@@ -33,10 +34,6 @@ from theodolite.system.checksums import write_checked
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6
 """Of OATS; what they converge to is tested where one matrix is."""
-
-
-def corpus_of(contexts: int = 10, length: int = 24) -> Corpus:
-    return Corpus.random_tokens(300, length, contexts)
 
 
 # The slow pruning: matrices by hand, whole forward passes of a live model, all inputs kept, numpy.

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests import checkpoints
 from tests.checkpoints import with_tensors
+from tests.prune import corpus_of
 from tests.prune.test_checkpoint import assert_equal
 from tests.test_larger import split_map
-from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.stored.lazy_weights import open_streamed
@@ -30,11 +30,6 @@ PRUNINGS = (
     ("gpt_oss", "wanda", "factored"),
     ("mixtral", "oats", "merged"),  # transformers changes its names and shapes on loading, and back on saving
 )
-
-
-def corpus_of(contexts: int = 8) -> Corpus:
-    ids = torch.randint(3, 250, (contexts, 20), generator=torch.Generator().manual_seed(0))
-    return Corpus.from_ids(ids)
 
 
 def tensors_in(folder):

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
+from tests.models.test_every_family import eager
 from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.models.source import Source
@@ -50,19 +51,9 @@ def test_columns_equal_the_dense_computation(family):
 
 def eager_logits(model: PreTrainedModel) -> list[torch.Tensor]:
     """What the model's own eager attention takes the softmax of, layer by layer, in float64; −∞ where masked."""
-    logits: list[torch.Tensor] = []
-    softmax = torch.nn.functional.softmax
-
-    def recording(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        if x.ndim == 4:  # not that of a router
-            logits.append(x)
-        return softmax(x, *args, **kwargs)
-
     model = model.double().eval()
-    model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # the fast ones have no float64
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.nn.functional, "softmax", recording)
+    with torch.no_grad(), eager(model) as logits:
         model(IDS)
     for layer, sinks in enumerate(p for name, p in model.named_parameters() if name.endswith("sinks")):
         # gpt-oss subtracts the largest of each row, the sink's column with it: that column tells which.

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests import checkpoints
 from tests.models.modules import GPT, LONGEST, VOCABULARY
 from tests.processes import ranks
-from tests.train.test_adapters import adapted
-from tests.train.test_locater import MEAN, SCALE, dense_penalty, gradients
+from tests.train.test_locater import MEAN, SCALE, adapted, dense_penalty, gradients
 from theodolite import OpenModel, open_module
 from theodolite.errors import UsageError
 from theodolite.train import Locater, QKClip

@@ -126,10 +126,6 @@ class OpenModel:
             raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
         return self.root
 
-    def sample_pass(self) -> None:
-        """A pass over one token."""
-        self.source.run(self.source.sample(1))
-
     def block_present(self, layer: int) -> AbstractContextManager[None]:
         """While open, a block has its weights in memory, as all have but of a model whose blocks are streamed."""
         return nullcontext() if self.streamed is None else self.streamed.present(layer)
@@ -314,7 +310,7 @@ class OpenModel:
         if known is None or known[0] != state:
             self._output_weights.clear()
             with self._load_layer(layer):
-                read = read_output_weights(self.root, self.structure, layer, call, self.sample_pass)
+                read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
             known = self._output_weights[layer] = (state, read)
         return known[1]
 

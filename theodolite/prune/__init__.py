@@ -5,8 +5,9 @@ The public names are imported when they are first used, so that the options can 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from theodolite.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from theodolite.prune.checkpoint import Pruned as Pruned
@@ -19,26 +20,4 @@ if TYPE_CHECKING:
     from theodolite.prune.sparse_low_rank import SparseLowRank as SparseLowRank
     from theodolite.prune.sparse_low_rank import oats as oats
 
-_HOMES = {
-    "METHODS": "options",
-    "Pruned": "checkpoint",
-    "SparseLowRank": "sparse_low_rank",
-    "load_factored": "checkpoint",
-    "magnitude": "methods",
-    "oats": "sparse_low_rank",
-    "prune_model": "model",
-    "sparsegpt": "methods",
-    "wanda": "methods",
-}
-
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"theodolite.prune.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'theodolite.prune' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

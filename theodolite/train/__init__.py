@@ -5,8 +5,9 @@ The public names are imported when they are first used, so that none costs what 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from theodolite.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from theodolite.train.callbacks import GeometryCallback as GeometryCallback
@@ -18,25 +19,4 @@ if TYPE_CHECKING:
     from theodolite.train.qk_clip import QKClip as QKClip
     from theodolite.train.qk_clip import QKClipCallback as QKClipCallback
 
-_HOMES = {
-    "GeometryCallback": "theodolite.train.callbacks",
-    "GeometryMonitor": "theodolite.train.monitor",
-    "Locater": "theodolite.train.locater",
-    "LocaterCallback": "theodolite.train.callbacks",
-    "QKClip": "theodolite.train.qk_clip",
-    "QKClipCallback": "theodolite.train.qk_clip",
-    "locater_penalty": "theodolite.train.penalty",
-    "warm_up": "theodolite.train.locater",
-}
-
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'theodolite.train' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = lazy_names(__name__)
