@@ -22,7 +22,7 @@ from theodolite.cli.app import app
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.catalogue import own_extra
 from theodolite.passes.run import TABLES
-from theodolite.report.outcome_page import write_outcome
+from theodolite.report.outcome import write_outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages

@@ -38,8 +38,7 @@ from theodolite.judging import (
 )
 from theodolite.report import published
 from theodolite.report.data import mean_over_layers
-from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.outcome_page import write_outcome
+from theodolite.report.outcome import Heading, Outcome, write_outcome
 from theodolite.system.wording import harmless, reading_order
 from theodolite_papers.experiment import of_nothing
 from theodolite_papers.hidden_geometry import criteria

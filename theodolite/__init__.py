@@ -44,7 +44,7 @@ __all__ = ["__version__", *_names]
 
 
 def _run_as_html(run: Any) -> str:
-    from theodolite.report.notebook import as_html
+    from theodolite.report.page import as_html
 
     return as_html(run)
 

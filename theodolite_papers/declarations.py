@@ -24,8 +24,9 @@ class Declaration:
     needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
     text; `theodolite train …`: a folder that it wrote. options: `other`, `prompt`, `layer`, `head`. scaled_down: what
     is smaller than in the paper, whatever the model. figures: key → caption: title, shows, look_for, source, wide.
-    elsewhere: published figures that are this one of another model or text. module: where the function is; empty: of
-    the collected claims.
+    claims: key → claim, what, criterion, more; or claim and parts, by name, with what and criterion. criteria: of the
+    paper, name → side, limit, source, negligible. elsewhere: published figures that are this one of another model or
+    text. module: where the function is; empty: of the collected claims.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Declaration:
     options: Sequence[str] = ()
     scaled_down: str = ""
     figures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    claims: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    criteria: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -55,18 +58,26 @@ def declarations() -> dict[str, Declaration]:
     for group, folder in PAPERS.items():
         text = (files("theodolite_papers") / folder / "experiments.toml").read_text(encoding="utf-8")
         modules = tomllib.loads(text)
-        paper = modules.pop("claims")
+        paper, shared, criteria = modules.pop("paper"), modules.pop("claims", {}), modules.pop("criteria", {})
         entries = {name: entry for of_module in modules.values() for name, entry in of_module.items()}
         for module, of_module in modules.items():
             for name, entry in of_module.items():
                 place = f"theodolite_papers.{folder}.{module}"
-                whole = {**entries.get(entry.get("like"), {}), "elsewhere": {}, **entry}
-                whole.pop("like", None)
-                found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, **whole)
+                whole = _like(entries, {"elsewhere": {}, **entry})
+                claims = whole.get("claims", {}).items()
+                whole["claims"] = {key: _like(shared, claim) for key, claim in claims}
+                found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, criteria=criteria, **whole)
         options = sorted({option for entry in entries.values() for option in entry.get("options", [])})
-        found[f"{group}/claims"] = Declaration(f"{group}/claims", "", CLAIMS, paper, options=options)
+        name = f"{group}/claims"
+        found[name] = Declaration(name, "", CLAIMS, paper, options=options, criteria=criteria)
     order = sorted(found, key=lambda it: (it.partition("/")[0], not found[it].module, *reading_order(it)))
     return {name: found[name] for name in order}
+
+
+def _like(others: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry, with all that it does not give from the other one that it is `like`."""
+    own = dict(entry)
+    return {**others.get(own.pop("like", ""), {}), **own}
 
 
 @cache

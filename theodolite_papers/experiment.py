@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -14,7 +16,8 @@ from theodolite import Corpus, OpenModel, Run, survey
 from theodolite.corpus.groups import halves
 from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
-from theodolite.judging import Answer, independent, untestable
+from theodolite.estimates import SIGMAS, Estimate, Estimates
+from theodolite.judging import Answer, Criterion, Verdict, independent, judge, untestable
 from theodolite.measure.publications import BAO as BAO
 from theodolite.measure.publications import SONG as SONG
 from theodolite.measure.publications import ZHANG as ZHANG
@@ -33,16 +36,94 @@ from theodolite_papers.declarations import Declaration, declarations
 
 @dataclass
 class Outcome(PageOutcome):
-    """What an experiment gives; `draw` shows figures under the captions of its declaration."""
+    """What an experiment gives; captions, claims and criteria are those of its declaration in `experiments.toml`."""
 
-    captions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    declared: Declaration = field(default_factory=lambda: Declaration("", "", "", ""))
+    judged: set[str] = field(default_factory=set)  # the names of claims that were given a verdict
 
     def draw(self, key: str, figure: go.Figure | Choice, caption: str = "", **values: object) -> None:
-        """Show a figure; `values` fill the caption of that name (default: `key`) in `experiments.toml`."""
-        texts = dict(self.captions[caption or key])
+        """Show a figure; `values` fill the caption of that name (default: `key`)."""
+        texts = dict(self.declared.figures[caption or key])
         wide = texts.pop("wide", False)
         filled = {name: text.format(**values) if values else text for name, text in texts.items()}
         self.figure(key, figure=figure, wide=wide, **filled)
+
+    def sentence(self, key: str, **values: object) -> str:
+        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`."""
+        return str(self._claim(key)["claim"]).format(**values)
+
+    def criterion(self, key: str, limit: float | None = None, **values: object) -> Criterion:
+        """The criterion of a claim or of its part; `limit`: where the declaration leaves it to the numbers."""
+        return criterion_from(self.declared.criteria[self._claim(key)["criterion"]], limit, **values)
+
+    def verdict(
+        self,
+        key: str,
+        estimate: Estimate | Estimates | float | Sequence[bool],
+        limit: float | None = None,
+        **values: object,
+    ) -> Verdict:
+        """The verdict on a claim or on its part, which is not yet shown.
+
+        estimate: the number, or of each head whether it is so: their share (`share_of_heads`).
+        """
+        of, criterion = self._claim(key), self.criterion(key, limit, **values)
+        if isinstance(estimate, Sequence):
+            estimate = share_of_heads(estimate, criterion)
+        verdict = judge(self.sentence(key, **values), of["what"].format(**values), estimate, criterion)
+        return replace(verdict, evidence=verdict.evidence + of.get("more", "").format(**values))
+
+    def judge(
+        self,
+        key: str,
+        estimate: Estimate | Estimates | float | Sequence[bool],
+        limit: float | None = None,
+        **values: object,
+    ) -> Verdict:
+        """Show the `verdict` on a claim."""
+        self.verdicts.append(self.verdict(key, estimate, limit, **values))
+        return self.verdicts[-1]
+
+    def cannot_judge(self, key: str, why: str, **values: object) -> None:
+        """Say why a claim is not testable here."""
+        self.cannot_test(self.sentence(key, **values), why)
+
+    @property
+    def unjudged(self) -> list[str]:
+        """The claims that were declared and given no verdict."""
+        return sorted(set(self.declared.claims) - self.judged)
+
+    def _claim(self, key: str) -> Mapping[str, Any]:
+        """What is declared of a claim; of a part, the claim's own where the part has nothing else."""
+        name, _, part = key.partition(".")
+        self.judged.add(name)
+        of = self.declared.claims[name]
+        return {**of, **of[part]} if part else of
+
+
+def criterion_from(declared: Mapping[str, Any], limit: float | None = None, **values: object) -> Criterion:
+    """The criterion that a paper's `experiments.toml` declares; `values` fill its source."""
+    source = declared["source"].format(**values)
+    limit = declared["limit"] if limit is None else limit
+    return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
+
+
+def criterion(name: str) -> Criterion:
+    """The criterion of a group and name (`geometry/rank`), for numbers that are not judged by a claim alone."""
+    group, _, own = name.partition("/")
+    return criterion_from(declarations()[f"{group}/claims"].criteria[own])
+
+
+def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
+    """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
+
+    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
+    """
+    values = np.array(list(are_so), dtype=bool)
+    if not len(values):
+        return Estimate(math.nan)
+    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
+    return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +134,7 @@ class Experiment(Heading):
     fill: Callable[[Study, Outcome], None]
     options: Sequence[str] = ()
     scaled_down: str = ""
-    captions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    declared: Declaration | None = None
 
 
 def experiment(
@@ -72,7 +153,7 @@ def declared(name: str) -> Callable[[Callable[[Study, Outcome], None]], Experime
     """Make the function below it the experiment that its paper's `experiments.toml` has under this name."""
     of = declarations()[name]
     heading = name, of.title, of.paper, of.needs
-    return lambda fill: Experiment(*heading, fill, of.options, of.scaled_down, of.figures)
+    return lambda fill: Experiment(*heading, fill, of.options, of.scaled_down, of)
 
 
 def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
@@ -144,7 +225,7 @@ class Study:
         if experiment.name not in self._outcomes:
             for need in experiment.needs:
                 self._require(need, experiment.name)
-            outcome = Outcome(captions=experiment.captions)
+            outcome = Outcome() if experiment.declared is None else Outcome(declared=experiment.declared)
             experiment.fill(self, outcome)
             self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]

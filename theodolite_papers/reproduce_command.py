@@ -226,7 +226,7 @@ def _run_experiments(
 
     Alone, an experiment that cannot be made is an error; in a group it is passed over with its reason, on `console`.
     """
-    from theodolite.report.outcome_page import result, write_index, write_outcome
+    from theodolite.report.outcome import result, write_index, write_outcome
     from theodolite.report.terminal import show_outcome
 
     results: list[dict[str, Any]] = []

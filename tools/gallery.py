@@ -17,7 +17,7 @@ from typing import Any
 
 from theodolite.corpus import spec
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
-from theodolite.report.outcome_page import JUDGED, KINDS, RESULT, SOURCES
+from theodolite.report.outcome import JUDGED, KINDS, RESULT, SOURCES
 from theodolite_papers import ALIASES, EXPERIMENTS
 from theodolite_papers.catalogue import all_need
 

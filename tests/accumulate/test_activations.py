@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from theodolite.accumulate import activations
-from theodolite.accumulate.activations import COUNTED, KEY, Activations
+from theodolite.accumulate.activations import KEY, Activations, carrier_columns
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import Thresholds
 
@@ -79,11 +79,11 @@ def test_carriers_are_who_holds_massive_values():
         key = (layer, part, dimension, int(IDS[context, position]), int(position == 0))
         place = (layer, context, position, part, dimension)
         seen.setdefault(key, []).append((context, position, x[place], published[place], adaptive[place]))
-    rows = filled(hidden, [range(0, 4), range(4, 6)]).state()["carriers"].tolist()
-    assert len(rows) == len(seen) > 20
-    for row in rows:
-        places = seen[tuple(int(n) for n in row[: len(KEY)])]
-        own = dict(zip(COUNTED, row[len(KEY) :], strict=True))
+    columns = carrier_columns(filled(hidden, [range(0, 4), range(4, 6)]).state())
+    assert len(columns["layer"]) == len(seen) > 20
+    for row in zip(*(values.tolist() for values in columns.values()), strict=True):
+        own = dict(zip(columns, row, strict=True))
+        places = seen[tuple(own[name] for name in KEY)]
         contexts, positions, numbers, by_published, by_adaptive = zip(*places, strict=True)
         assert own["contexts"] == len(set(contexts))
         assert (own["places"], own["published"], own["adaptive"]) == (
@@ -120,7 +120,7 @@ def test_parts_merge_to_the_whole_however_they_are_cut(cuts, there):
 def test_nothing_massive_is_an_empty_table():
     sums = Activations(BOUNDS, LENGTH, Thresholds())
     sums.update(0, torch.zeros(1, LENGTH, PARTS, WIDTH), IDS[:1], 0)
-    assert sums.state()["carriers"].shape == (0, len(KEY) + len(COUNTED))
+    assert {len(values) for values in carrier_columns(sums.state()).values()} == {0}
 
 
 def test_thresholds_that_make_everything_massive_are_refused(monkeypatch):

@@ -232,15 +232,15 @@ BATCHES = st.lists(st.lists(st.tuples(KEYS, st.integers(-9, 9)), max_size=8), ma
 
 
 def _new() -> KeyedSums:
-    return KeyedSums(2, {"count": (), "vector": (3,)})
+    return KeyedSums(2, {"count": (), "vector": (3,), "largest": ()}, maxima=("largest",))
 
 
 def _fed(sums: KeyedSums, batches: list[Batch]) -> KeyedSums:
     for batch in batches:
         rows = sums.rows(torch.tensor([key for key, _ in batch], dtype=torch.int64).reshape(-1, 2))
         values = torch.tensor([value for _, value in batch], dtype=torch.float32)
-        sums.add("count", rows, torch.ones(len(rows)))
-        sums.add("vector", rows, values.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0]))
+        vector = values.unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0])
+        sums.add(rows, {"count": torch.ones(len(rows)), "vector": vector, "largest": values})
     return sums
 
 
@@ -261,6 +261,7 @@ def test_rows_are_those_of_a_dictionary_in_the_order_of_their_keys(batches):
     assert state["vector"].dtype == torch.float64
     for row, key in enumerate(sorted(expected)):
         assert state["count"][row] == len(expected[key])
+        assert state["largest"][row] == max(expected[key])
         np.testing.assert_array_equal(state["vector"][row], sum(expected[key]) * np.array([1, 2, 3]))
 
 

@@ -22,8 +22,8 @@ from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.explore.one_head import view_head
-from theodolite.explore.view import catch_layer, head_tags, head_view, read_prompt
-from theodolite.logits.constituents import constituents, constituents_of_pass
+from theodolite.explore.subject import Subject
+from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model
 from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
@@ -35,7 +35,7 @@ from theodolite.sinks.outliers import find_outliers
 from theodolite.sinks.prompt import trace_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
-from theodolite_papers.localization.walk_pass import read_walk
+from theodolite_papers.localization.text_as_walk import read_walk
 
 CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)
 IDS = CORPUS.contexts
@@ -43,11 +43,13 @@ DIRECTION = torch.randn(32, generator=torch.Generator().manual_seed(0))
 
 
 def explored(model: OpenModel) -> list[Any]:
-    read = read_prompt(model, IDS[0])
-    caught = catch_layer(read, 1)
-    view = head_view(read, caught, 1, 0)
-    split = constituents_of_pass(model, read.layers[1], survey(model, CORPUS))
-    return [read.measured, view, split, head_tags(model, read, caught, view)]
+    subject, ids = Subject("explored", model, survey(model, CORPUS)), tuple(IDS[0].tolist())
+    return [
+        subject.measured(ids),
+        subject.view(ids, 1, 0),
+        subject.constituents(ids, 1),
+        subject.tags(ids, 1, 0),
+    ]
 
 
 def edited(model: OpenModel) -> list[Any]:
@@ -133,7 +135,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "constituents": lambda model: constituents(model, IDS, 1),
     "outputs": lambda model: read_outputs(model, CORPUS),
     "perplexity": lambda model: perplexity(model, CORPUS),
-    "walk": lambda model: read_walk(model, CORPUS, 0).input_state,
+    "walk": lambda model: read_walk(model, CORPUS, 0).inputs.state(),
     "pruned": pruned,
     "explored": explored,
     "head": lambda model: view_head(model, IDS[0], 1, 1).view,

@@ -15,7 +15,7 @@ from theodolite.comparison.page import FIGURES, experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
-from theodolite.report.outcome_page import render
+from theodolite.report.outcome import render
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
 import sys
 from functools import partial
 
@@ -20,6 +21,7 @@ from theodolite.evaluate.command import parse_shots, tables
 from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
+from theodolite.models import OpenModel
 from theodolite.system.files import locked
 
 call = partial(called, "evaluate")
@@ -70,7 +72,7 @@ def test_what_is_in_the_file_is_not_asked_again(checkpoint, tmp_path, monkeypatc
     def refuse(*_, **__):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(command, "few_shot_answers", refuse)
+    monkeypatch.setattr(command, "answer_rows", refuse)
     status, stdout, stderr = call(*options, "--shots", "1")
     assert status == 0, stderr
     assert "accuracy" in stdout
@@ -98,6 +100,28 @@ def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monke
     assert status == 0, stderr
     assert asked == [0, 1, -1, 2]
     assert [row["shots"] for row in json.loads(stdout)["scores"]] == [0, 1, 2]
+
+
+def test_an_interrupted_text_goes_on_where_it_stopped(checkpoint, text, tmp_path, monkeypatch):
+    """Oracle: the file of an evaluation in one go; how many contexts the model reads after the interrupt."""
+    options = (checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 6, "--batch", 2)
+    assert call(*options, "--out", tmp_path / "whole.json")[0] == 0
+    out, read = tmp_path / "scores.json", []
+    logits = OpenModel.logits
+
+    def counted(model, ids):
+        read.append(len(ids))
+        if len(read) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return logits(model, ids)
+
+    monkeypatch.setattr(OpenModel, "logits", counted)
+    assert call(*options, "--out", out)[0] == 130
+    assert not out.exists()
+    assert call(*options, "--out", out)[0] == 0
+    assert read == [2, 2, 2]
+    assert out.read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_without_a_task_it_is_the_loss_on_the_text_inside_every_python(checkpoint):
@@ -189,7 +213,7 @@ NOTHING = "nothing has such an option: leave out "
     ],
 )
 def test_what_cannot_be_asked_is_one_line_before_anything_is_read(checkpoint, text, monkeypatch, words, says):
-    monkeypatch.setattr("theodolite.evaluate.command.perplexity", None)
+    monkeypatch.setattr("theodolite.evaluate.command.loss_rows", None)
     given = [{"TEXT": text, "FOLDER": text.parent}.get(word, word) for word in words.split()]
     status, _, stderr = call(checkpoint("gpt2"), *given)
     assert status == 2, stderr

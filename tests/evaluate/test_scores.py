@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from theodolite.errors import UsageError
-from theodolite.evaluate.scores import AnswersFile, Score, mean_and_error, over_seeds, table
+from theodolite.evaluate.scores import Evaluation, Score, mean_and_error, over_seeds, table
+from theodolite.jobs.job import Rows
 
 
 def score(model: str, each: list[float] | None, questions: str = "q", **more) -> Score:
@@ -88,23 +90,30 @@ def test_what_is_kept_is_not_measured_again(tmp_path):
         replace(score("m", None), error=math.nan, version="1"),
     )
 
-    def measure():
-        asked.append(1)
-        return [first, second]
+    def scores(*keys: dict, finish: bool = True) -> list[Score]:
+        evaluation = Evaluation(path)
+        steps = partial(Rows, [0], lambda _: asked.append(1) or {})
+        found = [evaluation.scores(key, "", steps, lambda *_: [first, second]) for key in keys]
+        if finish:
+            evaluation.finish()
+        return found[-1]
 
-    AnswersFile(path).get({"model": "a", "shots": 1}, measure)
-    before = path.read_bytes()
-    again = AnswersFile(path).get({"shots": 1, "model": "a"}, measure)
+    scores({"model": "a", "shots": 1})
+    again = scores({"shots": 1, "model": "a"})
     assert len(asked) == 1
     assert np.array_equal(again[0].each, first.each)
     pairs = zip(again, (first, second), strict=True)
     assert all(repr(replace(x, each=None)) == repr(replace(y, each=None)) for x, y in pairs)
-    AnswersFile(path).get({"model": "b", "shots": 1}, measure)
-    assert len(asked) == 2
-    assert len(json.loads(path.read_text())["measured"]) == 2
-    path.write_bytes(before)
-    AnswersFile(path).get({"model": "b", "shots": 1}, measure)
+    before = path.read_bytes()
+    for model in ("b", "c"):  # the command is stopped before it is finished
+        scores({"model": model}, finish=False)
+    assert path.read_bytes() == before
+    scores({"model": "b"})
+    assert len(list(path.parent.glob("*.partial/*.safetensors"))) == 2  # c is still to be asked for
+    scores({"model": "c"})
     assert len(asked) == 3
+    assert len(json.loads(path.read_text())["measured"]) == 3
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 9, "measured": []}'])
@@ -112,5 +121,5 @@ def test_another_file_is_left_alone(tmp_path, text):
     path = tmp_path / "notes.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"is not an evaluation file.*: choose another --out or remove it"):
-        AnswersFile(path)
+        Evaluation(path)
     assert path.read_text() == text

@@ -60,7 +60,7 @@ def serving() -> Callable[..., str]:
     """serving(subject, …) → the address of a page of theirs."""
     pytest.importorskip("gradio")
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "True"  # the page says no, whatever the environment says
-    from theodolite.explore.server import application, listen, serve
+    from theodolite.explore.page import application, listen, serve
 
     known: dict[tuple[str, ...], str] = {}
 

@@ -12,14 +12,28 @@ import torch
 from tests import checkpoints
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
-from theodolite.explore import panels, words
-from theodolite.explore.panels import Shown, attention_map, hidden_keys
-from theodolite.explore.subject import MOST_CHARACTERS, Subject, check_pair, offered_prompts, prompt_ids
-from theodolite.explore.view import Sink, tag_colours
-from theodolite.explore.words import evidence, roles_of, shares_line, spectrum_line
+from theodolite.explore import panels
+from theodolite.explore.panels import (
+    Shown,
+    attention_map,
+    evidence,
+    hidden_keys,
+    roles_of,
+    shares_line,
+    spectrum_line,
+)
+from theodolite.explore.subject import (
+    MOST_CHARACTERS,
+    Subject,
+    check_pair,
+    offered_prompts,
+    prompt_ids,
+    tag_colours,
+)
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
 from theodolite.report.data import opening_head
+from theodolite.sinks.prompt import Sink
 
 
 def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Shown:
@@ -92,7 +106,7 @@ def test_the_map_frames_the_head_and_names_what_can_be_shown(subject, sharp):
 
 def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     ids = prompt_ids([sharp], PROMPT)
-    run, measured = sharp.run, sharp.read(ids).measured
+    run, measured = sharp.run, sharp.measured(ids)
     heads = run.heads.copy()
     heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
     planted = replace(run, heads=heads)
@@ -110,7 +124,7 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
         replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
     ) == (1, 1)
     assert roles_of([one for one in found if not one.holds]) == "no named role"
-    said = words.head_html(sharp.view(ids, 1, 1), planted, measured)
+    said = panels.head_html(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said
     assert "✓ previous-token head" in said
     assert "<td>0.49</td>" in said
@@ -137,24 +151,24 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp, s
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
     view = next(view for view in views if any(sink.caught for sink in view.sinks))
     tokens = tuple("<script>alert(1)</script>" if at == 2 else text for at, text in enumerate(view.tokens))
-    said = words.sinks_html(replace(view, tokens=tokens), 1.0)
+    said = panels.sinks_html(replace(view, tokens=tokens), 1.0)
     assert "<script>" not in said
     assert "&lt;script&gt;" in said
     assert f"<b>▼1</b>{view.tokens[view.sinks[0].position]}" in said
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
     tags = sharp.tags(ids, view.layer, view.head)
-    tagged = words.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0])
+    tagged = panels.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0])
     assert "<script>" not in tagged
     assert tagged.count("background:rgb(") == len(ids)
-    assert words.html("line", "why <not>") == "<p>why &lt;not&gt;</p>"
-    assert words.html("refusal", "a <b>") == "<p><b>a &lt;b&gt;</b></p>"
+    assert panels.html("line", "why <not>") == "<p>why &lt;not&gt;</p>"
+    assert panels.html("refusal", "a <b>") == "<p><b>a &lt;b&gt;</b></p>"
     no_sink = replace(view, sinks=(), group=np.full(len(ids), -1))
-    assert "No sink" in words.sinks_html(no_sink, 1.0)
+    assert "No sink" in panels.sinks_html(no_sink, 1.0)
     own = subject("gpt_oss")
     view = own.view(prompt_ids([own], PROMPT), 0, 0)
     learned = f"{view.learned.mean():.2f} of the attention goes to a learned sink column"
-    assert learned in words.sinks_html(view, 1.0)
+    assert learned in panels.sinks_html(view, 1.0)
 
 
 def test_constituents_are_drawn_or_refused_with_the_reason(subject):

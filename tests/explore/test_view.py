@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,10 @@ import transformers
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.subject import prompt_ids
-from theodolite.explore.view import head_tags, read_prompt, tag_colours
+from theodolite.explore.subject import prompt_ids, tag_colours
 from theodolite.models import open_model
 from theodolite.passes.survey import survey, survey_heads
-from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT, read_prompt, trace_prompt
 
 FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "bert", "qwen3"]
 
@@ -55,7 +56,7 @@ def test_attention_is_the_models_own_and_constituents_sum_to_its_logits(family, 
 def test_what_a_prompt_measures(subject, checkpoint):
     own = subject("llama3")
     ids = prompt_ids([own], PROMPT)
-    heads = own.read(ids).measured.heads
+    heads = own.measured(ids).heads
     for layer, expected in enumerate(eager_attention(checkpoint("llama3"), ids)):
         rows = heads[heads["layer"] == layer]
         for head, weights in enumerate(expected):
@@ -126,9 +127,9 @@ def test_a_prompt_that_breaks_the_model_is_said_to(subject, checkpoint):
         read_prompt(broken, torch.tensor(prompt_ids([subject("gpt2")], PROMPT)))
 
 
-def test_tags_need_tokens_that_are_no_sinks(sharp):
+def test_tags_need_tokens_that_are_no_sinks(sharp, monkeypatch):
     ids = prompt_ids([sharp], "abcd")
-    read, view = sharp.read(ids), sharp.view(ids, 0, 0)
-    view.group[:] = LEFT_OUT
+    view = replace(sharp.view(ids, 0, 0), group=np.full(len(ids), LEFT_OUT))
+    monkeypatch.setattr(sharp, "view", lambda *place: view)
     with pytest.raises(UsageError, match="too few tokens besides the sinks"):
-        head_tags(sharp.model, read, sharp._catches(ids, 0), view)
+        sharp.tags(ids, 0, 0)

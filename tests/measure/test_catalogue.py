@@ -35,7 +35,7 @@ def test_a_module_that_is_added_is_found(tmp_path):
     """And no name is given twice, though imported by several modules."""
     (tmp_path / "added.py").write_text(
         "from theodolite.measure.column import Column, gives\n"
-        "@gives(Column('heads', 'added', 'added', 'A test.'))\n"
+        "@gives(Column('heads', 'added', 'A test.'))\n"
         "def added(attention): return {'added': []}\n"
     )
     code = (
@@ -52,7 +52,13 @@ def test_a_module_that_is_added_is_found(tmp_path):
 )
 def test_a_declaration_that_was_edited_counts_for_nothing(entry):
     whole = Column(
-        "heads", "x", "X", "It.", range=(0.0, 2.0), error="halves", healthy=Criterion("at most", 1.0, "ours")
+        "heads",
+        "x",
+        "It.",
+        title="X",
+        range=(0.0, 2.0),
+        error="halves",
+        healthy=Criterion("at most", 1.0, "ours"),
     )
     provenance = {catalogue.EXTRA_COLUMNS: [entry, whole.to_json()]}
     assert catalogue.declared("heads", provenance)["x"] == whole

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests import checkpoints
 from tests.report.synthetic import make_survey
+from theodolite.accumulate.sums import joined
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.measure.head_roles import (
@@ -36,13 +37,14 @@ def test_an_unseen_key_has_no_propagation(opened):
 
 
 def test_sinks_are_ordered_by_head_and_by_how_often_they_are_one():
-    """Written by hand: layer, head, token, first, contexts, positions, sum of positions."""
-    rows = torch.tensor(
-        [[1, 0, 5, 0, 2, 4, 10], [0, 1, 7, 1, 5, 5, 0], [0, 1, 3, 0, 5, 5, 15], [0, 1, 9, 0, 1, 1, 6]]
-    )
-    table = sinks_table(
-        {"sink_tokens": rows, "contexts": torch.tensor([5.0], dtype=torch.float64)}, "t{}".format
-    )
+    """Written by hand: layer, head, token, first; contexts, sinks, sum of positions."""
+    sums = {
+        "keys": torch.tensor([[1, 0, 5, 0], [0, 1, 7, 1], [0, 1, 3, 0], [0, 1, 9, 0]]),
+        "contexts": torch.tensor([2.0, 5, 5, 1]),
+        "sinks": torch.tensor([4.0, 5, 5, 1]),
+        "positions": torch.tensor([10.0, 0, 15, 6]),
+    }
+    table = sinks_table(joined({"sink_tokens": sums}) | {"contexts": torch.tensor([5.0])}, "t{}".format)
     assert table["token"].tolist() == ["t3", "t7", "t9", "t5"]
     assert table["first"].tolist() == [False, True, False, False]
     assert table["share"].tolist() == pytest.approx([1, 1, 0.2, 0.4])

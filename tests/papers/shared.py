@@ -26,8 +26,8 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def outcome_of(name: str) -> Outcome:
-    """An empty one, with the captions of an experiment."""
-    return Outcome(captions=declarations()[name].figures)
+    """An empty one, with the declaration of an experiment."""
+    return Outcome(declared=declarations()[name])
 
 
 def verdicts_of(

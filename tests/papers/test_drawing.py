@@ -10,7 +10,7 @@ import pytest
 
 from theodolite.evaluate.scores import over_seeds
 from theodolite.report import style
-from theodolite.report.payload import figure_json
+from theodolite.report.page import figure_json
 from theodolite_papers import drawing
 from theodolite_papers.catch_tag_release.few_shot import accuracy_by_shots
 

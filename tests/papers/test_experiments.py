@@ -17,14 +17,24 @@ from tests.report.drawn import drawn
 from tests.report.synthetic import make_run, weights_only
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, independent, most
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    UNDECIDED,
+    UNTESTABLE,
+    Criterion,
+    Estimate,
+    independent,
+    judge,
+    most,
+    untestable,
+)
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.report import published
-from theodolite.report.outcome import Outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite_papers.declarations import declarations
-from theodolite_papers.experiment import claims
+from theodolite_papers.declarations import Declaration, declarations
+from theodolite_papers.experiment import Outcome, claims, share_of_heads
 from theodolite_papers.hidden_geometry.separation import gap_errors
 
 OF_THE_SURVEY = [
@@ -267,6 +277,44 @@ def test_what_is_declared_is_there():
         assert (EXPERIMENTS[name].title, EXPERIMENTS[name].paper) == (of.title, of.paper)
         for caption in of.figures.values():
             assert caption.keys() - {"wide"} == {"title", "shows", "look_for", "source"}
+        for claim in of.claims.values():
+            parts = [part for part in claim.values() if isinstance(part, dict)] or [claim]
+            assert claim["claim"]
+            assert all(part["what"] and part["criterion"] in of.criteria for part in parts)
+
+
+def test_claims_are_judged_as_declared():
+    """Oracle: `judge` and `share_of_heads` on the same words, written out."""
+    most = {"side": "at least", "source": "one of {groups}"}
+    declared = Declaration(
+        "geometry/made-up",
+        "",
+        "",
+        "",
+        claims={
+            "rank": {"claim": "P has a low rank ({place})", "what": "rank of {layers}", "criterion": "low"},
+            "both": {"claim": "Both", "least": {"what": "the least", "criterion": "low", "more": "; {why}"}},
+            "most": {"claim": "Most", "what": "share", "criterion": "most"},
+            "rest": {"claim": "The rest", "what": "it", "criterion": "low"},
+        },
+        criteria={"low": {"side": "at most", "limit": 2.0, "source": "Table 1"}, "most": most},
+    )
+    outcome, estimate = Outcome(declared=declared), Estimate(1.0, 0.1, 8, "groups")
+    low = Criterion("at most", 2.0, "Table 1")
+    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3)
+    assert judged == judge("P has a low rank (Fig. 1)", "rank of 3", estimate, low)
+    part = outcome.verdict("both.least", estimate, why="ours")
+    alone = judge("Both", "the least", estimate, low)
+    assert part == replace(alone, evidence=f"{alone.evidence}; ours")
+    criterion = Criterion("at least", 0.25, "one of 4")
+    share = outcome.judge("most", [True, False, True], limit=0.25, groups=4)
+    assert share == judge("Most", "share", share_of_heads([True, False, True], criterion), criterion)
+    assert outcome.unjudged == ["rest"]
+    outcome.cannot_judge("rest", "no text")
+    assert outcome.verdicts == [judged, share, untestable("The rest", "no text")]
+    assert outcome.unjudged == []
+    with pytest.raises(KeyError, match="undeclared"):
+        outcome.judge("undeclared", estimate)
 
 
 def test_a_list_of_names_imports_no_experiment():

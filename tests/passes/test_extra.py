@@ -26,12 +26,12 @@ class FourthMoment(Extra):
 
     name = "moments"
     declared = (
-        Column("layers", "fourth", "fourth moment", "Mean fourth power of the residual stream."),
+        Column("layers", "fourth", "Mean fourth power of the residual stream."),
         Column(
             "heads",
             "query_squared",
-            "size of the <queries>",
             "Sum of the squares of all queries.",
+            title="size of the <queries>",
             group="Of my own",
             healthy=Criterion("at most", 1e5, "a limit of this test"),
         ),
@@ -131,11 +131,11 @@ def test_columns_that_do_not_fit_are_refused_right_after_the_text(opened, corpus
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (Column("layers", "rank", "", ""), "the table of layers has a column 'rank' already"),
-        (Column("layers", "rank_se", "", ""), "the table of layers has a column 'rank_se' already"),
-        (Column("heads", "induction", "", ""), "the table of heads has a column 'induction' already"),
-        (Column("layers", "fourth", "", ""), "the table of layers has a column 'fourth' already"),
-        (Column("sinks", "mine", "", ""), "declares columns of 'sinks': declare them of 'layers' or 'heads'"),
+        (Column("layers", "rank", ""), "the table of layers has a column 'rank' already"),
+        (Column("layers", "rank_se", ""), "the table of layers has a column 'rank_se' already"),
+        (Column("heads", "induction", ""), "the table of heads has a column 'induction' already"),
+        (Column("layers", "fourth", ""), "the table of layers has a column 'fourth' already"),
+        (Column("sinks", "mine", ""), "declares columns of 'sinks': declare them of 'layers' or 'heads'"),
         ("mine", "Wrong declares no columns: give its class `declared`, a tuple of Column"),
     ],
 )

@@ -11,13 +11,13 @@ from theodolite import compare
 from theodolite.comparison import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.explore.view import read_prompt
 from theodolite.models import open_model, open_weights
 from theodolite.passes.survey import spectra, survey
 from theodolite.prune import prune_model
 from theodolite.report.page import write_report
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.sinks.outliers import find_outliers
+from theodolite.sinks.prompt import read_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor

@@ -15,7 +15,6 @@ from theodolite.passes.run import Run
 HOSTILE = ["<script>alert(1)</script>", "</script>", "<!--", "\"quoted\" & 'single'", "%{x}<b>bold</b>"]
 HOSTILE += ["\u202eevil", "zero\u200bwidth", "line\nend", "\x00\x1b[31m", "\u2028", "שלום"]
 WORDS = [" the", ".", " of", "\n", " theodolite", " measures", ",", " angles", " a", " and"]
-LATER = ("share_", "argmax_", "pwp_", "qk_")  # head columns that came with schema 2
 CUTOFFS = (1, 3, 5, 10)
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
 GROUPS = ("position", "context", "cross", "constant", "pos-pos", "cvec-cvec", "additive")
@@ -23,7 +22,7 @@ REGIMES = ["uniform", "late-site", "early-site", "middle-site", "vanishing", "un
 
 
 def make_run(*, blocks=3, heads=4, length=24, width=32, head_width=6, contexts=16, seed=0):
-    """A whole survey of a model of these sizes."""
+    """A survey of a model of these sizes on few contexts: no standard errors, no constituents."""
     generator = np.random.default_rng(seed)
     layers = blocks + 1
     arrays = _geometry_arrays(generator, layers, length, width, contexts)
@@ -40,7 +39,7 @@ def make_run(*, blocks=3, heads=4, length=24, width=32, head_width=6, contexts=1
 
 
 def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int) -> Run:
-    """`make_run` with what schema 2 added: standard errors, clusters, constituents and attribution."""
+    """A whole survey: `make_run` with standard errors, clusters, constituents and attribution."""
     run = make_run(blocks=blocks, heads=heads, seed=seed, **sizes)
     parts = _constituents(np.random.default_rng(seed + 1), blocks * heads, heads)
     scores = dict.fromkeys(("previous_token_se", "same_token_se", "induction_se"), 0.01)
@@ -58,7 +57,6 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         },
         constituents=parts,
         attribution=_attribution(blocks, heads),
-        provenance={**run.provenance, "schema_version": 2},
     )
 
 
@@ -74,7 +72,9 @@ def weights_only(run: Run) -> Run:
     kept = [
         name
         for name in run.heads.columns
-        if name not in textual and not name.startswith(("sink_", *LATER)) and not name.endswith("_data")
+        if name not in textual
+        and not name.startswith(("sink_", "share_", "argmax_", "pwp_", "qk_"))
+        and not name.endswith("_data")
     ]
     empty = pd.DataFrame()
     provenance = {
@@ -313,7 +313,7 @@ def _examples(generator: np.random.Generator, length: int) -> pd.DataFrame:
 
 def _provenance(blocks, heads, length, width, head_width, contexts):
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "versions": {"theodolite": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
         "model": {
             "id": "synthetic/<img src=x onerror=alert(1)>",

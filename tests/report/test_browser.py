@@ -17,7 +17,7 @@ from theodolite import compare
 from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
 from theodolite.passes.run import Run
-from theodolite.report.outcome_page import write_index, write_outcome
+from theodolite.report.outcome import write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
 
 pytestmark = [needs_browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]

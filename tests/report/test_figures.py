@@ -20,7 +20,7 @@ from theodolite.report import figures, published, style
 from theodolite.report.content import first_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.figures import EXHIBITS
-from theodolite.report.payload import figure_json
+from theodolite.report.page import figure_json
 
 OF_TEXT = [name for name in figures.FIGURES if name not in OF_IMAGES]
 SIMPLE = sorted(set(OF_TEXT) - {"head_map", "attribution"})
@@ -81,12 +81,12 @@ def keys_of(run: Run) -> set[str]:
 
 
 def test_what_a_run_lacks_is_left_out(run: Run) -> None:
-    old = make_run()
+    few = make_run()
     later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
     later |= {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
-    assert keys_of(run) - keys_of(old) == later
+    assert keys_of(run) - keys_of(few) == later
     for name in ("rank", "incoherence", "massive_activations"):  # no standard errors, no whiskers
-        traces = [trace for trace in getattr(figures, name)(old).data if "error_y" in trace]
+        traces = [trace for trace in getattr(figures, name)(few).data if "error_y" in trace]
         assert all(trace.error_y.array is None for trace in traces)
     none = dict.fromkeys(("massive_activations", "massive_activations_first"), 0)
     without = keys_of(replace(run, layers=run.layers.assign(**none)))

@@ -19,7 +19,7 @@ from theodolite.report import figures, style
 from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
 from theodolite.report.figures import EXHIBITS
-from theodolite.report.payload import figure_json
+from theodolite.report.page import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
 from theodolite_papers.drawing import TILE_HEADROOM, positional_tiles
 
@@ -134,11 +134,11 @@ def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> Non
     assert {trace.name for trace in traces} == {"PPᵀ", "PWPᵀ", "GPT-2"}
     rest = replace(run, attribution=run.attribution[run.attribution["pattern"] != "same"])
     assert not any(exhibit.key == "attribution-same" and exhibit.available(rest) for exhibit in EXHIBITS)
-    old = make_run()
+    few = make_run()
     for draw, words in (
-        (lambda: figures.attribution(old, "induction"), "no attribution of 'induction'"),
-        (lambda: figures.head_shares(old), "no 'share_position'"),
-        (lambda: figures.clusters(old), "no 'silhouette'"),
+        (lambda: figures.attribution(few, "induction"), "no attribution of 'induction'"),
+        (lambda: figures.head_shares(few), "no 'share_position'"),
+        (lambda: figures.clusters(few), "no 'silhouette'"),
     ):
         with pytest.raises(UsageError, match=words):
             draw()

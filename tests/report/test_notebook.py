@@ -12,8 +12,8 @@ from rich.console import Console
 from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_page import Reader
 from theodolite.passes.run import Run
-from theodolite.report.notebook import strongest
-from theodolite.report.summary import health_line
+from theodolite.report.health import Check, in_a_line
+from theodolite.report.page import strongest
 from theodolite.report.terminal import show_run, tables_as_json
 
 
@@ -43,8 +43,9 @@ def test_it_names_the_model_the_text_the_key_numbers_and_the_strongest_heads(run
     assert "http" not in html
     sick = replace(run, layers=run.layers.assign(rank_collapse=0.01))._repr_html_()
     assert ("Rank collapse:" in sick, "Rank collapse:" in html) == (True, False)
-    assert health_line(0, 6) == "All 6 health checks passed."
-    assert health_line(2, 6) == "2 of 6 health checks flagged."
+    passed, flagged = Check("", "", False), Check("", "", True)
+    assert in_a_line([passed] * 6) == "All 6 health checks passed."
+    assert in_a_line([passed] * 4 + [flagged] * 2) == "2 of 6 health checks flagged."
 
 
 def test_its_style_touches_nothing_else_and_knows_the_dark(run: Run) -> None:

@@ -14,8 +14,7 @@ from tests.report.test_page import Reader
 from theodolite.errors import WorkError
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict, independent
 from theodolite.passes.run import Run
-from theodolite.report.outcome import Outcome, Reading
-from theodolite.report.outcome_page import tally, write_index, write_outcome
+from theodolite.report.outcome import Outcome, Reading, tally, write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
 from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import claims

@@ -11,13 +11,12 @@ import pytest
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.passes.run import Run
-from theodolite.report.summary import Finding, summarise
+from theodolite.report.health import Check, checks
+from theodolite.report.summary import summarise
 
 
 def told(run: Run, topic: str) -> str:
-    return " ".join(finding.text for finding in summarise(run) if finding.topic == topic).replace(
-        "\u00a0", " "
-    )
+    return " ".join(summarise(run).get(topic, [])).replace("\u00a0", " ")
 
 
 def with_heads(run: Run, **columns: list[object]) -> Run:
@@ -142,28 +141,33 @@ def test_what_is_told_of_a_topic(topic, layers, heads, words) -> None:
 
 
 def test_what_is_told_of_models_and_texts(run: Run) -> None:
-    """The published model follows the family; older runs have no constituents; NaN columns give no NaN."""
+    """The published model follows the family; NaN columns give no NaN."""
     model = {**run.provenance["model"], "family": "qwen3", "positions": "rotary"}
     other = replace(run, provenance={**run.provenance, "model": model})
     assert "published for Llama 2" in told(other, "Position")
     counts = {**run.provenance["counts"], "tokens": 1000, "unknown_tokens": 400}
     other = replace(run, provenance={**run.provenance, "counts": counts})
-    assert "40 % of the tokens are unknown to the tokenizer" in told(other, "Health")
-    assert "unknown to the tokenizer" not in told(run, "Health")
+    assert "40 % of the tokens are unknown to the tokenizer" in flagged(other)[0]
     assert told(make_run(), "Constituents") == ""
     layers = run.layers.assign(**{name: math.nan for name in run.layers.columns if name != "layer"})
     named = {"layer", "head", "spectrum_of"}
     heads = run.heads.assign(**{name: math.nan for name in run.heads.columns if name not in named})
     empty = replace(run, layers=layers, heads=heads, sinks=pd.DataFrame())
-    assert "nan" not in " ".join(finding.text for finding in summarise(empty)).lower()
+    assert "nan" not in f"{summarise(empty)} {checks(empty)}".lower()
 
 
-def health(run: Run) -> list[Finding]:
-    return [finding for finding in summarise(run) if finding.topic == "Health"]
+def flagged(run: Run) -> list[str]:
+    return [check.text.replace("\u00a0", " ") for check in checks(run) if check.flagged]
+
+
+def check(run: Run, words: str) -> Check:
+    """The one check whose text has these words."""
+    (found,) = (check for check in checks(run) if words in check.text)
+    return found
 
 
 def test_a_healthy_run_passes_every_check() -> None:
-    assert [finding.status for finding in health(make_survey())] == ["passed"] * 9
+    assert [check.flagged for check in checks(make_survey())] == [False] * 9
 
 
 def test_each_trouble_is_found_by_its_check(run: Run) -> None:
@@ -181,13 +185,12 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
         share_constant=[0.96] + [0.4] * 11,
     )
     sick = with_layers(sick, rank_collapse=[0.9, 0.5, 0.2, 0.05], massive_activations=[0, 0, 4, 0])
-    findings = health(sick)
-    assert [finding.status for finding in findings] == ["flagged"] * 6 + ["passed"] * 3
-    texts = " ".join(finding.text for finding in findings)
+    assert [check.flagged for check in checks(sick)] == [True] * 6 + [False] * 3
+    texts = " ".join(flagged(sick))
     assert "Rank collapse: in layer 3 all tokens" in texts
     assert "Entropy collapse: 1 head" in texts
     assert "L0H2" in texts
-    assert "Vanishing signal: fewer than 5\u00a0% of the keys propagate in 1 head: L2H3." in texts
+    assert "Vanishing signal: fewer than 5 % of the keys propagate in 1 head: L2H3." in texts
     assert "W_QK is numerically zero in L0H0" in texts
     assert "Constant logits: in 1 head means and biases alone account for" in texts
     assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
@@ -201,27 +204,23 @@ def test_an_untrained_model_is_named(run: Run) -> None:
         "low_frequency_10_se": [0.01] * 4,
         "incoherence_mean": [0.35] * 4,
     }
-    texts = [
-        finding.text for finding in health(with_layers(run, **layers, **rough)) if finding.status == "flagged"
-    ]
+    texts = flagged(with_layers(run, **layers, **rough))
     assert len(texts) == 3
     assert (
         "No positional structure beyond noise: the mean rank of the positional basis is 0.2 ± 0.6" in texts[0]
     )
     assert "The model looks untrained" in texts[0]
-    assert "hold 15 ± 1.0 % of the energy" in texts[1].replace("\u00a0", " ")
+    assert "hold 15 ± 1.0 % of the energy" in texts[1]
     assert "Position and context are entangled" in texts[2]
-    (smooth,) = [
-        finding.text for finding in health(with_layers(run, **layers)) if finding.status == "flagged"
-    ]
+    (smooth,) = flagged(with_layers(run, **layers))
     assert "untrained" not in smooth
-    for rank, status in ((1.5, "passed"), (1.4, "flagged")):  # 2.5 and 2.33 errors above noise
+    for rank, is_noise in ((1.5, False), (1.4, True)):  # 2.5 and 2.33 errors above noise
         clear = with_layers(run, rank=[rank] * 4, rank_se=[0.6] * 4)
-        assert next(f.status for f in health(clear) if "mean rank" in f.text) == status
+        assert check(clear, "mean rank").flagged == is_noise
 
 
 def test_weights_alone_give_only_what_weights_tell(run: Run) -> None:
-    assert {finding.topic for finding in summarise(weights_only(run))} == {"Localization", "Health"}
+    assert set(summarise(weights_only(run))) == {"Localization"}
 
 
 def test_a_resting_head_is_no_entropy_collapse_and_its_constant_logits_are_common(run: Run) -> None:
@@ -232,20 +231,19 @@ def test_a_resting_head_is_no_entropy_collapse_and_its_constant_logits_are_commo
         sink_first=[0.99] + [0.0] * 11,
     )
     for words in ("maximum entropy", "Constant logits"):
-        found = next(finding for finding in health(resting) if words in finding.text)
-        assert found.status == "passed"
+        found = check(resting, words)
+        assert not found.flagged
         assert "All are first-token sink heads" in found.text
     made = with_heads(make_run(), share_constant=[1.0] + [0.4] * 11)
-    assert any(f.text.startswith("Constant logits") for f in health(made))
+    assert check(made, "Constant logits").flagged
     made.provenance["model"] |= {"positions": "rotary"}  # means that are turned are no constant
-    assert not any("onstant logits" in f.text for f in health(made))
+    assert not any("onstant logits" in of.text for of in checks(made))
 
 
 def test_layers_whose_logits_are_not_taken_apart_are_named_with_the_reason(run: Run) -> None:
     refused = {"0": "queries are no affine function of h", "2": "queries are no affine function of h"}
     other = replace(run, provenance={**run.provenance, "constituents_refused": refused})
-    found = [finding for finding in health(other) if finding.status == "flagged"]
-    assert [finding.text for finding in found] == [
+    assert flagged(other) == [
         "Logits could not be decomposed in layer 0 and layer 2: queries are no affine function of h."
     ]
 
@@ -295,11 +293,11 @@ def test_smoothness_is_judged_where_the_text_s_noise_is_small() -> None:
     made = make_run()
     made.provenance["corpus"] |= {"contexts": 400, "length": 128}
     some = with_layers(made, relative_norm=[0.1, 0.28, 0.3, 0.29], **columns)
-    (found,) = [f for f in health(some) if "rough" in f.text.lower()]
-    assert (found.status, "90" in found.text) == ("passed", True)
+    found = check(some, "rough")
+    assert (found.flagged, "90" in found.text) == (False, True)
     assert "of the energy of its Gram matrix in the layers where" in told(some, "Position")
     none = with_layers(made, relative_norm=[0.1, 0.28, 0.29, 0.29], **columns)
-    (found,) = [f for f in health(none) if "smoothness" in f.text]
-    assert (found.status, "is not judged" in found.text) == ("passed", True)
+    assert not check(none, "smoothness").flagged
+    assert "is not judged" in check(none, "smoothness").text
     assert "Gram" not in told(none, "Position")
-    assert not any("smoothness" in f.text for f in health(weights_only(some)))  # no basis to judge
+    assert not any("smoothness" in of.text for of in checks(weights_only(some)))  # no basis to judge

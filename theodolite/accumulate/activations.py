@@ -6,15 +6,12 @@ For the residual stream (one part a token) and for the outputs of the heads (H p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.outliers import LargeValues
-from theodolite.accumulate.sums import Mergeable, State, cache_sized
+from theodolite.accumulate.sums import KeyedSums, State, cache_sized, part_of
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import LayerBaseline, Thresholds, log_magnitude, massive_activations
 
@@ -22,39 +19,10 @@ MOST_ROWS = 1_000_000
 """Massive activations are few. Thresholds that make so many of them would fill the memory with a list of them."""
 
 KEY = ("layer", "part", "dimension", "token_id", "first")
-COUNTED = ("contexts", "places", "published", "adaptive", "value_sum", "extreme", "position_sum", "example")
-"""Columns of the carriers' rows: what they are of, and what was counted.
-
-`places` are values that are massive by either rule, `published` and `adaptive` by each; `extreme` is the largest in
-size, with its sign; `example` is context · length + position of the first place.
-"""
+"""What carriers are told apart by."""
 
 ANY_TOKEN = -1
 """Token id of what is followed at position 0: it is massive there whatever the token."""
-
-Key = tuple[int, int, int, int, int]
-
-
-@dataclass
-class CarrierSums:
-    """Counts of one token that carries massive values in one dimension of one part of one layer."""
-
-    contexts: int = 0
-    places: int = 0
-    published: int = 0
-    adaptive: int = 0
-    value_sum: float = 0.0
-    extreme: float = 0.0
-    position_sum: int = 0
-    example: int = 1 << 52
-
-    def merge(self, other: CarrierSums) -> None:
-        """Add what was counted of the same token elsewhere."""
-        for name in ("contexts", "places", "published", "adaptive", "value_sum", "position_sum"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        # Of two as large, the positive one: the order in which they come must not matter.
-        self.extreme = max(self.extreme, other.extreme, key=lambda value: (abs(value), value))
-        self.example = min(self.example, other.example)
 
 
 class Activations(LargeValues):
@@ -64,8 +32,8 @@ class Activations(LargeValues):
     maximum_first of |x|; outlier, published, published_first, adaptive, adaptive_first, counts of values that
     are outliers, and massive by each rule. massive_tokens and massive_tokens_first (N): tokens with a massive
     value in any dimension by either rule. With `trailing` special tokens behind the text of every context, what
-    is counted at these is apart: maximum_last, published_last, adaptive_last, massive_tokens_last. carriers (K,
-    13) float64: rows of `KEY` and `COUNTED`, sorted.
+    is counted at these is apart: maximum_last, published_last, adaptive_last, massive_tokens_last. carriers, by
+    `KEY`: see `carrier_columns`.
 
     Args:
         bounds: |x| above which a value is massive by comparison with its layer (`LayerBaseline.bounds`).
@@ -87,11 +55,13 @@ class Activations(LargeValues):
         maxima = tuple(f"maximum{where}" for where in places)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + maxima, (parts, width))
         shapes |= {f"massive_tokens{where}": () for where in places}
-        super().__init__(layers, shapes, maxima=maxima)
+        counts = ("contexts", "places", "published", "adaptive", "value_sum", "position_sum")
+        largest = ("highest", "deepest", "earliest")
+        keyed = KeyedSums(len(KEY), dict.fromkeys((*counts, *largest), ()), largest)
+        super().__init__(layers, shapes, maxima, {"carriers": keyed})
         self.bounds = bounds
         self.length = length
         self.thresholds = thresholds
-        self._carriers: dict[Key, CarrierSums] = {}
 
     def update(
         self,
@@ -117,17 +87,30 @@ class Activations(LargeValues):
             self.add_massive(layer, published, "published")
             self.add_massive(layer, adaptive, "adaptive")
             self.add_massive(layer, either.flatten(2).any(-1), "massive_tokens")
-            places = either.nonzero().tolist()
+            places = either.nonzero().cpu()
             if len(places) > MOST_ROWS:
                 self._refuse(layer)
-            marks = zip(
-                places,
-                values[either].tolist(),
-                published[either].tolist(),
-                adaptive[either].tolist(),
-                strict=True,
+            context, position, of, dimension = places.unbind(dim=1)
+            token, first = ids[part].cpu()[context, position], (position == 0).long()
+            carriers = self.keyed["carriers"]
+            rows = carriers.rows(
+                torch.stack([torch.full_like(of, layer), of, dimension, token, first], dim=1)
             )
-            self._carry(layer, marks, ids[part].tolist(), first_context + part.start)
+            value = values[either]
+            sums = {
+                "places": torch.ones(len(rows)),
+                "published": published[either],
+                "adaptive": adaptive[either],
+                "value_sum": value,
+                "position_sum": position,
+                "highest": value,
+                "deepest": -value,
+                "earliest": -((first_context + part.start + context) * self.length + position),
+            }
+            carriers.add(rows, sums)
+            carriers.count_contexts(rows, context)
+            if len(carriers) > MOST_ROWS:
+                self._refuse(layer)
 
     def massive(
         self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]
@@ -135,24 +118,6 @@ class Activations(LargeValues):
         """Where |x| is massive by the published rule, and where by comparison with the layer."""
         bounds = self.bounds[layer].to(magnitude.device)
         return massive_activations(magnitude, self.thresholds), magnitude > bounds
-
-    def state(self) -> State:
-        """All tensors, stacked over layers, on the CPU; carriers as sorted rows."""
-        rows = [[*key, *vars(sums).values()] for key, sums in sorted(self._carriers.items())]
-        columns = len(KEY) + len(COUNTED)
-        return super().state() | {"carriers": torch.tensor(rows, dtype=torch.float64).reshape(-1, columns)}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        super().restore(state)
-        self._carriers = dict(_carriers(state))
-
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
-        super().merge(other)
-        for key, sums in _carriers(state):
-            self._carriers.setdefault(key, CarrierSums()).merge(sums)
 
     def _add_sums(self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]) -> None:
         later = self.text(magnitude).flatten(0, 1)
@@ -162,18 +127,6 @@ class Activations(LargeValues):
         self.add("log", layer, log_magnitude(later).sum(0))
         self.add_magnitudes(layer, magnitude)
 
-    def _carry(self, layer: int, marks: Iterator[tuple], ids: list[list[int]], first_context: int) -> None:
-        counted: set[tuple[Key, int]] = set()
-        for (context, position, part, dimension), value, published, adaptive in marks:
-            key = (layer, part, dimension, ids[context][position], int(position == 0))
-            example = (first_context + context) * self.length + position
-            new = (key, context) not in counted
-            counted.add((key, context))
-            sums = CarrierSums(int(new), 1, int(published), int(adaptive), value, value, position, example)
-            self._carriers.setdefault(key, CarrierSums()).merge(sums)
-        if len(self._carriers) > MOST_ROWS:
-            self._refuse(layer)
-
     def _refuse(self, layer: int) -> None:
         raise UsageError(
             f"more than {MOST_ROWS} kinds of massive activations by layer {layer}: thresholds this low make everything "
@@ -181,12 +134,18 @@ class Activations(LargeValues):
         )
 
 
-def _carriers(state: State) -> Iterator[tuple[Key, CarrierSums]]:
-    for layer, part, dimension, token, first, *values in state["carriers"].tolist():
-        contexts, places, published, adaptive, total, extreme, positions, example = values
-        key = (int(layer), int(part), int(dimension), int(token), int(first))
-        counts = (int(contexts), int(places), int(published), int(adaptive))
-        yield key, CarrierSums(*counts, total, extreme, int(positions), int(example))
+def carrier_columns(state: State) -> dict[str, Tensor]:
+    """Columns of the tokens that carry massive values in a dimension of a part of a layer: `KEY`, and what was counted.
+
+    `contexts`; `places`, values that are massive by either rule, `published` and `adaptive` by each; `value_sum` and
+    `position_sum` over these; `extreme`, the largest in size with its sign (of two as large the positive one);
+    `example`, context · length + position of the first place.
+    """
+    sums = part_of(state, "carriers")
+    keys = dict(zip(KEY, sums.pop("keys").unbind(dim=1), strict=True))
+    highest, deepest, earliest = (sums.pop(name) for name in ("highest", "deepest", "earliest"))
+    extreme = torch.where(highest >= deepest, highest, -deepest)
+    return keys | sums | {"extreme": extreme, "example": -earliest}
 
 
 class LayerBaselines:

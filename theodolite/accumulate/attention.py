@@ -18,8 +18,6 @@ from theodolite.accumulate.sums import (
     KeyedSums,
     LayerSums,
     Mergeable,
-    SavedState,
-    State,
     each_part,
     include,
     pair_sums,
@@ -81,8 +79,8 @@ class AttentionStatistics(LayerSums):
     squared_lengths (L), squared_entropy and entropy_spread (L, H): sums over contexts of their squared lengths, and
     weighted by these of their mean entropies, and of the squared deviations from the mean so weighted; gram_norm (L)
     the largest ‖XXᵀ‖₂ of a context's input X; example_received and
-    example_head (L, E, T) for the first E contexts; sink_tokens (K, 7) int64 rows (layer, head, token, is
-    first, contexts, sinks, sum of their positions): a token may be a sink at several positions of a context.
+    example_head (L, E, T) for the first E contexts; sink_tokens, keyed by layer, head, token and whether it is first:
+    contexts, sinks and the sum of their positions; a token may be a sink at several positions of a context.
 
     `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
     how many before it: those from position 1 on (an image's registers) are no later sinks. A layer
@@ -104,12 +102,13 @@ class AttentionStatistics(LayerSums):
         self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
-        super().__init__(layers, shapes, maxima=("gram_norm", "visible_keys", "largest_logit"))
+        sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
+        maxima = ("gram_norm", "visible_keys", "largest_logit")
+        super().__init__(layers, shapes, maxima, {"sink_tokens": sink_tokens})
         for largest in self._tensors["largest_logit"]:
             largest.fill_(-torch.inf)
         self.length, self.examples = length, examples
         self.trailing, self.leading = trailing, leading
-        self._sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
 
     def update(
         self, layer: int, inputs: AttentionInputs, tokens: Tokens, first_context: int
@@ -181,28 +180,16 @@ class AttentionStatistics(LayerSums):
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)
-        rows = self._sink_tokens.rows(keys)
-        self._sink_tokens.add("sinks", rows, torch.ones(len(rows)))
-        self._sink_tokens.add("positions", rows, position)
-        rows_by_context = torch.stack([context, rows], dim=1).unique(dim=0)[:, 1]
-        self._sink_tokens.add("contexts", rows_by_context, torch.ones(len(rows_by_context)))
+        sums = self.keyed["sink_tokens"]
+        rows = sums.rows(keys)
+        sums.add(rows, {"sinks": torch.ones(len(rows)), "positions": position})
+        sums.count_contexts(rows, context)
 
     def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
         for context in range(first_context, min(first_context + len(received), self.examples)):
             largest, head = received[context - first_context].max(dim=0)
             self.at("example_received", layer, received.device)[context, : len(largest)] = largest
             self.at("example_head", layer, received.device)[context, : len(largest)] = head.double()
-
-    def state(self) -> State:
-        """All tensors, stacked over layers, on the CPU; sink tokens as sorted rows."""
-        keys, *counts = self._sink_tokens.state().values()
-        sink_tokens = torch.cat([keys, torch.stack(counts, dim=1).long()], dim=1)
-        return super().state() | {"sink_tokens": sink_tokens}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        super().restore(state)
-        self._sink_tokens.restore(_sink_sums(state))
 
     def merge(self, other: Mergeable) -> None:
         """Merge another accumulator, or its saved state, into this one."""
@@ -214,13 +201,6 @@ class AttentionStatistics(LayerSums):
             )
             self._between(layer, weight, weighted)
         super().merge(other)
-        self._sink_tokens.merge(SavedState(_sink_sums(state)))
-
-
-def _sink_sums(state: State) -> State:
-    contexts, sinks, positions = state["sink_tokens"][:, 4:].double().unbind(dim=1)
-    keys = state["sink_tokens"][:, :4]
-    return {"keys": keys, "contexts": contexts, "sinks": sinks, "positions": positions}
 
 
 def _statistics(

@@ -65,11 +65,21 @@ class SavedState:
 
 
 class LayerSums:
-    """Tensors `name → (layers, *shape)` that only ever grow by addition, or by maximum for `maxima`."""
+    """Tensors `name → (layers, *shape)` that only ever grow by addition, or by maximum for `maxima`.
 
-    def __init__(self, layers: int, shapes: dict[str, tuple[int, ...]], maxima: tuple[str, ...] = ()) -> None:
+    With `keyed` sums beside them, whose tensors its state has as `name.tensor`.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        shapes: dict[str, tuple[int, ...]],
+        maxima: tuple[str, ...] = (),
+        keyed: Mapping[str, KeyedSums] | None = None,
+    ) -> None:
         self.layers = layers
         self.maxima = frozenset(maxima)
+        self.keyed = dict(keyed or {})
         self._tensors = {
             name: [torch.zeros(shape, dtype=torch.float64) for _ in range(layers)]
             for name, shape in shapes.items()
@@ -90,14 +100,17 @@ class LayerSums:
         include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
-        """All tensors, stacked over layers, on the CPU."""
-        return {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
+        """All tensors on the CPU: stacked over layers, or rows in the order of their keys."""
+        sums = {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
+        return sums | joined({name: sums.state() for name, sums in self.keyed.items()})
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""
         for name, tensors in self._tensors.items():
             for layer, value in enumerate(state[name]):
                 tensors[layer].copy_(value)
+        for name, sums in self.keyed.items():
+            sums.restore(part_of(state, name))
 
     def merge(self, other: Mergeable) -> None:
         """Merge another accumulator, or its saved state, into this one."""
@@ -105,32 +118,49 @@ class LayerSums:
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 self.add(name, layer, state[name][layer].to(tensor.device))
+        for name, sums in self.keyed.items():
+            sums.merge(SavedState(part_of(state, name)))
 
 
 class KeyedSums:
-    """Sums in rows that come into being when their key, a tuple of integers, is first seen.
+    """Sums (or maxima) in rows that come into being when their key, a tuple of integers, is first seen.
 
     Tensors name → (rows, *shape) in float64.
     """
 
-    def __init__(self, width: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, width: int, shapes: dict[str, tuple[int, ...]], maxima: tuple[str, ...] = ()) -> None:
         self.width = width
+        self.maxima = frozenset(maxima)
         self._row_of: dict[tuple[int, ...], int] = {}
         self._tensors = {name: torch.zeros(0, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+    def __len__(self) -> int:
+        return len(self._row_of)
 
     def rows(self, keys: Int[Tensor, "some width"]) -> Int[Tensor, " some"]:
         """The row of each key, new ones at the end."""
         rows = [self._row_of.setdefault(tuple(key), len(self._row_of)) for key in keys.tolist()]
         have = len(next(iter(self._tensors.values())))
-        if len(self._row_of) > have:
-            more = max(len(self._row_of), 2 * have) - have  # doubling: each row is copied a few times only
+        if len(self) > have:
+            more = max(len(self), 2 * have) - have  # doubling: each row is copied a few times only
             for name, tensor in self._tensors.items():
-                self._tensors[name] = torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+                empty = -torch.inf if name in self.maxima else 0.0
+                self._tensors[name] = torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), empty)])
         return torch.tensor(rows, dtype=torch.int64)
 
-    def add(self, name: str, rows: Int[Tensor, " some"], values: Tensor) -> None:
-        """Add `values` (some, *shape) to rows, which may repeat."""
-        self._tensors[name].index_add_(0, rows, values.to("cpu", torch.float64))
+    def add(self, rows: Int[Tensor, " some"], values: Mapping[str, Tensor]) -> None:
+        """Add values name → (some, *shape) to rows, which may repeat."""
+        for name, of_rows in values.items():
+            terms = of_rows.to("cpu", torch.float64)
+            if name in self.maxima:
+                self._tensors[name].scatter_reduce_(0, rows, terms, "amax")
+            else:
+                self._tensors[name].index_add_(0, rows, terms)
+
+    def count_contexts(self, rows: Int[Tensor, " some"], context: Int[Tensor, " some"]) -> None:
+        """Add 1 to `contexts` of each row for every context that it is seen in."""
+        once = torch.stack([context, rows], dim=1).unique(dim=0)[:, 1]
+        self.add(once, {"contexts": torch.ones(len(once))})
 
     def at(self, name: str) -> Tensor:
         """The tensor itself, (rows, *shape) and spare rows behind; change it in place."""
@@ -151,9 +181,7 @@ class KeyedSums:
     def merge(self, other: Mergeable) -> None:
         """Merge another one, or its saved state, into this one."""
         state = other.state()
-        rows = self.rows(state["keys"])
-        for name in self._tensors:
-            self.add(name, rows, state[name])
+        self.add(self.rows(state["keys"]), {name: state[name] for name in self._tensors})
 
 
 def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import PAIRS, KeyedSums, State, joined, pair_sums, part_of
+from theodolite.accumulate.sums import PAIRS, KeyedSums, LayerSums, pair_sums
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -47,7 +47,7 @@ class HeadOutputs:
     metric: Float[Tensor, "catching_heads value_width value_width"]
 
 
-class Tags:
+class Tags(LayerSums):
     """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
     Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
@@ -74,6 +74,7 @@ class Tags:
         shapes |= {"difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
+        super().__init__(layers, {}, keyed={"by_sink": self.by_sink, "by_head": self.by_head})
 
     def update(
         self,
@@ -97,13 +98,11 @@ class Tags:
         heads = self.by_head.rows(
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
         )
-        for name, values in sums.items():
-            if name.startswith("head_"):
-                self.by_head.add(name.removeprefix("head_"), heads, values)
-            else:
-                self.by_sink.add(name, sinks, values)
-        once = sinks.unique()
-        self.by_sink.add("contexts", once, torch.ones(len(once)))
+        self.by_head.add(
+            heads, {name: sums.pop(f"head_{name}") for name in ("contexts", "moment", "shifted")}
+        )
+        self.by_sink.add(sinks, sums)
+        self.by_sink.count_contexts(sinks, torch.zeros_like(sinks))
         return sinks, heads
 
     def _in_group(self, values: Float[Tensor, "some width"], context: int) -> Tensor:
@@ -124,20 +123,6 @@ class Tags:
                 [b * b_before, b * t_before, t * b_before, t * t_before], dim=1
             )
             sums.at("chance")[:, place].index_add_(0, group_rows, squares[of + "chance"].cpu())
-
-    def state(self) -> State:
-        """All tensors, rows in the order of their keys."""
-        return joined({"by_sink": self.by_sink.state(), "by_head": self.by_head.state()})
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        self.by_sink.restore(part_of(state, "by_sink"))
-        self.by_head.restore(part_of(state, "by_head"))
-
-    def merge(self, other: Tags) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        self.by_sink.merge(other.by_sink)
-        self.by_head.merge(other.by_head)
 
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

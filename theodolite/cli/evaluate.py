@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Opening, Text
-from theodolite.cli.screen import print_json, progress, stoppable
+from theodolite.cli.screen import bars, print_json, stoppable
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, locked
@@ -114,7 +114,7 @@ def evaluate_command(
             held.enter_context(locked(out))
 
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
-        from theodolite.evaluate.scores import AnswersFile
+        from theodolite.evaluate.scores import Evaluation
         from theodolite.passes.provenance import describe_model, versions
 
         asked = Questions(
@@ -130,15 +130,16 @@ def evaluate_command(
             text.length,
         )
         asked.check()
-        answers = AnswersFile(out)
+        evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []
         for name in names:
             model = opening.open(name)
             described.append(describe_model(model)["model"])
             corpus = read.read(model, stopped, stream=stride is not None) if reads else None
-            scores += evaluate(model, corpus, asked, answers, partial(progress, stopped=stopped))
+            scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
+        evaluation.finish()
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 
 

@@ -84,7 +84,7 @@ def explore_command(
             raise UsageError("the page needs gradio: pip install 'theodolite[explore]'")
         with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
-            from theodolite.explore.server import application, listen, serve
+            from theodolite.explore.page import application, listen, serve
             from theodolite.explore.subject import Subject, check_pair
 
             with listen(port) as listening:

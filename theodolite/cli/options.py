@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.screen import print_json, progress, say_dimly, screen
+from theodolite.cli.screen import bars, print_json, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -157,11 +157,13 @@ class Opening:
         hide_progress_bars()
         name, options = self._options(model)
         megabytes = 1 << 20
-        with progress("hashing weights", "MB", stopped) as show:
+        with bars(stopped, unit="MB") as show:
             return opened(
                 name,
                 say=say_dimly,
-                show_progress=lambda done, total: show(done // megabytes, total // megabytes),
+                show_progress=lambda done, total: show(
+                    "hashing weights", done // megabytes, total // megabytes
+                ),
                 **{option: value for option, value in (options | more).items() if value is not None},
             )
 
@@ -347,8 +349,7 @@ def finish(run: Run, page: Path | None, as_json: bool) -> None:
 
 def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     """Write and show the page of a trace, or print its tables as JSON, and say where it is."""
-    from theodolite.report.outcome import Outcome
-    from theodolite.report.outcome_page import write_index, write_outcome
+    from theodolite.report.outcome import Outcome, write_index, write_outcome
     from theodolite.report.sink_trace import TRACE, show_trace
     from theodolite.report.terminal import show_outcome
 

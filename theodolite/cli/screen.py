@@ -142,13 +142,6 @@ def say_stopping() -> None:
 
 
 @contextmanager
-def progress(title: str, unit: str, stopped: Callable[[], bool]) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, called with (done, total); it raises KeyboardInterrupt once `stopped()` is true."""
-    with bars(stopped, unit=unit) as show:
-        yield lambda done, total: show(title, done, total)
-
-
-@contextmanager
 def bars(
     stopped: Callable[[], bool], *, of: str = "", unit: str = "", kept: bool = True
 ) -> Iterator[Callable[[str, int, int], None]]:

@@ -22,7 +22,7 @@ from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.evaluate.scores import mean_and_error
-from theodolite.jobs.job import Stage, States
+from theodolite.jobs.job import Rows, Stage, States
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Estimate, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -37,7 +37,7 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run, run_into
-from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
+from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.report.data import evenly
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import number, with_error
@@ -178,8 +178,8 @@ def read_outputs(
     def directed(layer: int) -> State:
         return {"directed": (widest_output_weights(model, layer) @ directions)[None]}
 
-    def weights(states: States) -> LayersPass:
-        return LayersPass(range(model.layers), directed)
+    def weights(states: States) -> Rows[int]:
+        return Rows(range(model.layers), directed)
 
     def reading(states: States) -> OutputsPass:
         return OutputsPass(model, corpus, batch, states.of("weights")["directed"])

@@ -29,8 +29,7 @@ from theodolite.passes.run import Run
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
-from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.outcome_page import MARKS, result, write_index, write_outcome
+from theodolite.report.outcome import MARKS, Heading, Outcome, result, write_index, write_outcome
 from theodolite.sinks.prompt import PromptTrace
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import (

@@ -14,10 +14,9 @@ import pandas as pd
 
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
+from theodolite.report.content import measures, summary_row
 from theodolite.report.drawing.compare import over_training
-from theodolite.report.key_numbers import measures, summary_row
-from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.outcome_page import write_index, write_outcome
+from theodolite.report.outcome import Heading, Outcome, write_index, write_outcome
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import listed, number, visible
 

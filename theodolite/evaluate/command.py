@@ -22,17 +22,23 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import few_shot_answers, few_shot_scores
+from theodolite.evaluate.few_shot import answer_rows, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
-from theodolite.evaluate.perplexity import perplexity, perplexity_scores, window_length
-from theodolite.evaluate.scores import AnswersFile, Score
+from theodolite.evaluate.perplexity import loss_rows, perplexity_in, perplexity_scores, window_length
+from theodolite.evaluate.scores import Evaluation, Score, score_as_json, score_of_json
+from theodolite.jobs.job import Steps
+from theodolite.jobs.unfinished import Notes, Tensors
 from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.system.progress import ShowProgress
+from theodolite.system.progress import Progress, ShowStage
 from theodolite.system.wording import counted, number, visible, with_error
 
-Bar = Callable[[str, str], AbstractContextManager[ShowProgress]]
-"""(title, unit) → a progress bar."""
+Bars = Callable[..., AbstractContextManager[ShowStage]]
+"""Progress bars of a `unit`."""
+
+Make = Callable[[], Steps]
+ScoresIn = Callable[[Tensors, Notes], list[Score]]
 
 
 @dataclass(frozen=True)
@@ -83,57 +89,96 @@ def parse_shots(given: str) -> tuple[int, ...]:
     return tuple(sorted(shots))
 
 
+@measures("model")
 def evaluate(
-    model: OpenModel,
-    corpus: Corpus | None,
-    questions: Questions,
-    answers: AnswersFile,
-    bar: Bar,
+    model: OpenModel, corpus: Corpus | None, questions: Questions, evaluation: Evaluation, bars: Bars
 ) -> list[Score]:
-    """All scores of one model; those already in the file are not measured again. A `bar` may raise to stop.
+    """All scores of one model; those already in the file are not measured again. A bar may raise to stop.
 
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
     """
-    batch, scores = questions.batch, []
-    model_key = {**fingerprint_of(model), "batch": batch}
+    batch = questions.batch
+    scores: list[Score] = []
+    of_model = {**fingerprint_of(model), "batch": batch}
+
+    def measured(title: str, unit: str, make: Make, scores_in: ScoresIn, **key: Any) -> list[Score]:
+        with bars(unit=unit) as show:
+            return evaluation.scores(of_model | key, title, make, scores_in, show)
+
     if corpus is not None:
-        windows: dict[str, Any] = {}
+        windows: dict[str, Any] = {"stride": None, "length": None}
+        said = ""
         if questions.stride is not None:
             windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
-
-        def losses() -> list[Score]:
-            said = ", windows of {length:,} tokens by {stride:,}".format(**windows) if windows else ""
-            with bar("predicting", "windows" if windows else "contexts") as show:
-                measured = perplexity(model, corpus, **windows, batch=batch, show_progress=show)
-            return perplexity_scores(model.id, corpus, measured, said)
-
-        scores += answers.get({**model_key, "corpus": corpus.sha256, **windows}, losses)
+            said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+        scores += measured(
+            "predicting",
+            "windows" if said else "contexts",
+            lambda: loss_rows(model, corpus, **windows, batch=batch),
+            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+            corpus=corpus.sha256,
+            **windows,
+        )
     if NAME in questions.tasks:
         asked: dict[str, Any] = {"prompts": questions.prompts, "seed": questions.seed}
-
-        def accuracies() -> list[Score]:
-            with bar("answering", "prompts") as show:
-                right = few_shot_answers(model, **asked, batch=batch, show_progress=show)
-            return few_shot_scores(model.id, right, seed=questions.seed, batch=batch)
-
-        few_shot = answers.get({**model_key, "rules": repr(RULES), **asked}, accuracies)
-        scores += [score for score in few_shot if score.shots in questions.shots]
+        answers = measured(
+            "answering",
+            "prompts",
+            lambda: answer_rows(model, rules=RULES, **asked, batch=batch),
+            lambda state, _: few_shot_scores(
+                model.id, state["right"].numpy(), seed=questions.seed, batch=batch
+            ),
+            rules=repr(RULES),
+            **asked,
+        )
+        scores += [score for score in answers if score.shots in questions.shots]
     of_lm_eval, folder = [task for task in questions.tasks if task != NAME], questions.folder
     if of_lm_eval or folder:
-        limit = questions.limit
-        key = {"tasks": sorted(of_lm_eval), "folder": folder and _folder_hash(folder), "limit": limit}
-        key |= {**model_key, "lm_eval": lm_eval_version()}
-
-        def of_harness(shots: int) -> list[Score]:
-            with bar(f"lm-eval, {counted(shots, 'example')}", "requests") as show:
-                more: dict[str, Any] = {"download": questions.download, "show_progress": show}
-                size = BATCH if batch is None else batch
-                return harness(model, of_lm_eval, [shots], folder=folder, batch=size, limit=limit, **more)
-
+        how: dict[str, Any] = {"batch": BATCH if batch is None else batch, "limit": questions.limit}
+        key = {
+            "tasks": sorted(of_lm_eval),
+            "folder": folder and _folder_hash(folder),
+            "limit": questions.limit,
+        }
+        ask = partial(harness, model, of_lm_eval, folder=folder, download=questions.download, **how)
         for shots in questions.shots:  # each saved as soon as it is measured
-            scores += answers.get({**key, "shots": shots}, partial(of_harness, shots))
+            scores += measured(
+                f"lm-eval, {counted(shots, 'example')}",
+                "requests",
+                lambda: LmEvalSteps(partial(ask, shots=[shots])),  # noqa: B023 (called at once)
+                lambda _, notes: [score_of_json(score) for score in notes["scores"]],
+                **key,
+                shots=shots,
+                lm_eval=lm_eval_version(),
+            )
     return [replace(score, model=model.id) for score in scores]
+
+
+class LmEvalSteps:
+    """All requests of lm-eval as one step: it does not stop between them; notes: the scores."""
+
+    total = 0
+
+    def __init__(self, ask: Callable[..., list[Score]]) -> None:
+        self._ask = ask
+        self.notes: dict[str, Any] = {}
+
+    def run(self, progress: Progress) -> None:
+        """Ask lm-eval, which counts its requests as it makes them."""
+
+        def show(done: int, total: int) -> None:
+            progress.total = total
+            progress.report(done)
+
+        self.notes["scores"] = [score_as_json(score) for score in self._ask(show_progress=show)]
+
+    def state(self) -> Tensors:
+        """Return nothing: the scores are notes."""
+        return {}
+
+    def restore(self, state: Tensors) -> None:
+        """Begin anew."""
 
 
 def _folder_hash(folder: Path) -> str:

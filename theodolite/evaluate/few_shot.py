@@ -5,8 +5,6 @@ Prompts depend on the seed alone, so that models are compared on the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 import torch
@@ -17,10 +15,11 @@ from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, pro
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score, mean_and_error, table
+from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
-from theodolite.system.progress import ShowProgress
+from theodolite.system.progress import Progress, ShowProgress
 
 PROMPTS = 4000
 
@@ -47,6 +46,13 @@ def few_shot_answers(
     Raises:
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
+    rows = answer_rows(model, rules=rules, prompts=prompts, seed=seed, batch=batch)
+    rows.run(Progress(rows.total, show=show_progress))
+    return rows.state()["right"].numpy()
+
+
+def answer_rows(model: OpenModel, *, rules: Rules, prompts: int, seed: int, batch: int | None) -> Rows[slice]:
+    """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
     check_predicts(model)
     tokenizer = model.required_tokenizer()
     if prompts < 2 or seed < 0:
@@ -55,16 +61,7 @@ def few_shot_answers(
     ids, asked, label_ids = prompt_ids(drawn, rules, tokenizer)
     if not model.has_positions(ids.shape[1]):
         raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")
-    right = right_answers(
-        model.hf,
-        ids,
-        asked,
-        torch.from_numpy(drawn.labels),
-        label_ids,
-        batch=batch,
-        show_progress=show_progress,
-    )
-    return right.numpy()
+    return _rows(model.hf, ids, asked, torch.from_numpy(drawn.labels), label_ids, batch)
 
 
 def few_shot_scores(
@@ -120,7 +117,7 @@ def right_answers(
     label_ids: list[int],
     *,
     batch: int | None = None,
-    show_progress: Callable[[int, int], None] = lambda done, total: None,
+    show_progress: ShowProgress = lambda done, total: None,
 ) -> Bool[Tensor, "prompts words"]:
     """Whether the most likely label is the correct one, after every colon.
 
@@ -131,17 +128,24 @@ def right_answers(
         batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
+    rows = _rows(model, ids, asked, labels, label_ids, batch)
+    rows.run(Progress(rows.total, show=show_progress))
+    return rows.state()["right"]
+
+
+def _rows(
+    model: nn.Module, ids: Tensor, asked: Tensor, labels: Tensor, label_ids: list[int], batch: int | None
+) -> Rows[slice]:
     batch = batch_of_prompts(ids.shape[1], batch)
     device = next((weight.device for weight in model.parameters()), ids.device)
-    right = []
-    for first in range(0, len(ids), batch):
-        show_progress(first, len(ids))
-        rows = slice(first, first + batch)
-        logits = model(input_ids=ids[rows].to(device), use_cache=False).logits[..., label_ids].cpu()
-        label_logits = logits.gather(1, asked[rows, :, None].expand(-1, -1, len(label_ids)))
-        right.append(label_logits.argmax(dim=2) == labels[rows])
-    show_progress(len(ids), len(ids))
-    return torch.cat(right)
+
+    def read(part: slice) -> dict[str, Tensor]:
+        logits = model(input_ids=ids[part].to(device), use_cache=False).logits[..., label_ids].cpu()
+        label_logits = logits.gather(1, asked[part, :, None].expand(-1, -1, len(label_ids)))
+        return {"right": label_logits.argmax(dim=2) == labels[part]}
+
+    parts = [slice(first, min(first + batch, len(ids))) for first in range(0, len(ids), batch)]
+    return Rows(parts, read, lambda part: part.stop - part.start)
 
 
 def batch_of_prompts(length: int, batch: int | None) -> int:

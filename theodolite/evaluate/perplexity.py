@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +15,13 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.sampling import check_length
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
+from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses, perplexity_of
 from theodolite.system.choices import check_whole, wider_than
-from theodolite.system.progress import ShowProgress
+from theodolite.system.progress import Progress, ShowProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +126,15 @@ def perplexity(
             windows.
         WorkError: a loss is not finite.
     """
+    rows = loss_rows(model, corpus, stride=stride, length=length, batch=batch)
+    rows.run(Progress(rows.total, show=show_progress))
+    return perplexity_in(rows.state(), rows.notes)
+
+
+def loss_rows(
+    model: OpenModel, corpus: Corpus, *, stride: int | None, length: int | None, batch: int | None
+) -> Rows[tuple[Tensor, int]]:
+    """Return the steps of `perplexity`, a context or window each; arguments and errors are its own."""
     check_predicts(model)
     if stride is None:
         if length is not None:
@@ -133,25 +144,29 @@ def perplexity(
         parts = [(corpus.ids(part), 1) for part in corpus.batches(batch)]
     else:
         parts, batch = _windows(model, corpus, stride, length, batch)
-    total, done = sum(len(ids) for ids, _ in parts), 0
-    losses, tokens, text_bytes = [], [], []
-    size = None if model.tokenizer is None else token_bytes(model)
-    for ids, known in parts:
-        show_progress(done, total)
+    bytes_of = None if model.tokenizer is None else token_bytes(model)
+
+    def read(part: tuple[Tensor, int]) -> dict[str, Tensor]:
+        ids, known = part
         new = ids[:, known:]
-        losses.append(next_token_losses(model.logits(ids), ids)[:, known - 1 :].mean(dim=1))
-        tokens += [new.shape[1]] * len(ids)
-        if size is not None:
+        losses = next_token_losses(model.logits(ids), ids)[:, known - 1 :].mean(dim=1)
+        if not losses.isfinite().all():
+            raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
+        columns = {"losses": losses, "tokens": torch.full((len(ids),), new.shape[1])}
+        if bytes_of is not None:
             unlike, places = new.unique(return_inverse=True)
-            sizes = torch.tensor([size(token) for token in unlike.tolist()], dtype=torch.float64)
-            text_bytes.append(sizes[places].sum(dim=1))
-        done += len(ids)
-    show_progress(total, total)
-    all_losses = torch.cat(losses).numpy()
-    if not np.isfinite(all_losses).all():
-        raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
-    of_text = torch.cat(text_bytes).numpy() if text_bytes else None
-    return Perplexity(all_losses, np.array(tokens), batch, of_text)
+            sizes = torch.tensor([bytes_of(token) for token in unlike.tolist()], dtype=torch.float64)
+            columns["text_bytes"] = sizes[places].sum(dim=1)
+        return columns
+
+    rows = Rows(parts, read, lambda part: len(part[0]))
+    rows.notes["batch"] = batch
+    return rows
+
+
+def perplexity_in(state: dict[str, Tensor], notes: dict[str, Any]) -> Perplexity:
+    """Return what finished `loss_rows` have measured."""
+    return Perplexity(**{name: values.numpy() for name, values in state.items()}, batch=notes["batch"])
 
 
 def window_length(model: OpenModel, length: int | None) -> int:

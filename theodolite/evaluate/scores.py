@@ -5,7 +5,6 @@ Nothing is measured here.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,11 @@ from jaxtyping import Float
 from scipy import stats
 
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_json_checked, write_json_checked
+from theodolite.jobs.job import Job, Stage, Steps
+from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
+from theodolite.system.checksums import CorruptFile, json_digest, read_json_checked, write_json_checked
 from theodolite.system.files import disk_errors
+from theodolite.system.progress import ShowStage
 
 Z95 = 1.96
 """95 % quantile of |z|, for two-sided normal intervals."""
@@ -64,57 +66,85 @@ class Score:
 SCHEMA_VERSION = 1
 
 
-class AnswersFile:
-    """The scores in a file, so that an interrupted evaluation can be resumed; without a path, in memory only.
+class Evaluation:
+    """The scores in a JSON file, and beside it the job that measures what is not there yet; without a path, in memory.
 
-    The key of a score is all that determines it: fingerprints of model and questions, and package versions.
+    The name of a stage follows from all that determines its scores: fingerprints of model and questions, and package
+    versions.
+
+    Raises:
+        UsageError: the file holds something else.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._scores: dict[str, list[Score]] = {}
-        if path is None or not path.exists():
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self._work = Unfinished(out, {"schema_version": SCHEMA_VERSION}, kind="evaluation")
+        self._measured: dict[str, tuple[dict[str, Any], list[Score]]] = {}
+        if out is None or not out.exists():
             return
         try:
-            read = read_json_checked(path)
+            read = read_json_checked(out)
             if read["schema_version"] != SCHEMA_VERSION:
                 raise ValueError
             for row in read["measured"]:
-                name = json.dumps(row["key"], sort_keys=True)
-                self._scores[name] = [_of_json(score) for score in row["scores"]]
+                scores = [score_of_json(score) for score in row["scores"]]
+                self._measured[json_digest(row["key"])] = row["key"], scores
         except (CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f" ({error})" if isinstance(error, CorruptFile) else ""
             raise UsageError(
-                f"{path} is not an evaluation file{why}: choose another --out or remove it"
+                f"{out} is not an evaluation file{why}: choose another --out or remove it"
             ) from error
 
-    def get(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
-        """The scores with this key: from the file, or measured now and saved (`WorkError` where that cannot be)."""
-        name = json.dumps(key, sort_keys=True)
-        if name not in self._scores:
-            self._scores[name] = measure()
-            if self._path is not None:
-                rows = [
-                    {"key": json.loads(of), "scores": [_as_json(score) for score in scores]}
-                    for of, scores in sorted(self._scores.items())
-                ]
-                answers = {"schema_version": SCHEMA_VERSION, "measured": rows}
-                with disk_errors(self._path):
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    write_json_checked(self._path, answers, indent=None)
-        return self._scores[name]
+    def scores(
+        self,
+        key: dict[str, Any],
+        title: str,
+        make: Callable[[], Steps],
+        scores_in: Callable[[Tensors, Notes], list[Score]],
+        show_progress: ShowStage = lambda what, done, total: None,
+    ) -> list[Score]:
+        """The scores with this key: known, or measured now, from where an interrupted call stopped.
+
+        Args:
+            key: what determines them, as JSON has it.
+            title: what is said while they are measured; `make`: the steps; `scores_in`: of their state and notes.
+            show_progress: it may raise to stop; progress is saved then.
+        """
+        name = json_digest(key)
+        if name not in self._measured:
+            stage = Stage(name, title, lambda _: make())
+            job = Job([stage], self._work, show_progress=show_progress)
+            states = job.run()
+            job.save()
+            self._measured[name] = key, scores_in(states.tensors[name], states.notes[name])
+        return self._measured[name][1]
+
+    def finish(self) -> None:
+        """Write all scores to the file; what an interrupted call began, and nobody asked for since, stays beside it."""
+        if self._out is None:
+            return
+        rows = [
+            {"key": key, "scores": [score_as_json(score) for score in scores]}
+            for _, (key, scores) in sorted(self._measured.items())
+        ]
+        with disk_errors(self._out):
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            write_json_checked(self._out, {"schema_version": SCHEMA_VERSION, "measured": rows}, indent=None)
+        if self._measured.keys() >= set(self._work.names()):
+            self._work.remove()
 
 
-def _as_json(score: Score) -> dict[str, Any]:
+def score_as_json(score: Score) -> dict[str, Any]:
     """Plain values; NaN and infinities become null."""
     plain = vars(score) | {"each": None if score.each is None else score.each.tolist()}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
-def _of_json(row: dict[str, Any]) -> Score:
-    each = row.pop("each")
+def score_of_json(row: dict[str, Any]) -> Score:
+    """The score that `score_as_json` was given."""
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
-    return Score(**known, each=None if each is None else np.array(each, dtype=np.float64))
+    each = None if row["each"] is None else np.array(row["each"], dtype=np.float64)
+    return Score(**known | {"each": each})
 
 
 def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:

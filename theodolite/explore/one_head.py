@@ -15,15 +15,14 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.panels import attention_map
+from theodolite.explore.panels import attention_map, sink_sentence
 from theodolite.explore.subject import MOST_TOKENS, ids_of_text
-from theodolite.explore.view import HeadView, catch_layer, head_view, read_prompt
-from theodolite.explore.words import sink_sentence
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.report import style
 from theodolite.report.page import write_page
+from theodolite.sinks.prompt import HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
 from theodolite.system.wording import head_name, visible
 
@@ -93,8 +92,7 @@ def view_head(
             f"token ids of shape {tuple(ids.shape)}: give those of one prompt, {MOST_TOKENS} at most"
         )
     model.check_place(layer, head)
-    read = read_prompt(model, ids)
-    view = head_view(read, catch_layer(read, layer), layer, head)
+    view = head_view(read_prompt(model, ids), layer, head)
     if not np.isfinite(view.attention).any(axis=1).all():
         wider = wider_than(model.source.dtype)
         raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")

@@ -1,6 +1,6 @@
 """A model that is explored with its survey: what it does with a prompt, and which prompts can be shown.
 
-A refusal is one line that the page can show.
+A refusal is one line that the page can show. What a head attends to is in `sinks/prompt.py`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ import functools
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import pandas as pd
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
+from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import UsageError
-from theodolite.explore.view import HeadView, PromptPass, Tags, catch_layer, head_tags, head_view, read_prompt
-from theodolite.logits.constituents import constituents_of_pass
+from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
+from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
+from theodolite.models.guard import known_state
 from theodolite.models.prompts import shipped_prompt
 from theodolite.passes.run import Run
+from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
 from theodolite.system.wording import counted
+from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
+from theodolite.theory.grouping import chance_explained, variance_explained
 
 MOST_TOKENS = 512
 """A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
@@ -39,6 +49,25 @@ Named = Sequence[tuple[str, OpenModel]]
 """Models, each with its name on the page."""
 
 
+@dataclass(frozen=True, eq=False)
+class Tags:
+    """What the head writes, by token.
+
+    Attributes:
+        scores: (T, 3), on three principal components of the output in the residual stream.
+        counted: (T) the tokens that count for them: all but the first and the sinks.
+        explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
+        before: η² in the stream that enters the block.
+        chance: what a random grouping explains on average.
+    """
+
+    scores: Float[Tensor, "positions 3"]
+    counted: Bool[Tensor, " positions"]
+    explained: float
+    before: float
+    chance: float
+
+
 class Subject:
     """One model and its survey; what it computed of the latest prompts is cached. Thread-safe.
 
@@ -52,11 +81,9 @@ class Subject:
         self.name, self.model, self.run = name, model, run
         self._lock = threading.RLock()
         self._passes = functools.lru_cache(KEPT_PROMPTS)(lambda ids: read_prompt(model, torch.tensor(ids)))
-        self._catches = functools.lru_cache(KEPT_LAYERS)(
-            lambda ids, layer: catch_layer(self.read(ids), layer)
-        )
+        self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
-            lambda ids, layer: constituents_of_pass(model, self.read(ids).layers[layer], run)
+            lambda ids, layer: constituents(model, torch.tensor(ids), layer, decomposition=run)
         )
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
@@ -64,11 +91,16 @@ class Subject:
         with self._lock:
             return self._passes(ids)
 
+    def measured(self, ids: tuple[int, ...]) -> Run:
+        """Return a run whose heads table has what can be measured of every head on this prompt alone."""
+        with self._lock:
+            return self._measured(ids)
+
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
         """One head's attention on a prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
         with self._lock:
-            return head_view(self.read(ids), self._catches(ids, layer), layer, head)
+            return head_view(self.read(ids), layer, head)
 
     def constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
         """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
@@ -76,10 +108,58 @@ class Subject:
             return self._splits(ids, layer)
 
     def tags(self, ids: tuple[int, ...], layer: int, head: int) -> Tags:
-        """What a head writes on a prompt; `TheodoliteError` where that is not known."""
+        """What a head writes at each token, on three principal components, and how far the sinks explain it.
+
+        Raises:
+            UsageError: all tokens but two or fewer are sinks.
+            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        """
         with self._lock:
-            view = self.view(ids, layer, head)
-            return head_tags(self.model, self.read(ids), self._catches(ids, layer), view)
+            group = torch.from_numpy(self.view(ids, layer, head).group)
+            others = group != LEFT_OUT
+            if int(others.sum()) <= 2:
+                raise UsageError("too few tokens besides the sinks")
+            read = self.read(ids)
+            output = read.written(self.model, layer, head)
+        return Tags(
+            scores=principal_scores(output, others),
+            counted=others,
+            explained=variance_explained(output[others], group[others]),
+            before=variance_explained(read.streams[layer].double()[others], group[others]),
+            chance=chance_explained(group[others]),
+        )
+
+
+@known_state()
+def _measured(model: OpenModel, read: PromptPass) -> Run:
+    statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 0, read.trailing)
+    tokens = Tokens.of(read.ids[None], model.device)
+    with torch.inference_mode():
+        for layer, (inputs, _, _) in read.layers.items():
+            statistics.update(layer, inputs, tokens, first_context=0)
+    state = statistics.state()
+    # Of one context there are no errors.
+    columns = {name: values for name, values in head_columns(state).items() if not name.endswith("_se")}
+    empty = pd.DataFrame()
+    arrays = {"visible_keys": state["visible_keys"]}
+    return Run(empty, heads_that_are(columns, model.heads_of), empty, empty, empty, arrays, {})
+
+
+def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
+    """Each model's tags as colours (T, 3), 0 to 255, rotated as close as possible to those of the first that has any.
+
+    Empty for None. The rotation is fitted to the tokens that count in both; with too few of them there is none.
+    """
+    first = next(filter(None, tags), None)
+
+    def colours(of_model: Tags) -> np.ndarray:
+        assert first is not None
+        in_both = of_model.counted & first.counted
+        unrotated = of_model is first or int(in_both.sum()) <= COLOURS
+        scores = of_model.scores if unrotated else turned(of_model.scores, first.scores, in_both)
+        return rgb(scores, of_model.counted).numpy()
+
+    return [np.zeros((0, 3), np.uint8) if of_model is None else colours(of_model) for of_model in tags]
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:

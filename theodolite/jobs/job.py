@@ -10,13 +10,16 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowStage
 
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
 """How often progress is saved, unless the caller says otherwise: what a kill costs at most."""
@@ -40,6 +43,45 @@ class Steps(Protocol):
 
     def restore(self, state: Tensors) -> None:
         """Continue from what `state` gave."""
+
+
+class Rows(Generic[Item]):
+    """Steps that read items one after the other; state: what `read` gives of each, joined along dimension 0.
+
+    Args:
+        items: in order.
+        size: the steps that an item counts for.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        read: Callable[[Item], Tensors],
+        size: Callable[[Item], int] = lambda _: 1,
+    ) -> None:
+        self.total = sum(map(size, items))
+        self.notes: dict[str, Any] = {}
+        self._items, self._read, self._size = items, read, size
+        self._parts: list[Tensors] = []
+
+    def run(self, progress: Progress) -> None:
+        """Read the items that are left."""
+        done = 0
+        for item in self._items:
+            if done >= progress.done:
+                progress.checkpoint(done)
+                self._parts.append(self._read(item))
+            done += self._size(item)
+        progress.checkpoint(done)
+
+    def state(self) -> Tensors:
+        """Return the rows so far."""
+        names = self._parts[0] if self._parts else {}
+        return {name: torch.cat([part[name] for part in self._parts]) for name in names}
+
+    def restore(self, state: Tensors) -> None:
+        """Continue from what `state` gave."""
+        self._parts = [state] if state else []
 
 
 @dataclass

@@ -15,7 +15,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, stopping_at_tap, visit_layers
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apart, decompose_around
 
 
@@ -80,19 +80,6 @@ def constituents(
 
     visit_layers(model, contexts, [layer], visit)
     return results[0]
-
-
-@measures("model")
-def constituents_of_pass(model: OpenModel, layer_pass: LayerPass, run: Surveyed) -> Constituents:
-    """Split the logits of a stored LayerPass by a run's μ and positional basis; makes no forward pass.
-
-    Raises:
-        UsageError: the run is not of this model, or its contexts are shorter.
-        WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
-    """
-    mean_and_pos = _mean_and_pos(model, run, layer_pass.stream[..., 0], layer_pass.layer)
-    with stopping_at_tap(model):
-        return _of_pass(layer_pass, decompose_around(layer_pass.stream, *mean_and_pos))
 
 
 def _of_pass(layer_pass: LayerPass, parts: Decomposition) -> Constituents:

@@ -7,6 +7,7 @@ learned sinks stay, and the attention that follows is scored as the head's own i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
 from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
-from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, paired_groups, share_sums
+from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
@@ -96,80 +97,50 @@ def attribute(
     `inputs` holds the same heads, one key head for each (see `chosen_heads`).
     """
     shares, additive = share_sums(query, key, inputs).shares()
-    share = [sum(shares[:, a, b] for a, b in pairs) for pairs in paired_groups().values()]
     both = [_only_and_without(query, key, inputs, group) for group in ATTRIBUTED]
     even = replace(inputs, query=torch.zeros_like(inputs.query), bias=None, sink=None)
     return Attribution(
         score=pattern_scores(inputs, patterns),
         uniform=pattern_scores(even, patterns),
-        share=torch.stack([torch.as_tensor(value) for value in (*share, additive)]),
+        share=torch.stack([*grouped(shares).values(), additive]),
         only=torch.stack([pattern_scores(only, patterns) for only, _ in both]),
         without=torch.stack([pattern_scores(without, patterns) for _, without in both]),
     )
 
 
+_share = partial(Column, "attribution", range=SHARE)
 _COLUMNS = (
     *head_places("attribution"),
     Column(
         "attribution",
         "pattern",
-        "pattern",
         "The pattern that the head follows, on random tokens, twice.",
         "`induction`: from the second copy to the token after the first; `previous`: to the token before; `same`: from "
         "the second copy to the same token of the first.",
-        kind="name",
-        needed=True,
         names=tuple(ATTENTION_PATTERNS),
     ),
-    Column(
-        "attribution", "score", "score", "Mean attention paid along the pattern.", range=SHARE, needed=True
-    ),
+    _share("score", "Mean attention paid along the pattern."),
     Column(
         "attribution",
-        "group",
         "group",
         "A group of constituents of the logits.",
         "`position`, `context`, `cross`, `constant`, `additive`, as in the columns `share_…` of heads; and within the "
         "first two the paper's own constituents `pos-pos` and `cvec-cvec`, without mean and bias.",
         f"{SONG}, section 5.2",
-        kind="name",
-        needed=True,
         names=ATTRIBUTED,
     ),
-    Column(
-        "attribution",
-        "share",
-        "share",
-        "Share of the logits' variance that the group carries on these sequences.",
-        range=BALANCE,
-        needed=True,
+    _share(
+        "share", "Share of the logits' variance on these sequences that the group carries.", range=BALANCE
     ),
-    Column(
-        "attribution",
-        "only",
-        "only",
-        "The score where attention is recomputed from the logits of this group only.",
-        "Masks, caps and learned sinks stay.",
-        range=SHARE,
-        needed=True,
+    *(
+        _share(
+            name,
+            f"The score of attention recomputed from the logits {of} this group.",
+            "Masks, caps and learned sinks stay.",
+        )
+        for name, of in (("only", "of only"), ("without", "without"))
     ),
-    Column(
-        "attribution",
-        "without",
-        "without",
-        "The score where attention is recomputed from the logits without this group.",
-        "Masks, caps and learned sinks stay.",
-        range=SHARE,
-        needed=True,
-    ),
-    Column(
-        "attribution",
-        "uniform",
-        "uniform",
-        "The score of uniform attention over the visible keys.",
-        range=SHARE,
-        needed=True,
-    ),
+    _share("uniform", "The score of uniform attention over the visible keys."),
 )
 COLUMNS = [column.name for column in _COLUMNS]
 

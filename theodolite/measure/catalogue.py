@@ -16,14 +16,11 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, is_string_dtype
 
 from theodolite import measure
-from theodolite.measure.column import GROUPS, MEASUREMENTS, Array, Column, Measurement
+from theodolite.measure.column import GROUPS, MEASUREMENTS, PLACES, Array, Column, Measurement
 from theodolite.measure.extra import Extra
 
 EXTRA_COLUMNS = "extra_columns"
 """Under which a run's provenance has the declarations of a caller's columns."""
-
-PLACES = {"layer": ("layers", 0), "head": ("heads", -1)}
-"""Column → the size of the model that it counts to, and how far beyond: residual layers are one more than blocks."""
 
 
 @functools.cache
@@ -52,9 +49,9 @@ def own_extra() -> tuple[type[Extra], ...]:
         one
         for module in _modules()
         for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, Extra) and one.__module__ == module.__name__
+        if isinstance(one, type) and issubclass(one, Extra) and one.declared
     }
-    return tuple(sorted(found - {Extra}, key=lambda one: one.name))
+    return tuple(sorted(found, key=lambda one: one.name))
 
 
 def own_sums(layers: int, heads: int) -> list[Extra]:

@@ -10,6 +10,7 @@ import functools
 import math
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,27 +24,26 @@ from theodolite.measure.publications import SONG
 STARTS = 10
 """Seeded starts of k-means, of which the tightest clustering is taken."""
 
+_cluster = partial(
+    Column,
+    "layers",
+    source=f"{SONG}, claim 2 of section 2; the index is ours",
+    range=BALANCE,
+    error=HALVES,
+)
 CLUSTER_COLUMNS = (
-    Column(
-        "layers",
+    _cluster(
         "silhouette",
-        "silhouette of labels",
         "Mean silhouette of the labels. 1: compact and separated; 0: no structure.",
-        "On the kept contexts' directions, cosine distance; over contexts that share their label with another, empty "
-        "below two such labels.",
-        f"{SONG}, claim 2 of section 2; the index is ours",
-        range=BALANCE,
-        error=HALVES,
+        "Of the kept contexts' directions, by cosine distance, over contexts that share their label with another; "
+        "empty below two such labels.",
+        title="silhouette of labels",
     ),
-    Column(
-        "layers",
+    _cluster(
         "cluster_ari",
-        "k-means ARI",
         "How well k-means finds the labels (adjusted Rand index). 1: perfect; 0: chance.",
         "Of the same directions, as many clusters as labels, best of 10 seeded starts.",
-        f"{SONG}, claim 2 of section 2; the index is ours",
-        range=BALANCE,
-        error=HALVES,
+        title="k-means ARI",
     ),
 )
 

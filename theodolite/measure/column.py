@@ -1,6 +1,6 @@
 """A column of a run, declared once, beside the function that computes it.
 
-    @gives(Column("heads", "entropy", "entropy", "Mean Shannon entropy of the head's attention rows.", unit="nats"))
+    @gives(Column("heads", "entropy", "Mean Shannon entropy of the head's attention rows.", unit="nats"))
     def attention_columns(attention: State) -> dict[str, list[float]]: ...
 
 A function of this package that is so marked is found by `catalogue.py` and run by `passes/tabulate.py` as soon as there
@@ -11,15 +11,24 @@ checks, the glossary and the page of the run folder are made from the declaratio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
+
+import pandas as pd
+from torch import Tensor
 
 from theodolite.judging import SIDES, Criterion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Kind = Literal["number", "name", "text", "flag", "place"]
+Kind = Literal["number", "name", "text", "flag", "place", ""]
+
+OPEN_TABLES = ("layers", "heads")
+"""The tables whose columns several functions make, and which may have columns of an `Extra`."""
+
+PLACES = {"layer": ("layers", 0), "head": ("heads", -1)}
+"""Column → the size of the model that it counts to, and how far beyond: residual layers are one more than blocks."""
 
 ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
 CONSTITUENTS, POSITIONAL = "Constituents of its logits", "Position in the head"
@@ -41,12 +50,14 @@ class Column:
     Attributes:
         table: of the run that it is in, such as "layers" or "heads".
         name: of the column.
-        title: its heading, in words.
         meaning: a sentence or two for who hovers over a heading or a cell.
         formula: the exact definition and its conventions, which the page of the run folder adds to the meaning.
         source: publication and section.
+        title: its heading, in words; unless given, its name with blanks.
         unit: of its numbers; empty where they have none.
+        names: which names there are, of a column of names; empty: any.
         kind: "number"; "name", one of a few; "text"; "flag", true or false; "place", the number of a layer or head.
+            Unless given, it follows from `name` and `names`.
         range: the lowest and the highest number to expect, which colours span; infinite: as far as the numbers go.
         decades: whether colours go by powers of ten.
         group: of the picker of head maps and of the card of a head.
@@ -54,19 +65,18 @@ class Column:
         error: how its standard error is made, which is the column NAME_se; empty: it has none.
         floor: the column of the same table that says what noise or chance alone gives; empty: none is known.
         healthy: what its numbers meet in a healthy model.
-        names: which names there are, of a column of names; empty: any.
         rare: few models have it, and it is not offered where it is 0 in every row.
-        needed: readers count on it, and a table with rows that lacks it is refused.
     """
 
     table: str
     name: str
-    title: str
     meaning: str
     formula: str = ""
     source: str = ""
+    title: str = ""
     unit: str = ""
-    kind: Kind = "number"
+    names: tuple[str, ...] = ()
+    kind: Kind = ""
     range: tuple[float, float] = AMOUNT
     decades: bool = False
     group: str = ""
@@ -74,9 +84,17 @@ class Column:
     error: str = ""
     floor: str = ""
     healthy: Criterion | None = None
-    names: tuple[str, ...] = ()
     rare: bool = False
-    needed: bool = False
+
+    def __post_init__(self) -> None:
+        kind = self.kind or ("place" if self.name in PLACES else "name" if self.names else "number")
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
+
+    @property
+    def needed(self) -> bool:
+        """Whether a table with rows that lacks it is refused: layers and heads need to say only which they are."""
+        return self.kind == "place" or self.table not in OPEN_TABLES
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -105,8 +123,18 @@ class Column:
 def head_places(table: str) -> tuple[Column, Column]:
     """The columns of a table that say which head a row is of."""
     return (
-        Column(table, "layer", "layer", "Block, counted from 0.", kind="place", needed=True),
-        Column(table, "head", "head", "Head of the block, counted from 0.", kind="place", needed=True),
+        Column(table, "layer", "Block, counted from 0."),
+        Column(table, "head", "Head of the block, counted from 0."),
+    )
+
+
+def table_of(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
+    """A table of tensors and texts. An empty list of texts alone would not say that it is of texts."""
+    return pd.DataFrame(
+        {
+            name: pd.Series(values, dtype="str") if isinstance(values, list) else values.numpy()
+            for name, values in columns.items()
+        }
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 import torch
@@ -157,34 +156,32 @@ class ShareSums:
     share = Σ products / Σ total: over all contexts, or over some of them.
     """
 
-    products: Float64[Tensor, "contexts heads query_parts key_parts"]
-    additive: Float64[Tensor, "contexts heads"]
-    total: Float64[Tensor, "contexts heads"]
-
-    @staticmethod
-    def joined(parts: list[ShareSums]) -> ShareSums:
-        """All contexts of several sums."""
-        fields = ((s.products, s.additive, s.total) for s in parts)
-        return ShareSums(*(torch.cat(tensors) for tensors in zip(*fields, strict=True)))
+    products: Float64[Tensor, "*layers contexts heads query_parts key_parts"]
+    additive: Float64[Tensor, "*layers contexts heads"]
+    total: Float64[Tensor, "*layers contexts heads"]
 
     def shares(self) -> tuple[Tensor, Tensor]:
-        """Shares (H, parts, parts), and of the additive bias (H); they sum to 1. NaN where logits do not vary."""
-        total = self.total.sum(dim=0)
-        total = torch.where(total > 0, total, torch.nan)
-        return self.products.sum(dim=0) / total[:, None, None], self.additive.sum(dim=0) / total
+        """Shares (…, H, parts, parts), and of the additive bias (…, H); they sum to 1. NaN where logits do not vary."""
+        return _ratios(self.products.sum(dim=-4), self.additive.sum(dim=-2), self.total.sum(dim=-2))
 
     def standard_errors(self) -> tuple[Tensor, Tensor]:
         """Of the shares, from leaving out one context after the other (jackknife); NaN for one context."""
-        count = len(self.total)
-        if count < 2:
-            shares, additive = self.shares()
-            return torch.full_like(shares, torch.nan), torch.full_like(additive, torch.nan)
+        count = self.total.shape[-2]
         others = [[i for i in range(count) if i != omitted] for omitted in range(count)]
-        each = [ShareSums(self.products[k], self.additive[k], self.total[k]).shares() for k in others]
-        shares, additive = (torch.stack(values) for values in zip(*each, strict=True))
-        # var() divides by count − 1, the jackknife multiplies by it over count.
-        factor = (count - 1) ** 2 / count
-        return (shares.var(dim=0) * factor).sqrt(), (additive.var(dim=0) * factor).sqrt()
+        left_out = _ratios(
+            torch.stack([self.products[..., k, :, :, :].sum(dim=-4) for k in others]),
+            *(
+                torch.stack([sums[..., k, :].sum(dim=-2) for k in others])
+                for sums in (self.additive, self.total)
+            ),
+        )
+        shares, additive = (values.std(dim=0, correction=0) * (count - 1) ** 0.5 for values in left_out)
+        return shares, additive
+
+
+def _ratios(products: Tensor, additive: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.where(total > 0, total, torch.nan)
+    return products / total[..., None, None], additive / total
 
 
 def share_sums(
@@ -206,7 +203,10 @@ def share_sums(
     def work(part: slice) -> ShareSums:
         return _share_sums(query[:, part], key[:, part], inputs.of_contexts(part), trailing, leading)
 
-    return ShareSums.joined(each_part(work, query.shape[1], query.device))
+    parts = each_part(work, query.shape[1], query.device)
+    return ShareSums(
+        *(torch.cat(sums) for sums in zip(*(vars(part).values() for part in parts), strict=True))
+    )
 
 
 def _share_sums(
@@ -242,18 +242,27 @@ def _share_sums(
 
 
 _SHARES = {
-    "position": "Share of the logits' variance across keys that depends on position only: pos on one side or both, "
-    "mean or bias on the other. Negative: it cancels other constituents.",
-    "context": "The share that depends on context only, with mean or bias on the other side.",
-    "cross": "The share with position on one side and context on the other.",
-    "constant": "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
-    "additive": "The share of a bias that the model adds to its logits, such as ALiBi.",
-}
-_FORMULA = {
-    "context": "Context is ctx and resid together, cvec.",
-    "cross": "pos × cvec and cvec × pos.",
-    "constant": "It varies along a row by the norm's scale of each token.",
-    "additive": "The five shares add up to 1.",
+    "position": (
+        "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
+        "bias on the other. Negative: it cancels other constituents.",
+        "",
+    ),
+    "context": (
+        "The share that depends on context only, with mean or bias on the other side.",
+        "Context is ctx and resid together, cvec.",
+    ),
+    "cross": (
+        "The share with position on one side and context on the other.",
+        "pos × cvec and cvec × pos.",
+    ),
+    "constant": (
+        "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
+        "It varies along a row by the norm's scale of each token.",
+    ),
+    "additive": (
+        "The share of a bias that the model adds to its logits, such as ALiBi.",
+        "The five shares add up to 1.",
+    ),
 }
 _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs with a mean or bias")
 
@@ -263,16 +272,15 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
         Column(
             "heads",
             f"share_{part}",
-            f"logit share: {'both' if part == 'cross' else part}",
-            meaning,
-            _FORMULA.get(part, ""),
+            *described,
             f"{SONG}, section 5.2",
+            f"logit share: {'both' if part == 'cross' else part}",
             range=BALANCE,
             group=CONSTITUENTS,
             healthy=_CONSTANT if part == "constant" else None,
             rare=part == ADDITIVE,
         )
-        for part, meaning in _SHARES.items()
+        for part, described in _SHARES.items()
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[float]]:
@@ -282,16 +290,13 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
         shares: the state of a `SharesPass`.
         refused: layers whose logits could not be split, as text: their shares are NaN.
     """
-    pairs = paired_groups()
-    columns: dict[str, list[float]] = {}
-    for layer in range(len(shares["total"])):
-        of_pairs, additive = _sums_of(shares, layer).shares()
-        if str(layer) in refused:
-            of_pairs, additive = (torch.full_like(values, torch.nan) for values in (of_pairs, additive))
-        values = {name: sum(of_pairs[:, a, b] for a, b in pairs[name]) for name in DISJOINT}
-        for name, value in (values | {ADDITIVE: additive}).items():
-            columns.setdefault(f"share_{name}", []).extend(torch.as_tensor(value).tolist())
-    return columns
+    of_pairs, additive = _sums_of(shares).shares()
+    values = {name: value for name, value in grouped(of_pairs).items() if name in DISJOINT} | {
+        ADDITIVE: additive
+    }
+    for value in values.values():
+        value[[int(layer) for layer in refused]] = torch.nan
+    return {f"share_{name}": value.flatten().tolist() for name, value in values.items()}
 
 
 @gives(
@@ -299,40 +304,25 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
     Column(
         "constituents",
         "query",
-        "query part",
         "The part of the query.",
         "`mean`, `pos`, `ctx`, `resid` or `bias`; or `additive` and no key part: ALiBi or another bias on logits.",
-        kind="name",
+        title="query part",
         names=(*PARTS, ADDITIVE),
-        needed=True,
+    ),
+    Column(
+        "constituents", "key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")
     ),
     Column(
         "constituents",
-        "key",
-        "key part",
-        "The part of the key.",
-        "As those of queries.",
-        kind="name",
-        names=(*PARTS, ""),
-        needed=True,
-    ),
-    Column(
-        "constituents",
-        "share",
         "share",
         "Share of the variance of the head's logits that the product of these parts carries.",
         "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
         "out as query and key. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
         range=BALANCE,
-        needed=True,
     ),
     Column(
-        "constituents",
-        "standard_error",
-        "standard error",
-        "Of the share, from leaving out one context after the other (jackknife).",
-        needed=True,
+        "constituents", "standard_error", "Of the share, from leaving out one context at a time (jackknife)."
     ),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
@@ -344,22 +334,27 @@ def constituents_table(shares: State, refused: Collection[str], heads_of: Sequen
         heads_of: how many heads each layer has.
     """
     parts = [(query, key) for query in PARTS for key in PARTS] + [(ADDITIVE, "")]
-    rows: list[tuple[Any, ...]] = []
-    for layer, heads in enumerate(heads_of):
-        if str(layer) in refused:
-            continue
-        sums = _sums_of(shares, layer)
-        numbers = [
-            torch.cat([of_pairs.flatten(1), additive[:, None]], dim=1)[:heads].tolist()
-            for of_pairs, additive in (sums.shares(), sums.standard_errors())
-        ]
-        for head, of_head in enumerate(zip(*numbers, strict=True)):
-            rows += [(layer, head, *names, *of) for names, *of in zip(parts, *of_head, strict=True)]
-    return pd.DataFrame(rows, columns=["layer", "head", "query", "key", "share", "standard_error"])
+    layers = [layer for layer in range(len(heads_of)) if str(layer) not in refused]
+    places = [(layer, head) for layer in layers for head in range(heads_of[layer])]
+    rows = [(*place, *names) for place in places for names in parts]
+    table = pd.DataFrame(rows, columns=["layer", "head", "query", "key"])
+    index = tuple(torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T)
+    sums = _sums_of(shares)
+    for name, (of_pairs, additive) in (("share", sums.shares()), ("standard_error", sums.standard_errors())):
+        table[name] = torch.cat([of_pairs.flatten(-2), additive[..., None]], dim=-1)[index].flatten().numpy()
+    return table
 
 
-def _sums_of(shares: State, layer: int) -> ShareSums:
-    return ShareSums(*(shares[name][layer] for name in ("products", "additive", "total")))
+def _sums_of(shares: State) -> ShareSums:
+    return ShareSums(*(shares[name] for name in ("products", "additive", "total")))
+
+
+def grouped(shares: Float[Tensor, "*heads query_parts key_parts"]) -> dict[str, Float[Tensor, "*heads"]]:
+    """The shares of each of `GROUPS`, summed over its pairs of parts."""
+    return {
+        name: torch.stack([shares[..., query, key] for query, key in pairs]).sum(dim=0)
+        for name, pairs in paired_groups().items()
+    }
 
 
 def paired_groups() -> dict[str, list[tuple[int, int]]]:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.sums import LayerSums, State
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.measure.column import Column
-
-TABLES = ("layers", "heads")
-"""The tables that may have columns of an `Extra`."""
+from theodolite.measure.column import OPEN_TABLES, Column
 
 
 class Extra(LayerSums):
@@ -50,6 +48,37 @@ class Extra(LayerSums):
         raise NotImplementedError
 
 
+class HeadMean(Extra):
+    """The mean over a text of a number of each head: a subclass gives its `column`, and `values` of a batch.
+
+    Made by the numbers of blocks and of heads of the widest block. Values that are NaN are left out.
+    """
+
+    column: ClassVar[Column]
+
+    def __init_subclass__(cls) -> None:
+        cls.name, cls.declared = cls.column.name, (cls.column,)
+
+    def __init__(self, layers: int, heads: int) -> None:
+        super().__init__(layers, {"sum": (heads,), "count": (heads,)})
+        self.heads = heads
+
+    def values(self, inputs: AttentionInputs) -> Tensor:
+        """Of a block, (batch, heads, any number)."""
+        raise NotImplementedError
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> None:
+        """Sum the block's values, and how many these are."""
+        values = self.values(inputs).double()
+        for name, terms in (("sum", values.nan_to_num(0.0)), ("count", (~values.isnan()).double())):
+            summed = terms.sum(dim=(0, 2))
+            self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
+
+    def columns(self, state: State) -> dict[str, list[float]]:
+        """The mean of every head."""
+        return {self.name: (state["sum"] / state["count"]).flatten().tolist()}
+
+
 def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
     """Raise `UsageError` where one cannot be summed, told apart by name, or tabulated; `taken`: a table's columns."""
     for accumulator in extra:
@@ -70,10 +99,10 @@ def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> Non
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
-    names_of = {table: taken(table) for table in TABLES}
+    names_of = {table: taken(table) for table in OPEN_TABLES}
     for accumulator in extra:
         for column in accumulator.declared:
-            if column.table not in TABLES:
+            if column.table not in OPEN_TABLES:
                 raise UsageError(
                     f"{accumulator.name} declares columns of {column.table!r}: declare them of 'layers' or 'heads'"
                 )
@@ -97,7 +126,7 @@ def extra_columns(
     Raises:
         UsageError: a column is not declared, or does not have a value for each row.
     """
-    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in TABLES}
+    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
     for accumulator in extra:
         table_of = {name: column.table for column in accumulator.declared for name in column.columns}
         for name, values in accumulator.columns(state_of(accumulator.name)).items():

@@ -10,6 +10,7 @@ Source: Song & Zhong 2024.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion
 from theodolite.measure.clusters import CLUSTER_COLUMNS, clusters
-from theodolite.measure.column import AMOUNT, HALVES, SHARE, SIGNED, Array, Column, gives
+from theodolite.measure.column import HALVES, SHARE, SIGNED, Array, Column, gives
 from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.singular import largest_singular_value, screenot_of_values
 from theodolite.theory.smoothness import (
@@ -32,7 +33,6 @@ from theodolite.theory.smoothness import (
     frequencies_below,
     grid_frequencies,
     lowest_frequencies,
-    product_low_frequency_ratio,
     unit_rows,
 )
 
@@ -59,65 +59,69 @@ SHOWN_CONTEXTS = 64
 Columns = dict[str, list[float]]
 
 
-def _of_layer(
-    name: str,
-    title: str,
-    meaning: str,
-    formula: str = "",
-    source: str = SONG,
-    range: tuple[float, float] = AMOUNT,
-    **more: Any,
-) -> Column:
-    """A column of the layers table, whose standard error is by balanced halves."""
-    return Column("layers", name, title, meaning, formula, source, range=range, error=HALVES, **more)
+_layer = partial(Column, "layers", error=HALVES)
+_share = partial(_layer, range=SHARE)
+_DEPTH = f"{SONG}, Fig. 8"
 
 
 def _smoothness(
     name: str, title: str, formula: str, source: str, shown: str = "", healthy: Criterion | None = None
 ) -> tuple[Column, ...]:
     return tuple(
-        _of_layer(
+        _share(
             f"{name}_{k}",
-            shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
             "How smoothly the positional basis changes with position: 1 smooth, 0 noise. Energy in the "
             f"{k} × {k} lowest frequencies.",
             formula,
             source,
-            SHARE,
+            shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
             healthy=healthy if k == SHOWN_CUTOFF else None,
         )
         for k in CUTOFFS
     )
 
 
-_POSITION = (
-    _of_layer(
+def _apart(name: str, title: str, of: str, when: str = "") -> tuple[Column, Column]:
+    """The columns of tokens that are told apart."""
+    massive = f"Massive activations at {of}, summed over the contexts."
+    return (
+        _layer(
+            f"norm_{name}", f"Mean norm ‖h‖₂ of the hidden states of {of}.", when, _DEPTH, f"norm, {title}"
+        ),
+        _layer(f"massive_activations_{name}", massive, when, ZHANG, f"massive, {title}"),
+    )
+
+
+LAYER_COLUMNS = (
+    Column(
+        "layers",
+        "layer",
+        "Residual layer: 0 is the input of the first block, ℓ the stream after block ℓ, before any final norm.",
+    ),
+    _layer(
         "rank",
-        "positional rank",
         "Number of directions of the positional basis that stand out from noise (ScreeNOT).",
         "P (T − 1 × d), k = 20, imputation (k is smaller where P is).",
         f"ScreeNOT; {SONG}, Table 4",
+        "positional rank",
         healthy=Criterion(
             "more than",
             0.0,
             "mean ScreeNOT rank: directions of the positional basis that stand out from noise",
         ),
     ),
-    _of_layer(
+    _layer(
         "stable_rank",
-        "stable rank",
         "Number of directions of the positional basis, weighted by energy.",
         "‖P‖_F² / ‖P‖₂².",
         f"{SONG}, Table 5",
-        (1.0, math.inf),
+        range=(1.0, math.inf),
     ),
-    _of_layer(
+    _share(
         "relative_norm",
-        "relative norm",
         "The largest singular value of the positional basis over that of all centred hidden states.",
         "‖P tiled over contexts‖₂ / ‖M‖₂, M all centred hidden states; the error is from a sketch of 32 directions.",
         f"{SONG}, Table 6",
-        SHARE,
     ),
     *_smoothness(
         "low_frequency",
@@ -137,83 +141,46 @@ _POSITION = (
         "The same share for P Pᵀ, whose rows are not normalised.",
         f"{SONG}, Table 3",
     ),
-)
-_CONTEXT = (
-    _of_layer(
+    _share(
         "incoherence_mean",
-        "incoherence, mean",
-        "Mean |cosine| between positional and context vectors: near 0, they are in nearly orthogonal subspaces.",
+        "Mean |cosine| between positional and context vectors. Near 0: nearly orthogonal subspaces.",
         source=f"{SONG}, section 5 and Table 1",
-        range=SHARE,
+        title="incoherence, mean",
         floor="incoherence_random",
         healthy=Criterion("at most", 0.30, "mean |cosine| of position and context; GPT-2: 0.051"),
     ),
-    _of_layer(
+    _share(
         "incoherence_max",
-        "incoherence, max",
         "Largest |cosine| between a positional and a context vector.",
         source=f"{SONG}, section 5",
-        range=SHARE,
+        title="incoherence, max",
         floor="incoherence_max_random",
     ),
-    _of_layer(
+    _share(
         "incoherence_random",
-        "incoherence, random",
         "Mean |cosine| of random directions of the same width.",
         "Γ(d/2) / (√π · Γ((d+1)/2)); its standard error is 0.",
         "a closed form",
-        range=SHARE,
+        "incoherence, random",
     ),
-    _of_layer(
+    _share(
         "incoherence_max_random",
-        "incoherence, random max",
         "Expected largest |cosine| of as many pairs of random directions.",
         "The pairs are taken as independent; its standard error is 0.",
         "ours",
-        range=SHARE,
+        "incoherence, random max",
     ),
-    _of_layer(
-        "similarity_within",
-        "similarity within",
-        "Mean |cosine| between context vectors with the same label.",
-        "Empty where there are fewer than two labels.",
-        f"{SONG}, Table 1",
-        SHARE,
+    *(
+        _share(
+            f"similarity_{where}",
+            f"Mean |cosine| between context vectors with {labels}.",
+            "Empty where there are fewer than two labels.",
+            f"{SONG}, Table 1",
+        )
+        for where, labels in (("within", "the same label"), ("between", "different labels"))
     ),
-    _of_layer(
-        "similarity_between",
-        "similarity between",
-        "Mean |cosine| between context vectors with different labels.",
-        "Empty where there are fewer than two labels.",
-        f"{SONG}, Table 1",
-        SHARE,
-    ),
-)
-
-
-def _apart(name: str, title: str, of: str, when: str) -> tuple[Column, Column]:
-    """The columns of tokens that are told apart."""
-    return (
-        _of_layer(
-            f"norm_{name}",
-            f"norm, {title}",
-            f"Mean norm ‖h‖₂ of the hidden states of {of}.",
-            when,
-            f"{SONG}, Fig. 8",
-        ),
-        _of_layer(
-            f"massive_activations_{name}",
-            f"massive, {title}",
-            f"Massive activations at {of}, summed over the contexts.",
-            when,
-            ZHANG,
-        ),
-    )
-
-
-_DEPTH = (
-    _of_layer("norm", "norm", "Mean norm ‖h‖₂ of the hidden states.", source=f"{SONG}, Fig. 8"),
-    *_apart("first", "first token", "the first token", ""),
+    _layer("norm", "Mean norm ‖h‖₂ of the hidden states.", source=_DEPTH),
+    *_apart("first", "first token", "the first token"),
     *_apart(
         "last", "end token", "the special tokens that end every context", "Only where there are such tokens."
     ),
@@ -223,47 +190,36 @@ _DEPTH = (
         "the tokens between [CLS] and the patches",
         "Only of images with such tokens.",
     ),
-    _of_layer(
+    _layer(
         "cosine_previous",
-        "cosine to previous layer",
-        "Mean cosine between a token's hidden states before and after a block: near 1, the block does little.",
-        source=f"{SONG}, Fig. 8",
+        "Mean cosine between a token's hidden states before and after a block. Near 1: the block does little.",
+        source=_DEPTH,
+        title="cosine to previous layer",
         range=SIGNED,
     ),
-    _of_layer(
+    _share(
         "rank_collapse",
-        "rank-collapse residual",
         "How far a context's tokens are from being one vector; 0 is collapsed.",
         "Mean over contexts of ‖X − 1x̄ᵀ‖_F / ‖X‖_F.",
         f"{BAO}, section 5",
-        SHARE,
+        "rank-collapse residual",
         healthy=Criterion("at least", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector"),
     ),
-    _of_layer(
+    _layer(
         "massive_activations",
-        "massive activations",
         "Values over 100 and over 1000 × the layer's median, summed over the contexts.",
         "|x| > 100 and > 1000 × the median magnitude of the context at this layer.",
         f"{ZHANG}, section 2",
         healthy=Criterion("at most", 0.0, "massive activations of a layer after the first token"),
     ),
-    _of_layer(
+    _layer(
         "outlier_dimensions",
-        "outlier dimensions",
         "Feature dimensions in which |x| ≥ 6 for at least 6 % of the tokens.",
         "Of this layer; that a quarter of the layers agree, the rest of the published rule, is for `find_outliers`.",
         f"{ZHANG}, section 1",
     ),
+    *CLUSTER_COLUMNS,
 )
-_LAYER = Column(
-    "layers",
-    "layer",
-    "layer",
-    "Residual layer: 0 is the input of the first block, ℓ the stream after block ℓ, before any final norm.",
-    kind="place",
-    needed=True,
-)
-LAYER_COLUMNS = (_LAYER, *_POSITION, *_CONTEXT, *_DEPTH, *CLUSTER_COLUMNS)
 """What `geometry` gives a number of, and `uncertainty.standard_errors` the standard error."""
 
 
@@ -271,11 +227,7 @@ LAYER_COLUMNS = (_LAYER, *_POSITION, *_CONTEXT, *_DEPTH, *CLUSTER_COLUMNS)
     *LAYER_COLUMNS,
     Array("context_basis", "(N, S, d)", "ctx, the mean of each kept context less μ, in each layer."),
     Array("context_label", "(S)", "The label of each kept context, −1 for none."),
-    Array(
-        "context_cluster",
-        "(N, S)",
-        "The k-means cluster of each kept context, −1 for contexts that are left out.",
-    ),
+    Array("context_cluster", "(N, S)", "The k-means cluster of each kept context, −1 for none."),
     Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
     Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
     Array("cvec_position", "(Q)", "The positions of these tokens."),
@@ -320,7 +272,12 @@ def geometry(
         p = pos[layer, leading:]
         unit, spectrum = unit_rows(p), torch.linalg.svd(p, full_matrices=False)
         counts = readers[layer, leading : pos.shape[1]]
-        row = _positional(p, unit, spectrum[1], counts, residual["moment"][layer], grid)
+        # ‖M‖₂² is the largest eigenvalue of the centred moments.
+        whole = float(largest_singular_value(residual["moment"][layer].unsqueeze(0), tolerance=1e-10)[0])
+        row: dict[str, float] = {
+            "rank": float(screenot_of_values(spectrum[1], (len(p), p.shape[1]), screenot_bound(p)).rank)
+        }
+        row |= positional(p, counts, whole, grid, spectrum[1].square())[0]
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
         row |= stream(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
@@ -347,11 +304,7 @@ def geometry(
 @gives(
     Array("mean", "(N, d)", "μ, the mean hidden state of each residual layer."),
     Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
-    Array(
-        "positional_basis_last",
-        "(N, trailing, d)",
-        "The same of the special tokens that end every context, where they do.",
-    ),
+    Array("positional_basis_last", "(N, trailing, d)", "The same of special tokens that end every context."),
 )
 def position_arrays(
     mu: Float[Tensor, "layers width"],
@@ -371,24 +324,43 @@ def positions_read(means: State) -> int:
     return int((readers >= LEAST_SHARE * readers[0]).sum())
 
 
-def _positional(
-    p: Tensor, unit: Tensor, values: Tensor, readers: Tensor, moment: Tensor, grid: Grid | None
-) -> dict[str, float]:
-    """Rank, norm and smoothness of the positional basis P (T−1, d), Song & Zhong 2024, section 3."""
-    # ‖M‖₂² is the largest eigenvalue of the centred moments.
-    whole = float(largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0])
-    squares = values.square()
+def positional(
+    p: Float[Tensor, "positions width"],
+    readers: Float[Tensor, " positions"],
+    largest: float,
+    grid: Grid | None = None,
+    squares: Float[Tensor, " values"] | None = None,
+) -> tuple[dict[str, float], Float[Tensor, " values"]]:
+    """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
+
+    Args:
+        p: the positional basis, (T−1, d).
+        readers: how many contexts each position's mean is of.
+        largest: ‖M‖₂² of the centred hidden states M of those contexts.
+        grid: rows and columns of the positions; None: they lie in a line.
+        squares: known already; None: they are those of the smaller Gram matrix, without singular vectors.
+    """
     rows, columns = p.shape
-    return {
-        "rank": float(screenot_of_values(values, (rows, columns), screenot_bound(p)).rank),
+    unit = unit_rows(p)
+    gram = p @ p.T if rows <= columns else p.T @ p
+    if squares is None:
+        squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
+    lengths = torch.linalg.vector_norm(p, dim=1)
+    if rows <= columns:  # the energy of the cosines, without the larger matrix
+        weights = torch.where(lengths > 0, lengths.square().reciprocal(), 0.0)
+        whole = weights @ gram.square() @ weights
+    else:
+        whole = (unit.T @ unit).square().sum()
+    low = lowest_frequencies(unit, max(CUTOFFS), grid)
+    energy = (low @ low.T).square().cumsum(0).cumsum(1)
+    lowest = {k: frequencies_below(k, rows, grid) - 1 for k in CUTOFFS}
+    row = {
         "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
-        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / whole) if whole > 0 else math.nan,
-        **{
-            f"low_frequency_{k}": float(r)
-            for k, r in zip(CUTOFFS, product_low_frequency_ratio(unit, unit, CUTOFFS, grid), strict=True)
-        },
+        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / largest) if largest > 0 else math.nan,
+        **{f"low_frequency_{k}": float(energy[lowest[k], lowest[k]] / whole) for k in CUTOFFS},
         **product_frequencies(p, squares, grid),
     }
+    return row, squares
 
 
 def tiled_norm(

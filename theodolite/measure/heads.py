@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -10,11 +11,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
-from theodolite.measure.column import ATTENTION, BEHAVIOUR, SHARE, SINKS, Array, Column, gives, head_places
+from theodolite.measure.column import (
+    AMOUNT,
+    ATTENTION,
+    BEHAVIOUR,
+    SHARE,
+    SINKS,
+    Array,
+    Column,
+    gives,
+    head_places,
+    table_of,
+)
 from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
     END_TOKEN_SINK,
@@ -29,6 +41,7 @@ from theodolite.measure.head_roles import (
 from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
 from theodolite.measure.ratios import ratio
 
+_head = partial(Column, "heads", range=SHARE)
 _BY_RATIO = "contexts, as that of a ratio of sums over them, to first order"
 _SINK = (
     f"A key is a sink of a context where it gets more than {SINK_THRESHOLD} of the attention of the queries that see "
@@ -38,14 +51,10 @@ _SINK = (
 
 def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
     """The column of a role's score."""
-    return Column(
-        "heads", role.column, role.name, role.meaning, formula, source, range=SHARE, group=group, **more
-    )
+    return _head(role.column, role.meaning, formula, source, role.name, group=group, **more)
 
 
-@gives(
-    *head_places("heads"),
-)
+@gives(*head_places("heads"))
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
     """A table with `layer` and `head`, without rows of heads that a layer does not have."""
     most = max(heads_of)
@@ -55,26 +64,22 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
 
 
 @gives(
-    Column(
-        "heads",
-        "entropy",
+    _head(
         "entropy",
         "Mean Shannon entropy of the head's attention rows. Low: a single key; high: near-uniform attention.",
         "Mean over queries; a learned sink column counts as an outcome.",
         f"{ZHAI}; {BAO}, section 5",
-        "nats",
+        unit="nats",
+        range=AMOUNT,
         group=ATTENTION,
         error="contexts, taken as independent; of unlike lengths, to first order",
     ),
-    Column(
-        "heads",
+    _head(
         "propagation",
-        "signal propagation",
         "Share of the last query's keys that receive gradient (linearised softmax). 0: vanishing signal.",
-        "Of the keys that the contexts' last queries see (before special tokens at the end), those that propagate to "
-        "them.",
+        "Of the keys that contexts' last queries see, before special tokens at the end.",
         f"{BAO}, section 3, definition 1",
-        range=SHARE,
+        "signal propagation",
         group=ATTENTION,
         healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
     ),
@@ -83,7 +88,7 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
         SAME_TOKEN,
         BEHAVIOUR,
         f"{SONG}, section 5",
-        "All earlier equal tokens together, over queries that have one.",
+        "All earlier copies, over queries with one.",
         error=_BY_RATIO,
     ),
     _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
@@ -95,19 +100,13 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
         "Only where special tokens end every context, which are then no later keys.",
     ),
     _of_role(
-        LEARNED_SINK,
-        SINKS,
-        "models with a sink column, such as gpt-oss",
-        "Mean over queries and contexts.",
-        rare=True,
+        LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
     ),
-    Column(
-        "heads",
+    _head(
         "sink_registers",
-        "register sink",
         "Share of contexts in which a token between [CLS] and the patches of an image is a sink.",
         "Only of images with such tokens.",
-        range=SHARE,
+        title="register sink",
         group=SINKS,
         offered=False,
     ),
@@ -163,12 +162,10 @@ def induction_columns(patterns: State) -> dict[str, list[float]]:
     Array(
         "propagation_by_position",
         "(L, H, T)",
-        "Measured ρ of the contexts' last query; NaN where it never sees the key.",
+        "Measured ρ of the last query; NaN where it never sees the key.",
     ),
     Array(
-        "received_by_position",
-        "(L, H, T)",
-        "Mean attention that each key gets from the queries that see it, over contexts.",
+        "received_by_position", "(L, H, T)", "Mean attention that each key gets from the queries that see it."
     ),
     Array("sink_by_position", "(L, H, T)", "Share of contexts in which the position is a sink."),
     Array("visible_keys", "(L, T)", "How many keys a query sees: causal, a window's, or all."),
@@ -187,50 +184,48 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
 
 @gives(
     *head_places("sinks"),
-    Column("sinks", "token_id", "token id", "The token that became a sink of the head.", needed=True),
-    Column("sinks", "token", "token", "Its text.", kind="text", needed=True),
-    Column("sinks", "first", "first", "Whether it is one at position 0, or later.", kind="flag", needed=True),
-    Column(
-        "sinks", "contexts", "contexts", "In how many contexts it is a sink, at one position or at several."
-    ),
-    Column("sinks", "share", "share", "Their share of all contexts.", range=SHARE, needed=True),
-    Column("sinks", "position", "position", "The mean position at which it is a sink."),
+    Column("sinks", "token_id", "The token that became a sink of the head."),
+    Column("sinks", "token", "Its text.", kind="text"),
+    Column("sinks", "first", "Whether it is one at position 0, or later.", kind="flag"),
+    Column("sinks", "contexts", "In how many contexts it is a sink, at one position or at several."),
+    Column("sinks", "share", "Their share of all contexts.", range=SHARE),
+    Column("sinks", "position", "The mean position at which it is a sink."),
 )
 def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     """Which tokens became sinks: one row for each (layer, head, token, first or later position)."""
-    rows = attention["sink_tokens"]
+    sums = part_of(attention, "sink_tokens")
+    layer, head, token, first = sums["keys"].unbind(dim=1)
+    in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
     contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
-    table = pd.DataFrame(
-        {
-            "layer": rows[:, 0].numpy(),
-            "head": rows[:, 1].numpy(),
-            "token_id": rows[:, 2].numpy(),
-            "token": pd.Series([text(token) for token in rows[:, 2].tolist()], dtype="object").astype(str),
-            "first": rows[:, 3].bool().numpy(),
-            "contexts": rows[:, 4].numpy(),
-            "share": (rows[:, 4] / contexts).numpy(),
-            "position": (rows[:, 6] / rows[:, 5]).double().numpy(),
-        }
-    )
+    columns = {
+        "layer": layer,
+        "head": head,
+        "token_id": token,
+        "token": [text(number) for number in token.tolist()],
+        "first": first.bool(),
+        "contexts": in_contexts,
+        "share": in_contexts / contexts,
+        "position": (positions / sinks).double(),
+    }
     order = ["layer", "head", "contexts", "token_id"]
-    return table.sort_values(order, ascending=[True, True, False, True], ignore_index=True)
+    return table_of(columns).sort_values(order, ascending=[True, True, False, True], ignore_index=True)
 
 
 @gives(
-    Column("examples", "context", "context", "The context, counted from 0.", needed=True),
-    Column("examples", "position", "position", "The token's position in it.", needed=True),
-    Column("examples", "token_id", "token id", "The token."),
-    Column("examples", "token", "token", "Its text.", kind="text", needed=True),
+    Column("examples", "context", "The context, counted from 0."),
+    Column("examples", "position", "The token's position in it."),
+    Column("examples", "token_id", "The token."),
+    Column("examples", "token", "Its text.", kind="text"),
     Column(
         "examples",
         "received",
-        "attention received",
-        "The most attention that any head pays it on average over the queries that see it.",
+        "The most attention that any head pays it, in the mean of the queries that see it.",
+        title="attention received",
         range=SHARE,
     ),
-    Column("examples", "layer", "layer", "The block of that head.", kind="place"),
-    Column("examples", "head", "head", "That head.", kind="place"),
-    Column("examples", "sink", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
+    Column("examples", "layer", "The block of that head."),
+    Column("examples", "head", "That head."),
+    Column("examples", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
 )
 def examples_table(
     attention: State, examples: Int[Tensor, "examples positions"], text: Callable[[int], str]
@@ -239,18 +234,16 @@ def examples_table(
     received, layer = attention["example_received"].max(dim=0)
     head = attention["example_head"].gather(0, layer[None])[0].long()
     context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
-    return pd.DataFrame(
+    return table_of(
         {
-            "context": context.numpy(),
-            "position": position.numpy(),
-            "token_id": examples[places].numpy(),
-            "token": pd.Series([text(token) for token in examples[places].tolist()], dtype="object").astype(
-                str
-            ),
-            "received": received[places].numpy(),
-            "layer": layer[places].numpy(),
-            "head": head[places].numpy(),
-            "sink": (received > SINK_THRESHOLD)[places].numpy(),
+            "context": context,
+            "position": position,
+            "token_id": examples[places],
+            "token": [text(token) for token in examples[places].tolist()],
+            "received": received[places],
+            "layer": layer[places],
+            "head": head[places],
+            "sink": (received > SINK_THRESHOLD)[places],
         }
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -33,85 +34,62 @@ from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
 from theodolite.theory.spectrum import qk_eigenvalues, qk_moments, qk_spectral_norm
 
-
-def _spectral(
-    name: str,
-    title: str,
-    meaning: str,
-    where: str,
-    formula: str = "",
-    range: tuple[float, float] = SIGNED,
-    **more: Any,
-) -> Column:
-    source = f"{BAO}, {where}"
-    return Column("heads", name, title, meaning, formula, source, range=range, group=SPECTRUM, **more)
-
+_spectral = partial(Column, "heads", range=SIGNED, group=SPECTRUM)
+_size = partial(_spectral, range=AMOUNT, decades=True)
+_SECTION, _SPREAD, _CONCENTRATION, _REGIME = (
+    f"{BAO}, {place}" for place in ("section 4", "eq. 8", "eq. 6", "Lemma 2")
+)
 
 _MOMENTS = (
     _spectral(
-        "trace",
-        "trace",
-        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
-        "section 4",
+        "trace", "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.", source=_SECTION
     ),
     _spectral(
         "trace_of_square",
-        "trace of the square",
         "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
-        "section 4",
+        source=_SECTION,
+        title="trace of the square",
     ),
-    _spectral(
+    _size(
         "frobenius_squared",
-        "squared Frobenius norm",
         "‖W‖²_F = tr WᵀW, the size of the matrix. The term that LocAteR penalises.",
-        "section 6",
-        range=AMOUNT,
-        decades=True,
+        source=f"{BAO}, section 6",
+        title="squared Frobenius norm",
     ),
-    _spectral("mean", "spectrum mean", "tr W/d, over all d eigenvalues.", "eq. 8"),
+    _spectral("mean", "tr W/d, over all d eigenvalues.", source=_SPREAD, title="spectrum mean"),
     _spectral(
         "variance",
-        "spectrum variance",
         "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
         "parts. Small around a mean away from 0: localized attention without collapse.",
-        "eq. 8",
+        source=_SPREAD,
+        title="spectrum variance",
     ),
     _spectral(
         "xi",
-        "ξ",
         "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
-        "eq. 6",
+        source=_CONCENTRATION,
+        title="ξ",
     ),
-    _spectral(
-        "eta",
-        "η",
-        "√tr W²/λ. Empty where tr W² is negative.",
-        "eq. 6",
-        "λ = 1 / scaling.",
-        range=AMOUNT,
-        decades=True,
-    ),
+    _size("eta", "√tr W²/λ. Empty where tr W² is negative.", "λ = 1 / scaling.", _CONCENTRATION, "η"),
     _spectral(
         "xi_symmetric",
-        "ξ of the symmetric part",
         "tr W/√tr W² of the symmetric part of W. Sign: late (+) or early (−); size: concentration of the spectrum.",
-        "eq. 6",
         "Always defined; `regime` is read off this one and `eta_symmetric`.",
+        _CONCENTRATION,
+        "ξ of the symmetric part",
     ),
-    _spectral(
+    _size(
         "eta_symmetric",
-        "η of the symmetric part",
         "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large: the signal vanishes.",
-        "eq. 6",
         "λ = 1 / scaling.",
-        range=AMOUNT,
-        decades=True,
+        _CONCENTRATION,
+        "η of the symmetric part",
     ),
     _spectral(
         "r",
-        "r = ξη",
         "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
-        "Lemma 2",
+        source=_REGIME,
+        title="r = ξη",
     ),
 )
 MOMENTS = tuple(column.name for column in _MOMENTS)
@@ -119,19 +97,20 @@ MOMENTS = tuple(column.name for column in _MOMENTS)
 _OF_WEIGHTS = (
     _spectral(
         "regime",
-        "predicted regime",
         "Where signal should propagate: early, middle or late positions, all equally (uniform), none (vanishing).",
-        "Lemma 2",
         f"`uniform`, `early-site`, `middle-site`, `late-site` or `vanishing`; `{UNDEFINED}` where `spectrum_of` is not "
         "`projection`.",
+        _REGIME,
+        "predicted regime",
         kind="name",
     ),
     _spectral(
         "regime_margin",
+        "How far what decides the regime is from the nearest threshold that would change it: 0.02 is borderline, 0.3 "
+        "clear.",
+        "Empty where undefined.",
+        _REGIME,
         "margin of the regime",
-        "How far what decides the regime is from its nearest threshold: 0.02 is borderline, 0.3 clear.",
-        "Lemma 2",
-        "The nearest threshold that would change the name; empty where undefined.",
         range=SHARE,
     ),
     *_MOMENTS,
@@ -220,16 +199,13 @@ def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " h
 
 
 @gives(
-    Column(
-        "heads",
+    _spectral(
         "spectrum_of",
-        "spectrum of",
         "Which matrix the spectrum is of.",
-        "`projection`; `projection before norm` where the family normalises queries and keys after projecting them "
-        "(Qwen 3): the spectrum is of the projections, and no matrix gives the logits; `none` where no matrix gives "
-        "the queries and keys either (DeepSeek's norms between projections).",
+        "`projection`; `projection before norm` where queries and keys are normalised after projecting (Qwen 3): no "
+        "matrix gives the logits; `none` where none gives queries and keys either (DeepSeek's inner norms).",
         kind="name",
-        group=SPECTRUM,
+        range=AMOUNT,
         offered=False,
     )
 )
@@ -250,7 +226,7 @@ def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, lis
     Array(
         "propagation_predicted",
         "(L, H, T)",
-        "ρ of a random walk, predicted from W_QK: from the exact first two moments at finite T.",
+        "ρ of a random walk at finite T, from W_QK's exact first two moments.",
     ),
     Array("propagation_predicted_data", "(L, H, T)", "The same from W_QK Σ̂."),
 )
@@ -292,12 +268,11 @@ def localization_tables(
     Column(
         "heads",
         "entropy_bound",
-        "entropy bound",
         "Lower bound on the mean entropy from the norms of the tokens and of W_QK. Near 0 it is vacuous.",
         "Exact, averaged over queries by the number of keys they see; for heads without biases and rotation; empty "
         "where `spectrum_of` is not `projection`.",
         f"{ZHAI}, Theorem 3.1 (exact form)",
-        "nats",
+        unit="nats",
         group=ATTENTION,
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pandas as pd
 import torch
@@ -10,58 +11,34 @@ from torch import Tensor
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.measure.column import HALVES, SHARE, Column, gives
+from theodolite.measure.column import HALVES, SHARE, Column, gives, table_of
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.publications import ZHANG
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 
-_MASSIVE = f"{ZHANG}, section 2"
+_outlier = partial(Column, "outliers")
+_massive = partial(_outlier, source=f"{ZHANG}, section 2")
 
 
 @gives(
-    Column(
-        "outliers", "layer", "layer", "Residual layer: 0 enters the first block.", kind="place", needed=True
-    ),
-    Column(
-        "outliers", "dimension", "dimension", "Dimension of the residual stream, counted from 0.", needed=True
-    ),
-    Column(
-        "outliers",
-        "share",
+    _outlier("layer", "Residual layer: 0 enters the first block."),
+    _outlier("dimension", "Dimension of the residual stream, counted from 0."),
+    _outlier(
         "share",
         "Share of tokens with |x| ≥ 6: an outlier dimension where it is 6 % or more.",
         source=f"{ZHANG}, section 1",
         range=SHARE,
-        needed=True,
     ),
-    Column("outliers", "maximum", "maximum", "The largest |x| of the text."),
-    Column("outliers", "maximum_first", "maximum, first token", "The largest |x| at position 0."),
-    Column(
-        "outliers",
-        "massive",
-        "massive",
-        "Tokens with a massive activation in this dimension.",
-        source=_MASSIVE,
-        error=HALVES,
-        needed=True,
-    ),
-    Column(
-        "outliers",
+    _outlier("maximum", "The largest |x| of the text."),
+    _outlier("maximum_first", "The largest |x| at position 0.", title="maximum, first token"),
+    _massive("massive", "Tokens with a massive activation in this dimension.", error=HALVES),
+    _massive(
         "massive_first",
-        "massive, first token",
         "First tokens with a massive activation in this dimension.",
-        source=_MASSIVE,
+        title="massive, first token",
         error=HALVES,
-        needed=True,
     ),
-    Column(
-        "outliers",
-        "massive_contexts",
-        "massive contexts",
-        "Contexts with at least one such token after the first.",
-        source=_MASSIVE,
-        needed=True,
-    ),
+    _massive("massive_contexts", "Contexts with at least one such token after the first."),
 )
 def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFrame:
     """One row for each layer's dimensions that are outliers, or carry a massive activation.
@@ -80,7 +57,7 @@ def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFr
     columns |= {name: count[rows].long() for name, count in sums.items()}
     for name in ("massive", "massive_first"):
         columns[f"{name}_se"] = _count_errors(outliers[name], means)[rows].double()
-    return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+    return table_of(columns)
 
 
 def _count_errors(counts: Tensor, means: State) -> Tensor:

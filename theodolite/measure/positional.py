@@ -6,6 +6,8 @@ is left out, as everywhere in the geometry. Source: Song & Zhong 2024, section 4
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
@@ -17,42 +19,45 @@ from theodolite.measure.geometry import CUTOFFS, SHOWN_CUTOFF, Columns
 from theodolite.measure.publications import SONG
 from theodolite.theory.smoothness import Grid, product_low_frequency_ratio
 
-_DECLARED = (
-    Column(
-        "heads",
-        "argmax_property",
-        "argmax property",
-        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean without the layer's norm, is largest at t itself "
-        "among t' ≤ t. Above 0.8, position alone makes the head attend at or near the query.",
-        "Positions t ≥ 1 and 1 ≤ t' ≤ t; W = W_QK, raw: no norm, bias or rotation; of the projections where "
-        "`spectrum_of` says so. A tie goes to the earlier position.",
-        f"{SONG}, eq. 8 and Fig. 25",
-        range=SHARE,
-        group=POSITIONAL,
-    ),
-    Column(
-        "heads",
-        "argmax_property_normed",
-        "argmax property, normed",
-        "The argmax property of positions as the head reads them, after the layer's norm.",
-        "P̃ after the norm that precedes the layer's heads.",
-        f"{SONG}, eq. 8; the norm is ours",
-        range=SHARE,
-        group=POSITIONAL,
-    ),
-    *(
-        Column(
-            "heads",
-            f"pwp_low_frequency_{k}",
-            "smoothness of PWPᵀ" if k == SHOWN_CUTOFF else f"PWPᵀ low freq. K={k}",
-            f"Energy of PWPᵀ in its {k} × {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
-            "Of its 2-D DCT, P = pos, W = W_QK; empty where P W Pᵀ is zero.",
+_share = partial(Column, "heads", range=SHARE, group=POSITIONAL)
+
+
+def _smoothness(name: str, meaning: str, formula: str, title: str, shown: str) -> tuple[Column, ...]:
+    return tuple(
+        _share(
+            f"{name}_low_frequency_{k}",
+            meaning.format(k=f"{k} × {k}"),
+            formula,
             f"{SONG}, Table 3",
-            range=SHARE,
-            group=POSITIONAL,
+            shown if k == SHOWN_CUTOFF else f"{title} low freq. K={k}",
             offered=k == SHOWN_CUTOFF,
         )
         for k in CUTOFFS
+    )
+
+
+_DECLARED = (
+    _share(
+        "argmax_property",
+        "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean without the layer's norm, is largest at t itself "
+        "among t' ≤ t. Above 0.8, position alone makes the head attend at or near the query.",
+        "Positions t ≥ 1 and 1 ≤ t' ≤ t, a tie goes to the earlier; W = W_QK without norm, bias or rotation, of the "
+        "projections where `spectrum_of` says so.",
+        f"{SONG}, eq. 8 and Fig. 25",
+    ),
+    _share(
+        "argmax_property_normed",
+        "The argmax property of positions as the head reads them, after the layer's norm.",
+        "P̃ after the norm that precedes the layer's heads.",
+        f"{SONG}, eq. 8; the norm is ours",
+        "argmax property, normed",
+    ),
+    *_smoothness(
+        "pwp",
+        "Energy of PWPᵀ in its {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
+        "Of its 2-D DCT, P = pos, W = W_QK; empty where P W Pᵀ is zero.",
+        "PWPᵀ",
+        "smoothness of PWPᵀ",
     ),
 )
 COLUMNS = tuple(column.name for column in _DECLARED)
@@ -152,20 +157,13 @@ def qk_low_frequency(
 
 
 @gives(
-    *(
-        Column(
-            "heads",
-            f"qk_low_frequency_{k}",
-            "smoothness of the logits" if k == SHOWN_CUTOFF else f"QK low freq. K={k}",
-            f"Share of the energy of the logits on this text, unmasked, in their {k} × {k} lowest frequencies.",
-            "Of the 2-D DCT of the whole matrix of query-key products, biases and rotation within, mean over the "
-            "contexts of `split_contexts`, position 0 left out.",
-            f"{SONG}, Table 3",
-            range=SHARE,
-            group=POSITIONAL,
-            offered=k == SHOWN_CUTOFF,
-        )
-        for k in CUTOFFS
+    *_smoothness(
+        "qk",
+        "Share of the energy of the logits on this text, unmasked, in their {k} lowest frequencies.",
+        "Of the 2-D DCT of all query-key products, biases and rotation within, mean over the contexts of "
+        "`split_contexts`, position 0 left out.",
+        "QK",
+        "smoothness of the logits",
     )
 )
 def qk_frequency_columns(shares: State) -> dict[str, list[float]]:

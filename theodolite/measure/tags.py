@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import pandas as pd
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
 from theodolite.corpus.groups import GROUPS
-from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives, head_places
+from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives, head_places, table_of
 from theodolite.measure.publications import ZHANG
 from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.uncertainty import balanced_halves
@@ -34,71 +34,56 @@ SHOWN_DIMENSIONS = 5
 STRONGEST = 64
 """So many sinks, those that tag most tokens, keep their tags by group of contexts."""
 
-
 TRACED_HEADS = "heads of a trace"
 """What declarations call the heads table of a trace."""
 
 _RATIO = "contexts, as that of a ratio of sums over them; empty where one context decides"
 
 
-def _share(table: str, name: str, title: str, meaning: str, formula: str = "", **more: Any) -> Column:
-    return Column(table, name, title, meaning, formula, range=SHARE, **more)
-
-
 def _tag_columns(table: str) -> tuple[Column, ...]:
     """Where a tag lives: the columns that sinks and heads have both."""
+    share = partial(Column, table, range=SHARE)
     return (
         *head_places(table),
-        Column(table, "contexts", "contexts", "Contexts with a sink."),
-        _share(table, "share", "share", "Their share of all contexts.", needed=True),
-        _share(
-            table,
-            "tag",
+        Column(table, "contexts", "Contexts with a sink."),
+        share("share", "Their share of all contexts."),
+        share(
             "tag",
             "Share of the variance of the head's output that lies between the tokens that it caught and all others "
             "(η²).",
             "Within contexts; empty where a sink catches every token or none.",
-            source=f"{ZHANG}; η² is ours",
+            f"{ZHANG}; η² is ours",
             error=_RATIO,
             floor="tag_chance",
         ),
-        _share(
-            table,
-            "tag_chance",
-            "tag, chance",
-            "η² of a random grouping of as many tokens.",
-            "1/(tokens − 1), exactly.",
+        share(
+            "tag_chance", "η² of a random grouping of as many tokens.", "1/(tokens − 1).", title="tag, chance"
         ),
-        _share(
-            table,
+        share(
             "tag_shifted",
-            "tag, shifted",
             "η² of the same grouping when shifted along the context by one to four fifths.",
+            title="tag, shifted",
         ),
-        _share(table, "before", "before", "η² in the residual stream that enters the head's block."),
-        _share(table, "after", "after", "η² in the residual stream that leaves the head's block."),
-        _share(table, "released", "released", "The largest η² of all later layers.", error=_RATIO),
-        Column(table, "released_layer", "released in", "The layer of that η²; −1 where there is none."),
+        share("before", "η² in the residual stream that enters the head's block."),
+        share("after", "η² in the residual stream that leaves the head's block."),
+        share("released", "The largest η² of all later layers.", error=_RATIO),
+        Column(table, "released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
         Column(
             table,
             "gain",
-            "gain",
             "`released` less `before`.",
-            "Its error is for that layer alone: that it is the largest of several, the page of `sinks/trace` accounts "
-            "for.",
+            "Its error is for that layer alone; that it is the largest of several, the page of a trace accounts for.",
             range=SIGNED,
             error=_RATIO,
         ),
-        _share(table, "last", "last", "η² in the last layer, before any final norm."),
+        share("last", "η² in the last layer, before any final norm."),
     )
 
 
 def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
     shape = f"({rows}, L + 1)"
     return (
-        Array(
-            f"{prefix}release", shape, "η² by residual layer, from the one that enters the block; NaN before."
-        ),
+        Array(f"{prefix}release", shape, "η² by residual layer, from what enters the block on; NaN before."),
         Array(f"{prefix}release_se", shape, "Its standard error."),
         Array(f"{prefix}release_chance", shape, "What a random grouping explains on average."),
     )
@@ -177,70 +162,53 @@ def _turned(
     return (2 - 2 * product / (lengths[0] * lengths[1]).sqrt()).mean(dim=1).clamp_min(0).sqrt()
 
 
+_trace = partial(Column, "traces")
+
+
 @gives(
     *_tag_columns("traces"),
-    Column(
-        "traces",
-        "kind",
+    _trace(
         "kind",
         "What kind of sink it is.",
         "`first` (position 0), `later`, `learned`, or `stretch` (local) where asked for; a special token at the end "
         "([SEP]) is `later`, and is itself never counted as caught.",
-        kind="name",
         names=KINDS,
-        needed=True,
     ),
-    Column("traces", "token_id", "token id", "Of a later or local sink; −1 for the others.", needed=True),
-    Column("traces", "token", "token", "Its text; empty for the others.", kind="text", needed=True),
-    Column("traces", "position", "position", "Its mean position."),
-    _share("traces", "received", "attention received", "The attention that it receives on average."),
-    _share("traces", "caught", "caught", "Share of all queries that it catches."),
-    _share(
-        "traces",
-        "caught_of_seen",
-        "caught of seen",
-        "Share that it catches of the queries that see it, in contexts where it is a sink.",
+    _trace("token_id", "Of a later or local sink; −1 for the others."),
+    _trace("token", "Its text; empty for the others.", kind="text"),
+    _trace("position", "Its mean position."),
+    _trace("received", "The attention that it receives on average.", title="attention received", range=SHARE),
+    _trace("caught", "Share of all queries that it catches.", range=SHARE),
+    _trace(
+        "caught_of_seen", "Share that it catches of the queries that see it, where it is a sink.", range=SHARE
     ),
-    Column("traces", "first_caught", "first caught", "Mean position of the first query that it catches."),
-    Column("traces", "last_caught", "last caught", "Mean position of the last query that it catches."),
-    Column(
-        "traces", "direction_se", "direction, standard error", "How far sampling moves the tag's unit vector."
+    _trace("first_caught", "Mean position of the first query that it catches."),
+    _trace("last_caught", "Mean position of the last query that it catches."),
+    _trace(
+        "direction_se", "How far sampling moves the tag's unit vector.", title="direction, standard error"
     ),
-    Column(
-        "traces",
-        "alignment",
+    _trace(
         "alignment",
         "Cosine of the tag's direction and the sink's value vector.",
         "Both through W_O; below 1 where a head has several sinks.",
         range=SIGNED,
     ),
-    Column(
-        "traces",
-        "value_ratio",
-        "value ratio",
-        "Length of the sink's value vector over the mean length of others.",
-    ),
-    Column("traces", "dimension", "dimension", "The largest dimension of the tag; −1: it has none."),
-    _share("traces", "dimension_share", "dimension share", "Its share of the tag's squared length."),
-    Column(
-        "traces",
+    _trace("value_ratio", "Length of the sink's value vector over the mean length of others."),
+    _trace("dimension", "The largest dimension of the tag; −1: it has none."),
+    _trace("dimension_share", "Its share of the tag's squared length.", range=SHARE),
+    _trace(
         "outlier_dimensions",
-        "outlier dimensions",
         "Dimensions beyond six robust standard deviations of the tag's components, five at most.",
         kind="text",
     ),
-    _share("traces", "tagged", "tagged", "`caught` · `tag`, by which rows are ordered."),
+    _trace("tagged", "`caught` · `tag`, by which rows are ordered.", range=SHARE),
     Array(
         "tag_direction",
         "(rows of traces, d)",
         "The mean difference in the residual stream between what the head gives the tokens that the sink caught and "
         "the others.",
     ),
-    Array(
-        "tag_by_group",
-        "(≤ 64, 8, d)",
-        "Of the first rows, the sums behind it of each group of contexts: its direction, another length.",
-    ),
+    Array("tag_by_group", "(≤ 64, 8, d)", "Of the first rows, the sums behind it by group of contexts."),
     *_release_arrays("", "rows of traces"),
 )
 def traces(
@@ -275,7 +243,7 @@ def traces(
         **_dimensions(direction),
         "tagged": caught * columns_of_tags["tag"],
     }
-    table = _table(columns)
+    table = table_of(columns)
     names = ["tagged", "layer", "head", "token_id"]
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
@@ -290,11 +258,11 @@ def traces(
 
 @gives(
     *_tag_columns(TRACED_HEADS),
-    _share(
+    Column(
         TRACED_HEADS,
         "principal_share",
-        "principal share",
         "Share of the variance of the head's output along its leading direction.",
+        range=SHARE,
     ),
     *_release_arrays("head_", "rows of heads"),
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
@@ -316,7 +284,7 @@ def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.Data
         "principal_share": written.principal_share,
     }
     of_heads = {f"head_{name}": values for name, values in arrays.items()}
-    return _table(columns), of_heads | {"principal_direction": written.principal.float()}
+    return table_of(columns), of_heads | {"principal_direction": written.principal.float()}
 
 
 def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -393,13 +361,3 @@ def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
         "dimension_share": largest.square() / size.square().sum(dim=1),
         "outlier_dimensions": outliers,
     }
-
-
-def _table(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
-    # An empty list of texts would not say that it is of texts.
-    return pd.DataFrame(
-        {
-            name: pd.Series(values, dtype="str") if isinstance(values, list) else values.numpy()
-            for name, values in columns.items()
-        }
-    )

@@ -24,20 +24,18 @@ from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.measure.clusters import clusters
 from theodolite.measure.column import Array, gives
 from theodolite.measure.geometry import (
-    CUTOFFS,
     LAYER_COLUMNS,
     SCREENOT_RANK,
     Columns,
     contextual,
+    positional,
     positions_read,
-    product_frequencies,
     screenot_bound,
     stream,
-    tiled_norm,
 )
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import screenot_threshold
-from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
+from theodolite.theory.smoothness import Grid
 
 SPARE, ITERATIONS = 10, 2
 """Directions beyond those that are wanted, and steps, of a subspace iteration."""
@@ -254,46 +252,6 @@ class Grouped:
         between = difference.T @ (weight[:, None] * (difference @ directions))
         factor = low_rank(torch.tensordot(chosen, sketch, dims=1) + between, directions)
         return float(torch.linalg.eigvalsh(factor.T @ factor)[-1])
-
-
-def positional(
-    p: Float[Tensor, "positions width"],
-    readers: Float[Tensor, " positions"],
-    largest: float,
-    grid: Grid | None = None,
-) -> tuple[dict[str, float], Float[Tensor, " values"]]:
-    """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
-
-    One eigendecomposition, without singular vectors.
-
-    Args:
-        p: the positional basis, (T−1, d).
-        readers: how many contexts each position's mean is of.
-        largest: ‖M‖₂² of the centred hidden states M of those contexts.
-        grid: rows and columns of the positions; None: they lie in a line.
-    """
-    rows, columns = p.shape
-    lengths = torch.linalg.vector_norm(p, dim=1)
-    inverse = torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1.0), 0.0)
-    unit = p * inverse[:, None]
-    if rows <= columns:
-        gram = p @ p.T
-        weights = inverse.square()
-        whole = weights @ gram.square() @ weights
-    else:
-        gram = p.T @ p
-        whole = (unit.T @ unit).square().sum()  # that of the cosines, whose matrix is larger
-    squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
-    low = lowest_frequencies(unit, max(CUTOFFS), grid)
-    energy = (low @ low.T).square().cumsum(0).cumsum(1)
-    lowest = {k: frequencies_below(k, rows, grid) - 1 for k in CUTOFFS}
-    row = {
-        "stable_rank": float(squares.sum() / torch.where(squares[0] > 0, squares[0], 1.0)),
-        "relative_norm": math.sqrt(tiled_norm(p, squares, readers) / largest) if largest > 0 else math.nan,
-        **{f"low_frequency_{k}": float(energy[lowest[k], lowest[k]] / whole) for k in CUTOFFS},
-        **product_frequencies(p, squares, grid),
-    }
-    return row, squares
 
 
 def _screenot_ranks(values: Float[Tensor, "halves values"], p: Tensor) -> list[float]:

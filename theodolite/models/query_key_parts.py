@@ -8,8 +8,8 @@ calls it. Nothing is known here of layouts, rotations or families, and no logit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call
 from theodolite.models.doors.taps import tapped
-from theodolite.models.guard import guarded, measures, without_autocast
+from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
@@ -93,13 +93,6 @@ def visit_layers(
         model.forward(inputs)
 
 
-@contextmanager
-def stopping_at_tap(model: OpenModel) -> Iterator[None]:
-    """While open, what `visit_layers` visited can be split, as it can during the visit."""
-    with guarded(model.root), tapped(model.root, stop_at_tap), torch.inference_mode():
-        yield
-
-
 class _LayerVisitor:
     """Collects what makes a `LayerPass`. Hooks travel with copies of a module, whose calls are left out."""
 
@@ -112,29 +105,37 @@ class _LayerVisitor:
         self.candidates: list[tuple[nn.Module, Tensor]] = []
         self.visiting = False
         self.turns = Turns(model.structure.attention)
-        self.own = set(model.root.modules())
 
     def hooks(self) -> list[Any]:
         structure = self.model.structure
         hooks = []
-        layers = sorted(self.layers)
-        for block, attention in dict.fromkeys(
-            (structure.blocks[layer], structure.attention_at(layer)) for layer in layers
-        ):
-            hooks.append(block.register_forward_pre_hook(self._enter_block, with_kwargs=True))
-            others = set(block.modules()) - set(attention.modules()) - {block}
-            hooks += [module.register_forward_hook(self._leave_module) for module in others]
-            hooks.append(attention.register_forward_pre_hook(self._enter_attention, with_kwargs=True))
+        pairs = {
+            (structure.blocks[layer], structure.attention_at(layer)): None for layer in sorted(self.layers)
+        }
+        for block, attention in pairs:
+            hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
+            inside = set(attention.modules()) | {block}
+            for module in block.modules():
+                if module not in inside:
+                    hooks.append(module.register_forward_hook(self._leave_module(module)))
+            enter = self._enter_attention(attention)
+            hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
         return hooks
 
-    def _enter_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if block in self.own:
-            self.entering, self.candidates = first_tensor(args, kwargs), []
-            self.stream = self.model.structure.layout.ordered(self.entering)
+    def _enter_block(self, block: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is block:
+                self.entering, self.candidates = first_tensor(args, kwargs), []
+                self.stream = self.model.structure.layout.ordered(self.entering)
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self.own and args and args[0] is self.entering and isinstance(output, Tensor):
-            self.candidates.append((module, output))
+        return hook
+
+    def _leave_module(self, expected: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if module is expected and args and args[0] is self.entering and isinstance(output, Tensor):
+                self.candidates.append((module, output))
+
+        return hook
 
     def leave_function(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
         """What a norm gives that is called as a function, perhaps by a module that is a norm."""
@@ -143,23 +144,26 @@ class _LayerVisitor:
             self.candidates.append((FunctionNorm(function, args, kwargs), output))
         return output
 
-    def _enter_attention(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
-        if attention not in self.own or self.visiting:
-            return
-        layer = self.turns.take(attention)
-        if layer not in self.layers:
-            return
-        self.visiting = True
-        call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
-        try:
-            with tapped(self.model.root, stop_at_tap):
-                layer_pass = self._layer_pass(layer, call)
-                with without_autocast():
-                    self.visit(layer_pass)
-        finally:
-            self.visiting = False
-        if layer == max(self.layers):
-            raise _LastLayerDone
+    def _enter_attention(self, attention: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not attention or self.visiting:
+                return
+            layer = self.turns.take(module)
+            if layer not in self.layers:
+                return
+            self.visiting = True
+            call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
+            try:
+                with tapped(self.model.root, stop_at_tap):
+                    layer_pass = self._layer_pass(layer, call)
+                    with without_autocast():
+                        self.visit(layer_pass)
+            finally:
+                self.visiting = False
+            if layer == max(self.layers):
+                raise _LastLayerDone
+
+        return hook
 
     def _layer_pass(self, layer: int, call: Call) -> LayerPass:
         structure, entered, stream = self.model.structure, call.hidden, self.stream
@@ -192,7 +196,7 @@ def split_queries_and_keys(
     parts always sum to the model's own.
 
     Args:
-        layer_pass: what `visit_layers` visits, while it does or while `stopping_at_tap`.
+        layer_pass: a pass that `visit_layers` is visiting.
         parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
         check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.

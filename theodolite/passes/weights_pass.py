@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from theodolite.measure.localization import layer_spectra
 from theodolite.measure.positional import COLUMNS as POSITIONAL
 from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
-from theodolite.models.guard import known_state, measures
+from theodolite.models.guard import measures
 from theodolite.models.structure import NoAttention
 from theodolite.models.weights.copies import NotAffine
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
@@ -35,36 +34,6 @@ def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "head
     weights = model.output_weights(layer)
     heads, width, _ = weights.shape
     return functional.pad(weights, (0, 0, 0, model.value_width - width, 0, model.heads - heads))
-
-
-class LayersPass:
-    """Collect what `read` returns for each layer; the weights themselves are not kept.
-
-    State: the tensors that `read` gives, those of all layers joined along their first dimension.
-    """
-
-    def __init__(self, layers: Sequence[int], read: Callable[[int], State]) -> None:
-        self.total = len(layers)
-        self.notes: dict[str, Any] = {}
-        self._layers, self._read = layers, read
-        self._parts: list[State] = []
-
-    def state(self) -> State:
-        """Return the tensors of the layers read so far."""
-        names = self._parts[0] if self._parts else {}
-        return {name: torch.cat([part[name] for part in self._parts]) for name in names}
-
-    def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
-        self._parts = [state] if state else []
-
-    @known_state()
-    def run(self, progress: Progress) -> None:
-        """Read the layers that are left; a layer's weights go before the next one's come."""
-        for number, layer in enumerate(self._layers[progress.done :], progress.done):
-            progress.checkpoint(number)
-            self._parts.append(self._read(layer))
-        progress.checkpoint(self.total)
 
 
 class WeightsPass:

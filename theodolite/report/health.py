@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,13 @@ class Check(NamedTuple):
     name: str
     text: str
     flagged: bool
+
+
+def in_a_line(checks: Sequence[Check]) -> str:
+    """The outcome of all checks in one sentence."""
+    if flagged := sum(check.flagged for check in checks):
+        return f"{flagged} of {counted(len(checks), 'health check')} flagged."
+    return "The health check passed." if len(checks) == 1 else f"All {len(checks)} health checks passed."
 
 
 Outcome = tuple[str, bool]

@@ -1,15 +1,57 @@
-"""What a page of verdicts holds: its heading, numbers next to published ones, verdicts, tables and figures."""
+"""Outcomes: numbers next to published ones, verdicts, tables and figures; their page, `result.json` and tables.
+
+A page opens from disk; an index lists all outcomes of a run.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
-from theodolite.judging import Criterion, Estimate, Estimates, Verdict, judge, untestable
+from theodolite.judging import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    UNDECIDED,
+    UNTESTABLE,
+    Criterion,
+    Estimate,
+    Estimates,
+    Verdict,
+    independent,
+    judge,
+    table,
+    untestable,
+)
+from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
+from theodolite.report import content
+from theodolite.report.data import records
 from theodolite.report.drawing.grammar import Sketch
 from theodolite.report.exhibit import Choice, Exhibit
+from theodolite.report.page import PLOTLY, block_of, rendered, write_page
+from theodolite.system.checksums import read_json_checked, write_json_checked
+from theodolite.system.files import folder_written_atomically, write_text
+from theodolite.system.wording import harmless, reading_order, visible
+
+RESULT = "result.json"
+SOURCES = {
+    group: f"{paper}: {TITLES[paper]}."
+    for group, paper in (("geometry", SONG), ("localization", BAO), ("sinks", ZHANG))
+}
+"""The paper of each group of experiments."""
+
+MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
+KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
+SCHEMA_VERSION = 2
+JUDGED = "judged"  # the table with the numbers behind the verdicts
 
 
 @dataclass(frozen=True)
@@ -86,3 +128,164 @@ class Outcome:
             choice, first = figure, figure.draw(figure.options[figure.start].key)
             figure = first.figure if isinstance(first, Sketch) else first
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
+
+
+def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
+    """Return the folder of an experiment's outcome below `root`: one for each prompt, head or second text.
+
+    `asked`: what provenance has under this name: `prompt`, `layer`, `head`, `other`, as far as given.
+    """
+    parts = [name.replace("/", "-")]
+    asked = asked or {}
+    for text in (asked[key] for key in ("prompt", "other") if key in asked):
+        words = re.sub(r"[^a-z0-9]+", "-", text.lower())[:24].strip("-")
+        parts.append(f"{words}-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}".strip("-"))
+    if "head" in asked:
+        parts.append(f"L{asked['layer']}H{asked['head']}")
+    return root / "-".join(parts)
+
+
+def _described(asked: Mapping[str, Any]) -> str:
+    """Return what an index adds to a title: `“the prompt”, L1H2`."""
+    texts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
+    return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
+
+
+def _heading(experiment: Heading) -> dict[str, str]:
+    """Return the heading of an experiment alone."""
+    return {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
+
+
+def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
+    """Collect what `result.json` holds: verdicts, numbers, provenance; NaN as null."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **_heading(experiment),
+        "verdicts": [verdict.words for verdict in outcome.verdicts],
+        "readings": [vars(reading) for reading in outcome.readings],
+        "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
+        "provenance": provenance,
+        "other_runs": outcome.runs,
+    }
+
+
+def _tables(outcome: Outcome) -> dict[str, pd.DataFrame]:
+    """List the outcome's tables, first the one with the numbers behind the verdicts."""
+    return ({JUDGED: table(outcome.verdicts)} if outcome.verdicts else {}) | outcome.tables
+
+
+def write_outcome(
+    experiment: Heading, outcome: Outcome, provenance: dict[str, Any], root: str | Path
+) -> Path:
+    """Write `root`/NAME/ (`folder_of`) with index.html, result.json and table-*.parquet, and return the page's path.
+
+    An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
+
+    Raises:
+        WorkError: the folder cannot be written.
+    """
+    root = Path(root)
+    folder = folder_of(experiment.name, root, provenance.get("asked"))
+    page = render(experiment, outcome, provenance)
+    with folder_written_atomically(folder, replace=True) as temporary:
+        if not (root / PLOTLY).is_file():
+            write_text(root / PLOTLY, get_plotlyjs())
+        (temporary / "index.html").write_text(page, encoding="utf-8")
+        write_json_checked(temporary / RESULT, result(experiment, outcome, provenance))
+        for name, frame in _tables(outcome).items():
+            frame.to_parquet(temporary / f"table-{name}.parquet", index=False)
+    return folder / "index.html"
+
+
+def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> str:
+    """The page of one outcome as one string of HTML."""
+    tables = {name: content.frame_table(frame) for name, frame in _tables(outcome).items()}
+    return rendered(
+        "experiment.html.j2",
+        {
+            **_heading(experiment),
+            "model": visible(provenance["model"]["id"], 80),
+            # An experiment of a user's own has none.
+            "source": SOURCES.get(experiment.name.partition("/")[0], ""),
+            "subtitle": content.subtitle(provenance),
+            "text_line": content.text_line(provenance),
+            "lead": content.frame_table(outcome.lead),
+            "tally": tally(outcome.verdicts),
+            "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
+            "readings": [
+                {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
+            ],
+            "blocks": [block_of(exhibit) for exhibit in outcome.exhibits],
+            "tables": {name: shown for name, shown in tables.items() if shown is not None},
+            "provenance": content.provenance_rows(provenance),
+            "others": [
+                (visible(name, 80), content.provenance_rows(other)) for name, other in outcome.runs.items()
+            ],
+            "cards": "{}",
+            "plotly": f"../{PLOTLY}",
+        },
+    )
+
+
+def write_index(root: str | Path) -> Path | None:
+    """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
+
+    One whose file is damaged is named instead.
+
+    Raises:
+        WorkError: it cannot be written.
+    """
+    root = Path(root)
+    paths = sorted(root.glob(f"*/{RESULT}"))
+    read = {path.parent.name: _entry(path) for path in paths}
+    entries = [entry for entry in read.values() if entry is not None]
+    if not entries:
+        return None
+    entries.sort(key=lambda entry: reading_order(entry["name"]))
+    report = "../report/index.html"
+    values = {
+        "entries": entries,
+        "damaged": [visible(name, 80) for name, entry in read.items() if entry is None],
+        "model": entries[0]["model"],
+        "report": report if root.name != "report" and (root / report).is_file() else "",
+    }
+    return write_page(root / "index.html", rendered("experiments.html.j2", values))
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
+    try:
+        loaded = read_json_checked(path)
+        asked = _described(loaded["provenance"].get("asked") or {})
+        verdicts = [Verdict(**verdict) for verdict in loaded["verdicts"]]
+        return {
+            "name": str(loaded["name"]),
+            "title": harmless(f"{loaded['title']} ({asked})" if asked else loaded["title"]),
+            "model": visible(loaded["provenance"]["model"]["id"], 80),
+            "link": f"{path.parent.name}/index.html",
+            "verdicts": [_shown(verdict) for verdict in verdicts],
+            "tally": tally(verdicts),
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def tally(verdicts: list[Verdict]) -> str:
+    """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
+    counted = independent(verdicts)
+    counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
+    many = {HOLDS: "hold", FAILS: "fail"}
+    words = {answer: many.get(answer, answer) if count > 1 else answer for answer, count in counts.items()}
+    listed = ", ".join(f"{count} {words[answer]}" for answer, count in counts.items() if count)
+    repeated = "; claims judged by the same number count once" if len(counted) < len(verdicts) else ""
+    return f"{len(counted)} claims: {listed}{repeated}" if len(verdicts) > 1 else ""
+
+
+def _shown(verdict: Verdict) -> dict[str, str]:
+    return {
+        "claim": harmless(verdict.claim),
+        "answer": verdict.answer,
+        "evidence": harmless(verdict.evidence),
+        "mark": MARKS[verdict.answer],
+        "kind": KINDS[verdict.answer],
+    }

@@ -1,13 +1,20 @@
 """Pages that open from disk with no network: what all of them share, the report of a run, and the list of runs.
 
 The strings of a page come from untrusted files: the template escapes all of them, data blocks are made safe by
-`payload`, and a content security policy lets only our two scripts run. The same run gives the same bytes.
+`script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes. A
+notebook gets a summary without scripts.
+
+Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each), and
+cosine heat maps as hundredths in a byte each, which the page's script turns back.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
+import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +23,33 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
+import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
-from theodolite.report import content, style
+from theodolite.report import content, health, style
+from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
-from theodolite.report.key_numbers import beside_untrained, untrained_run
-from theodolite.report.payload import figure_json, script_json
-from theodolite.report.summary import Finding, health_line, summarise
+from theodolite.report.style import Patch
+from theodolite.report.summary import summarise
 from theodolite.system.files import disk_errors, write_text
-from theodolite.system.wording import visible
+from theodolite.system.wording import number, visible
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
-HEALTH = "Health"
 TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
+FLAGGED = 4  # flagged health checks that a notebook shows; the report has all
+COSINE_STEPS, MISSING_BYTE = 100, -128
+
+# What could close the script element, open a comment, or end a line inside a string.
+_UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 @dataclass(frozen=True)
@@ -109,30 +123,31 @@ def render(run: Run) -> str:
         section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
         for section in SECTIONS
     }
-    untrained = untrained_run(run)
-    tiles, findings = content.tiles(run), summarise(run)
-    checks = [finding for finding in findings if finding.topic == HEALTH]
-    flagged = [finding for finding in checks if finding.status == "flagged"]
+    untrained = content.untrained_run(run)
+    tiles, checks = content.tiles(run), health.checks(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     shown = {section for section, drawn in blocks.items() if drawn} | ({"sinks"} if any(sinks) else set())
+    findings = summarise(run)
+    sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in findings}
     return rendered(
         "page.html.j2",
         {
-            "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
-            "subtitle": content.subtitle(run.provenance),
-            "text_line": content.text_line(run.provenance),
+            **_named(run),
             "links": [
                 ("#summary", "At a glance"),
                 *((f"#{section}", name) for section, name in SECTIONS.items() if section in shown),
                 ("#tables", "Tables"),
                 ("#provenance", "Provenance"),
             ],
-            "health": health_line(len(flagged), len(checks)),
-            "flagged": flagged,
-            "passed": [finding for finding in checks if finding.status == "passed"],
-            "topics": _topics([finding for finding in findings if finding.topic != HEALTH], shown),
+            "health": health.in_a_line(checks),
+            "flagged": [check.text for check in checks if check.flagged],
+            "passed": [check.text for check in checks if not check.flagged],
+            "topics": [
+                (topic, target if target in shown else "", findings[topic])
+                for topic, target in sections.items()
+            ],
             "tiles": tiles,
-            "untrained": beside_untrained(run, untrained) if untrained else None,
+            "untrained": content.beside_untrained(run, untrained) if untrained else None,
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],
@@ -148,6 +163,40 @@ def render(run: Run) -> str:
             "plotly": PLOTLY,
         },
     )
+
+
+def _named(run: Run) -> dict[str, str]:
+    """What stands above a run: the model, what it is, and the text that it has read."""
+    return {
+        "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
+        "subtitle": content.subtitle(run.provenance),
+        "text_line": content.text_line(run.provenance),
+    }
+
+
+def as_html(run: Run) -> str:
+    """Summarise a run for a notebook, without scripts: model, text, health, key numbers, the strongest heads."""
+    checks = health.checks(run)
+    values = _named(run) | {
+        "health": health.in_a_line(checks) if checks else "",
+        "flagged": [check.text for check in checks if check.flagged][:FLAGGED],
+        "tiles": content.tiles(run),
+        "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
+    }
+    template = environment().get_template("notebook.html.j2")
+    digest = hashlib.sha256(template.render(values, box="").encode("utf-8", "surrogatepass")).hexdigest()
+    return template.render(values, box=f"theodolite-{digest[:8]}")
+
+
+def strongest(run: Run) -> list[tuple[str, str]]:
+    """For each role, the head with the highest score: ("previous token", "L3H0 (0.45)")."""
+    heads = []
+    for role in COMMON_ROLES:
+        values = column(run.heads, role.column)
+        if values is not None and np.nanmax(values) > 0:
+            best = int(np.nanargmax(values))
+            heads.append((role.name, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
+    return heads
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
@@ -201,17 +250,6 @@ def block_of(exhibit: Exhibit) -> Block:
     )
 
 
-def _topics(findings: list[Finding], shown: set[str]) -> list[tuple[str, str, list[Finding]]]:
-    """Findings by topic, each with the section that shows it, if it is shown."""
-    topics: dict[str, list[Finding]] = {}
-    for finding in findings:
-        topics.setdefault(finding.topic, []).append(finding)
-    sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in topics}
-    return [
-        (topic, sections[topic] if sections[topic] in shown else "", about) for topic, about in topics.items()
-    ]
-
-
 def themes() -> dict[str, Any]:
     """The figures' light and dark templates, and which colours change between them."""
     return {
@@ -219,3 +257,68 @@ def themes() -> dict[str, Any]:
         "dark": style.template(dark=True).to_plotly_json(),
         "swaps": style.dark_swaps(),
     }
+
+
+def script_json(value: Any) -> str:
+    """`value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
+    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.translate(_UNSAFE)
+
+
+def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
+    """A figure without its template, and the data that each of its variants puts in place.
+
+    `variants`: key → one patch a trace, laid over the trace's own entries.
+    """
+    content = figure.to_plotly_json()
+    content["layout"].pop("template", None)
+    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
+
+    def packed(traces: list[Patch]) -> list[Patch]:
+        pairs = zip(traces, cosines, strict=True)
+        return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
+
+    patches = {key: packed(traces) for key, traces in variants.items()}
+    return script_json(
+        _plain({"data": packed(content["data"]), "layout": content["layout"], "variants": patches})
+    )
+
+
+def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
+    """The trace with its z in steps of 1/100, a byte a cell."""
+    z = trace["z"]
+    if isinstance(z, dict):
+        shape = tuple(int(size) for size in z["shape"].split(","))
+        z = np.frombuffer(base64.b64decode(z["bdata"]), dtype=z["dtype"]).reshape(shape)
+    steps = np.rint(np.clip(z, -1, 1) * COSINE_STEPS)
+    packed = _typed(np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8))
+    return trace | {"z": packed | {"steps": COSINE_STEPS}}
+
+
+def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """A numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
+    dtype = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
+    if dtype is not None:
+        values = values.astype(dtype, copy=False)
+    spec: dict[str, Any] = {
+        "dtype": f"{values.dtype.kind}{values.dtype.itemsize}",
+        "bdata": base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii"),
+    }
+    if values.ndim > 1:
+        spec["shape"] = ", ".join(str(size) for size in values.shape)
+    return spec
+
+
+def _plain(value: Any) -> Any:
+    """`value` with arrays packed, numpy numbers made plain, and NaN made null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _typed(value) if value.dtype.kind in "fi" else _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

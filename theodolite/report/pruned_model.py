@@ -12,8 +12,7 @@ import plotly.graph_objects as go
 from theodolite.prune import Pruned
 from theodolite.report import style
 from theodolite.report.drawing.grammar import heat, map_height
-from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.outcome_page import folder_of, write_index, write_outcome
+from theodolite.report.outcome import Heading, Outcome, folder_of, write_index, write_outcome
 from theodolite.system.wording import counted, for_plotly, listed, number, percent
 
 OUTLYING_MATRICES = (

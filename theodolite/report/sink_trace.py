@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.errors import UsageError
 from theodolite.estimates import most_extreme, sigmas
 from theodolite.judging import SIGMAS, Criterion, Estimate
 from theodolite.measure.publications import ZHANG
@@ -42,15 +41,8 @@ TRACE = Heading(
 
 
 def show_trace(outcome: Outcome, run: Run) -> None:
-    """Fill the page of a trace: figures, the strongest sinks, and a verdict on each of the paper's claims.
-
-    Raises:
-        UsageError: the trace is an older theodolite's.
-    """
+    """Fill the page of a trace: figures, the strongest sinks, and a verdict on each of the paper's claims."""
     traces, heads = run.traces, run.heads
-    if "gain_se" not in traces:
-        lacks = "lacks standard errors of the release"
-        raise UsageError(f"this trace was written by an older version and {lacks}: trace again")
     outcome.tables |= {"sinks": traces, "heads": heads}
     if not len(traces):
         pays = f"no query pays one more than {SINK_THRESHOLD} on average"

@@ -1,4 +1,4 @@
-"""What a run says, in sentences: position, context, localization, sinks, outliers, heads, constituents, health.
+"""What a run says, in sentences: position, context, localization, sinks, outliers, heads, constituents.
 
 Every sentence is computed from the run's numbers and is left out where the run has none of them; every
 threshold that turns a number into a word is a constant here. This module writes plain text only: no markup,
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,40 +53,16 @@ from theodolite.system.wording import (
 )
 from theodolite.theory.regimes import UNDEFINED
 
-Status = Literal["plain", "passed", "flagged"]
-
 SMOOTH = 0.90  # share of the Gram matrix's energy in the 10 lowest frequencies; GPT-2 has 0.997
 CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
 WEAK_SEPARATION = 1.2
 NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A sentence of one topic. `status`: of a health check, "passed" or "flagged"; of all else "plain"."""
-
-    topic: str
-    text: str
-    status: Status = "plain"
-
-
-def summarise(run: Run) -> list[Finding]:
-    """The run in sentences, grouped by topic in reading order; health comes last.
-
-    A run from weights alone gives localization and health only.
-    """
-    findings = [Finding(topic, text) for topic, sentences in TOPICS.items() for text in sentences(run)]
-    return findings + [
-        Finding("Health", check.text, "flagged" if check.flagged else "passed")
-        for check in health.checks(run)
-    ]
-
-
-def health_line(flagged: int, checks: int) -> str:
-    """The outcome of the health checks in one sentence."""
-    if not flagged:
-        return "The health check passed." if checks == 1 else f"All {checks} health checks passed."
-    return f"{flagged} of {counted(checks, 'health check')} flagged."
+def summarise(run: Run) -> dict[str, list[str]]:
+    """The sentences of each topic that the run has numbers for, in reading order; of weights alone localization."""
+    told = {topic: list(sentences(run)) for topic, sentences in TOPICS.items()}
+    return {topic: sentences for topic, sentences in told.items() if sentences}
 
 
 def _range(values: Floats, show: Callable[[float], str]) -> str:

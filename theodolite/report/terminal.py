@@ -16,8 +16,7 @@ from theodolite.judging import Verdict
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report.data import records
-from theodolite.report.outcome import Heading, Outcome
-from theodolite.report.outcome_page import MARKS
+from theodolite.report.outcome import MARKS, Heading, Outcome
 from theodolite.system.wording import harmless, rounded_with_error
 
 LAYER_COLUMNS = {

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from theodolite.accumulate.activations import (
     ANY_TOKEN,
-    COUNTED,
-    KEY,
     Activations,
     FollowedActivations,
     LayerBaselines,
     by_layer,
+    carrier_columns,
 )
 from theodolite.accumulate.sums import State
 from theodolite.attention.inputs import AttentionInputs, attend
@@ -273,7 +272,7 @@ def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int, t
 
 def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
     """One row for each layer, part (`head`), dimension and token with a massive value; the most frequent first."""
-    table = pd.DataFrame(state["carriers"].numpy(), columns=[*KEY, *COUNTED])
+    table = pd.DataFrame({name: values.numpy() for name, values in carrier_columns(state).items()})
     integers = [name for name in table if name not in ("value_sum", "extreme")]
     table = table.astype(dict.fromkeys(integers, np.int64)).rename(columns={"part": "head"})
     table["mean"] = table["value_sum"] / table["places"]

@@ -1,12 +1,13 @@
-"""Trace one head on one prompt: its attention, its output, which tokens its sinks catch, and the residual stream.
+"""One prompt, read once for all heads: a head's attention, its sinks and the tokens that they catch, what it writes.
 
-The whole attention matrix of the one head is kept here, and the streams of one context: for a prompt, not a corpus.
+Whole attention matrices and the streams of one context are kept here: for a prompt, not a corpus.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,13 +18,81 @@ from theodolite.attention.sinks import ReceivedAttention
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
+from theodolite.measure.attribution import chosen_heads
 from theodolite.models import OpenModel
-from theodolite.models.guard import measures
+from theodolite.models.guard import known_state, measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.passes.corpus_pass import check_fit
+from theodolite.models.token_texts import token_texts
+from theodolite.passes.corpus_pass import check_fit, refuse_nonfinite_stream
 
 UNCAUGHT = -1
 LEFT_OUT = -2
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPass:
+    """One forward pass of a prompt of T tokens.
+
+    Attributes:
+        ids: of the tokens (T).
+        tokens: their text.
+        trailing: how many of the last ones are special tokens that the tokenizer puts behind a text.
+        streams: the residual stream by layer, (T, width) each, as the model has it.
+        layers: of each block that attends its attention inputs, its heads' outputs before W_O (1, T, H, value width),
+            and what its sinks catch.
+    """
+
+    ids: Int[Tensor, " positions"]
+    tokens: tuple[str, ...]
+    trailing: int
+    streams: list[Float[Tensor, "positions width"]]
+    layers: dict[int, tuple[AttentionInputs, Tensor, Catches]]
+
+    def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
+        """What a head adds to the residual stream, through W_O, in float64.
+
+        Raises:
+            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        """
+        output = self.layers[layer][1][0, :, head]
+        return output.double().cpu() @ model.output_weights(layer)[head].double().cpu()
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A sink of a head: its position (−1: a learned column), the mean attention to it, how many tokens it catches.
+
+    `stretch`: a local sink, which dominates a contiguous span without enough attention on average.
+    """
+
+    position: int
+    received: float
+    caught: int
+    stretch: bool
+
+
+@dataclass(frozen=True, eq=False)
+class HeadView:
+    """A head's attention and sinks on a prompt of T tokens.
+
+    Attributes:
+        layer, head: which.
+        tokens: their text.
+        attention: (T, T), queries by keys; NaN where the query does not see the key.
+        learned: (T) what each query pays to a learned sink column; zeros where the model has none.
+        received: (T) mean attention from the queries that see the key; NaN where too few see it for a sink.
+        sinks: of the head, by position, those of a stretch among them.
+        group: (T) the sink that caught each token, as an index into `sinks`; `UNCAUGHT`, or `LEFT_OUT`.
+    """
+
+    layer: int
+    head: int
+    tokens: tuple[str, ...]
+    attention: np.ndarray
+    learned: np.ndarray
+    received: np.ndarray
+    sinks: tuple[Sink, ...]
+    group: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -64,12 +133,50 @@ class _PromptTap(Hooks):
         self.layers: dict[int, tuple[AttentionInputs, Tensor, Catches]] = {}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        self.streams.append(hidden[0].double().cpu())
+        refuse_nonfinite_stream(layer, hidden)
+        self.streams.append(hidden[0].to("cpu", copy=True))
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
         self.layers[layer] = inputs, output, catches.to(torch.device("cpu"))
         return output
+
+
+@measures("model")
+def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
+    """Run the model on a prompt; `WorkError` where its hidden states are NaN or infinite."""
+    tap = _PromptTap(trailing_special_tokens(model.tokenizer, ids[None]))
+    with hooked(model, tap):
+        model.forward(ids[None])
+    return PromptPass(ids, tuple(token_texts(model, ids)), tap.trailing, tap.streams, tap.layers)
+
+
+@known_state()
+def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
+    """Return one head's attention and sinks."""
+    inputs, _, catches = read.layers[layer]
+    with torch.inference_mode():
+        weights, visible, received = (of[0] for of in attention_paid(chosen_heads(inputs, [head])))
+    has_column = inputs.sink is not None
+    rows = (catches.head == head).nonzero().flatten().tolist()
+    return HeadView(
+        layer=layer,
+        head=head,
+        tokens=read.tokens,
+        attention=weights.masked_fill(~visible, torch.nan).numpy(),
+        learned=(1 - weights.sum(dim=-1)).numpy() if has_column else np.zeros(len(weights)),
+        received=received.numpy(),
+        sinks=tuple(
+            Sink(
+                position=int(catches.position[row]),
+                received=float(catches.received[row]),
+                caught=int(catches.caught[row].sum()),
+                stretch=bool(catches.stretch[row]),
+            )
+            for row in rows
+        ),
+        group=_groups(read, catches, head).numpy(),
+    )
 
 
 @measures("model")
@@ -86,42 +193,37 @@ def trace_prompt(
 
     Raises:
         UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
+        WorkError: hidden states are NaN or infinite, or the layer has no fixed output weights.
     """
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if layer is not None and head is not None:
         model.check_place(layer, head)
-    tap = _PromptTap(trailing_special_tokens(model.tokenizer, ids[None]))
-    with hooked(model, tap):
-        model.forward(ids[None])
+    read = read_prompt(model, ids)
     if layer is None or head is None:
-        layer, head = _most_dividing(tap, len(ids))
-    inputs, output, catches = tap.layers[layer]
-    weights = model.output_weights(layer)[head].double().cpu()
+        layer, head = _most_dividing(read)
+    inputs, view = read.layers[layer][0], head_view(read, layer, head)
     value = inputs.value[0, head // (inputs.query.shape[1] // inputs.value.shape[1])]
-    sinks, group = groups_of(catches, head, len(ids), tap.trailing)
-    received = [
-        attention_paid(of_layer)[2].nan_to_num(0.0).amax(dim=0) for of_layer, _, _ in tap.layers.values()
-    ]
+    received = [attention_paid(of)[2].nan_to_num(0.0).amax(dim=0) for of, _, _ in read.layers.values()]
     return PromptTrace(
         ids=ids,
         layer=layer,
         head=head,
-        attention=attention_paid(inputs)[0][head],
-        output=output[0, :, head].double().cpu() @ weights,
-        value=value.double().cpu() @ weights,
-        streams=torch.stack(tap.streams),
+        attention=torch.from_numpy(view.attention).nan_to_num(0.0),
+        output=read.written(model, layer, head),
+        value=value.double().cpu() @ model.output_weights(layer)[head].double().cpu(),
+        streams=torch.stack(read.streams).double(),
         received=torch.stack(received),
-        sinks=sinks,
-        group=group,
+        sinks=torch.tensor([sink.position for sink in view.sinks], dtype=torch.int64),
+        group=torch.from_numpy(view.group),
     )
 
 
-def _most_dividing(tap: _PromptTap, length: int) -> tuple[int, int]:
+def _most_dividing(read: PromptPass) -> tuple[int, int]:
     """Choose the head for which two tokens are most often caught by different sinks; else most often one by none."""
     heads: dict[tuple[int, int], tuple[float, float]] = {}
-    for layer, (_, _, catches) in tap.layers.items():
+    for layer, (_, _, catches) in read.layers.items():
         for head in catches.head.unique().tolist():
-            _, group = groups_of(catches, head, length, tap.trailing)
+            group = _groups(read, catches, head)
             caught = group[group >= 0].bincount().double() / (group != LEFT_OUT).sum().clamp_min(1)
             between = caught.sum() ** 2 - caught.square().sum()
             heads[layer, head] = float(between), float(caught.sum() * (1 - caught.sum()))
@@ -152,16 +254,14 @@ def attention_paid(
     return weights[0].cpu(), (logits[0] > MASKED / 2).cpu(), received[0].cpu()
 
 
-def groups_of(
-    catches: Catches, head: int, length: int, trailing: int = 0
-) -> tuple[Int[Tensor, " sinks"], Int[Tensor, " positions"]]:
-    """Read `sinks` and `group` of a `PromptTrace` of `length` tokens, `trailing` of them special, off catches."""
-    rows = (catches.head == head).nonzero().flatten()
+def _groups(read: PromptPass, catches: Catches, head: int) -> Int[Tensor, " positions"]:
+    """Return `HeadView.group`: position 0, sinks and trailing special tokens are left out."""
+    length, of_head = len(read.ids), catches.head == head
     group = torch.full((length,), UNCAUGHT)
     group[0] = LEFT_OUT
-    group[length - trailing :] = LEFT_OUT
-    for number, sink in enumerate(rows.tolist()):
-        group[catches.caught[sink]] = number
-    positions = catches.position[rows]
+    group[length - read.trailing :] = LEFT_OUT
+    for number, caught in enumerate(catches.caught[of_head]):
+        group[caught] = number
+    positions = catches.position[of_head]
     group[positions[positions >= 0]] = LEFT_OUT
-    return positions, group
+    return group

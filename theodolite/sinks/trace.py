@@ -22,7 +22,7 @@ from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.jobs.job import Stage, States
+from theodolite.jobs.job import Rows, Stage, States
 from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -37,7 +37,7 @@ from theodolite.passes.corpus_pass import (
 )
 from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
 from theodolite.passes.run import Run, run_into
-from theodolite.passes.weights_pass import OUTPUT_TITLE, LayersPass, widest_output_weights
+from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
 _LayerCatch = tuple[Catches, tuple[Tensor, Tensor], dict[str, Tensor]]
@@ -187,19 +187,19 @@ def trace_sinks(
     text = text_of_tokens(model, corpus)
 
     # Of W_O itself nothing is kept between the stages: all layers' would be as large as a part of the model.
-    def metric(states: States) -> LayersPass:
+    def metric(states: States) -> Rows[int]:
         def read(layer: int) -> State:
             w_o = widest_output_weights(model, layer)
             return {"metric": (w_o @ w_o.mT)[None]}
 
-        return LayersPass(range(model.layers), read)
+        return Rows(range(model.layers), read)
 
     def trace(states: States) -> TracePass:
         return TracePass(model, corpus, batch, states.of("metric")["metric"], stretches)
 
-    def write(states: States) -> LayersPass:
+    def write(states: States) -> Rows[int]:
         tags = states.of("trace.tags")
-        return LayersPass(
+        return Rows(
             layers_with_sinks(tags), lambda layer: written(tags, layer, widest_output_weights(model, layer))
         )
 

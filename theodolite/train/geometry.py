@@ -534,8 +534,9 @@ class LookSums(Hooks):
 
         The spread of entropies is one about a mean. So that of all processes is known first.
         """
-        attention = self.attention_statistics.state()
-        del attention["sink_tokens"]  # rows that differ from process to process; no column is made of them
+        # Rows of tokens differ from process to process, and no column is made of them.
+        sums = self.attention_statistics.state().items()
+        attention = {name: values for name, values in sums if not name.startswith("sink_tokens.")}
         names = ("entropy_spread", "squared_lengths", "squared_entropy")
         spread, weight, weighted = (attention[name] for name in names)
         parts = {"attention": attention}

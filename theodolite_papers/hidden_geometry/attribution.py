@@ -18,9 +18,8 @@ from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
 from theodolite_papers.hidden_geometry import criteria
-from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""

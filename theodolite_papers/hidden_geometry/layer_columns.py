@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite import Run
-from theodolite.estimates import SIGMAS, Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -208,18 +208,6 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
         {"layer": range(len(run.layers))}
         | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
     )
-
-
-def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
-    """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
-
-    √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
-    """
-    values = np.array(list(are_so), dtype=bool)
-    if not len(values):
-        return Estimate(math.nan)
-    error = math.sqrt(criterion.limit * (1 - criterion.limit) / len(values)) + 0.5 / len(values) / SIGMAS
-    return Estimate(float(values.mean()), error, len(values), "heads", by_chance=True)
 
 
 def beyond_random_order(

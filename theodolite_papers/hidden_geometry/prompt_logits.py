@@ -32,10 +32,9 @@ from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
 from theodolite_papers.hidden_geometry import attribution, criteria
 from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 
 SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 """Drawn, evenly chosen where there are more: all heads of GPT-2 small."""

@@ -73,23 +73,21 @@ def table_1(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(layer_columns.low_rank_verdict(study, low_rank, every=False))
     outcome.verdicts.append(layer_columns.significant_verdict(study, significant))
     _separation(outcome, run)
-    claim = "Position and context are incoherent (Table 1, section 5)"
-    what = f"mean |cosine| over {len(run.layers)} layers, over that of random directions"
-    outcome.claim(claim, what, layer_columns.mean_over_random(study), layer_columns.AS_RANDOM)
+    outcome.judge("incoherent", layer_columns.mean_over_random(study), layers=len(run.layers))
     drawn = drawing.averages(rows, list(QUANTITIES))
     outcome.draw("table1", drawn)
 
 
 def _separation(outcome: Outcome, run: Run) -> None:
-    claim = "Inter-cluster similarity is far below intra-cluster similarity (Table 1)"
     within, between = (layer_average(run, f"similarity_{name}")[0] for name in ("within", "between"))
     if not math.isfinite(within.value * between.value):
-        outcome.cannot_test(claim, "the text has no labels, or no two contexts with the same one")
+        outcome.cannot_judge("separated", "the text has no labels, or no two contexts with the same one")
         return
     numbers = np.array([within.value, within.error, between.value, between.error])
     ratio, error = map(float, layer_columns.quotient(*numbers))
-    what = f"intra {within.value:.3f} over inter {between.value:.3f}, means over {len(run.layers)} layers"
-    outcome.claim(claim, what, Estimate(ratio, error, within.n, within.of), criteria.SEPARATION)
+    estimate = Estimate(ratio, error, within.n, within.of)
+    means = {"within": within.value, "between": between.value, "layers": len(run.layers)}
+    outcome.judge("separated", estimate, **means)
 
 
 @declared("geometry/table2")

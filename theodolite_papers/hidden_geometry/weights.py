@@ -21,9 +21,8 @@ from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
 from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
-from theodolite_papers.hidden_geometry.layer_columns import share_of_heads
 from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
 
 MOSTLY = 0.8

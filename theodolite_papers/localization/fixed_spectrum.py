@@ -18,7 +18,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite.estimates import Estimate, Estimates
-from theodolite.judging import Criterion, judge, mix_of
+from theodolite.judging import Verdict, mix_of
 from theodolite.report import style
 from theodolite.report.data import Floats
 from theodolite.system.wording import number
@@ -30,13 +30,6 @@ from theodolite_papers.experiment import Outcome, Study, by_name, declared
 
 SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """tr W over its largest value at this tr W², √(d tr W²): eq. 5."""
-
-SLOWER = Criterion("more than", 0.0, "“the convergence to the rank collapse becomes slow”: more is left")
-GROWS = Criterion("more than", 0.0, "eq. 7: ‖W_QK‖₁ grows with |tr W|")
-IN_ALL = Criterion("at least", 1.0, "a bound holds for every matrix")
-NARROWER = Criterion(
-    "less than", 0.0, "“a larger d is beneficial to drive attention to localization”: fewer positions"
-)
 
 WIDTHS = (8, 32, 128, 512)
 RATIOS = (3.0, 5.12, 10.0)
@@ -97,10 +90,10 @@ class Collapse:
 
 
 LINKS = {
-    "eq. 7 as printed": ("|tr W|/(√d‖Σ‖₂) ≤ ‖W_QK‖₂", "‖W_QK‖₂ ≤ ‖W_QK‖_F", "‖W_QK‖_F ≤ ‖W_QK‖₁"),
-    "eq. 7 corrected": ("|tr W|/(d‖Σ‖₂) ≤ ‖W_QK‖₂", "|tr W|/(√d‖Σ‖₂) ≤ ‖W_QK‖_F", "‖W_QK‖_F ≤ ‖W_QK‖₁"),
-    "eq. 10 as printed": ("‖Σ⁻¹‖_F√(tr W²) = ‖Σ⁻¹‖_F‖W‖_F", "‖Σ⁻¹‖_F‖W‖_F ≥ ‖W_QK‖_F", "‖W_QK‖_F ≥ ‖W_QK‖₂"),
-    "eq. 10 corrected": ("‖Σ⁻¹‖_F‖W‖_F ≥ ‖W_QK‖_F", "‖Σ⁻¹‖₂‖Σ^½W_QKΣ^½‖_F ≥ ‖W_QK‖_F", "‖W_QK‖_F ≥ ‖W_QK‖₂"),
+    "trace-printed": ("|tr W|/(√d‖Σ‖₂) ≤ ‖W_QK‖₂", "‖W_QK‖₂ ≤ ‖W_QK‖_F", "‖W_QK‖_F ≤ ‖W_QK‖₁"),
+    "trace-corrected": ("|tr W|/(d‖Σ‖₂) ≤ ‖W_QK‖₂", "|tr W|/(√d‖Σ‖₂) ≤ ‖W_QK‖_F", "‖W_QK‖_F ≤ ‖W_QK‖₁"),
+    "scale-printed": ("‖Σ⁻¹‖_F√(tr W²) = ‖Σ⁻¹‖_F‖W‖_F", "‖Σ⁻¹‖_F‖W‖_F ≥ ‖W_QK‖_F", "‖W_QK‖_F ≥ ‖W_QK‖₂"),
+    "scale-corrected": ("‖Σ⁻¹‖_F‖W‖_F ≥ ‖W_QK‖_F", "‖Σ⁻¹‖₂‖Σ^½W_QKΣ^½‖_F ≥ ‖W_QK‖_F", "‖W_QK‖_F ≥ ‖W_QK‖₂"),
 }
 
 
@@ -141,61 +134,47 @@ def simulate(setting: Setting, seed: int) -> Collapse:
 
 def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> None:
     """A2's first bullet by its parts, and the chains that it rests on."""
-    claim = "If |tr W| is maximized at a fixed tr W², the convergence to rank collapse becomes slow (A2 of section 5)"
-    middle, parts, sums = SHARES.index(0.0), [], []
-    for place, scale in enumerate(setting.scales):
-        for share in (SHARES[0], SHARES[-1]):
-            left, norms = simulated.left[place, :, :, -1].log(), simulated.entry_sum[place]
-            log = left[SHARES.index(share)] - left[middle]
-            what = (
-                f"ln of what is left after {setting.layers} layers at the "
-                f"{'most negative' if share < 0 else 'largest'} tr W less that at tr W = 0, √(tr W²)/λ = {scale:g}"
-            )
-            parts.append(judge(claim, what, Estimate.mean(log.numpy(), "draws"), SLOWER))
-            relative = (norms[SHARES.index(share)] - norms[middle]) / norms[middle]
-            where = f"relative difference, {what[what.index('at the') :]}"
-            sums.append(judge("", where, Estimate.mean(relative.numpy(), "draws"), GROWS))
-    outcome.verdicts.append(mix_of(claim, parts))
-    claim = "At a fixed tr W², ‖W_QK‖₁ is larger where |tr W| is (section 5, eq. 7)"
-    outcome.verdicts.append(mix_of(claim, sums))
+    middle = SHARES.index(0.0)
+    parts: dict[str, list[Verdict]] = {"slower": [], "entry-sum": []}
+    for (place, scale), end in product(enumerate(setting.scales), (0, -1)):
+        left, sums = simulated.left[place, :, :, -1].log(), simulated.entry_sum[place]
+        most = "largest" if end else "most negative"
+        where = f"at the {most} tr W less that at tr W = 0, √(tr W²)/λ = {scale:g}"
+        relative = (sums[end] - sums[middle]) / sums[middle]
+        for (claim, verdicts), values in zip(
+            parts.items(), (left[end] - left[middle], relative), strict=True
+        ):
+            estimate = Estimate.mean(values.numpy(), "draws")
+            verdicts.append(outcome.verdict(claim, estimate, layers=setting.layers, where=where))
+    outcome.verdicts += [mix_of(outcome.sentence(claim), verdicts) for claim, verdicts in parts.items()]
     for chain, names in LINKS.items():
+        held = {link: simulated.links[chain, link] for link in names}
+        links = ", ".join(f"{link}: {number(share)}" for link, share in held.items())
         count = len(setting.scales) * len(SHARES) * setting.draws
-        outcome.claim(
-            f"The chain of bounds holds: {chain}",
-            f"share of {count} simulated heads for which the link holds that holds least often ("
-            + ", ".join(f"{link}: {number(simulated.links[chain, link])}" for link in names)
-            + ")",
-            # One head for which it does not hold refutes a bound; that it holds for all others takes a proof.
-            Estimate.exact(min(simulated.links[chain, link] for link in names)),
-            IN_ALL,
-            "; proved in docs/errata.md" if chain.endswith("corrected") else "",
-        )
+        # One head for which it does not hold refutes a bound; that it holds for all others takes a proof.
+        outcome.judge(chain, Estimate.exact(min(held.values())), count=count, links=links)
 
 
 @declared("localization/collapse")
 def collapse(study: Study, outcome: Outcome) -> None:
     simulated = simulate(SETTING, study.provenance.get("seed") or 0)
     judge_collapse(outcome, simulated, SETTING)
-    rows = [
-        {
-            "scale": scale, "trace_share": share, "layer": layer + 1,
-            "left": float(simulated.left[a, b, :, layer].mean()),
-            "left_se": float(simulated.left[a, b, :, layer].std() / SETTING.draws**0.5),
-            "entry_sum": float(simulated.entry_sum[a, b].mean()),
-            "variance": SETTING.width * (scale**2 * SETTING.width) * (1 - share**2),
-        }
-        for (a, scale), (b, share), layer in product(
-            enumerate(SETTING.scales), enumerate(SHARES), range(SETTING.layers)
-        )
-    ]  # fmt: skip
-    outcome.tables["layers"] = pd.DataFrame(rows)
+    rows = []
+    for (a, scale), (b, share) in product(enumerate(SETTING.scales), enumerate(SHARES)):
+        left, entry_sum = simulated.left[a, b], float(simulated.entry_sum[a, b].mean())
+        variance = SETTING.width * (scale**2 * SETTING.width) * (1 - share**2)
+        errors = left.std(0) / SETTING.draws**0.5
+        for layer, numbers in enumerate(zip(left.mean(0).tolist(), errors.tolist(), strict=True), 1):
+            rows.append((scale, share, layer, *numbers, entry_sum, variance))
+    columns = ["scale", "trace_share", "layer", "left", "left_se", "entry_sum", "variance"]
+    outcome.tables["layers"] = pd.DataFrame(rows, columns=columns)
     sizes = f"{SETTING.length}; {SETTING.width}; {SETTING.draws}"
     outcome.read("tokens; width; heads of each kind", sizes, "not simulated")
     lines = _lines([f"tr W = {share:g} of its largest" for share in SHARES])
     steps: Floats = np.arange(1, SETTING.layers + 1, dtype=np.float64)
 
     def draw(place: int) -> go.Figure:
-        values = [simulated.left[place, b].mean(0).numpy() for b in range(len(SHARES))]
+        values = list(simulated.left[place].mean(1).numpy())
         return drawing.curves(steps, lines, values, ("layer", "‖X − 1x̄ᵀ‖/‖X‖"), yaxis=drawing.POWERS)
 
     outcome.draw("layers", by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True))
@@ -216,13 +195,8 @@ def widths() -> Float64[Tensor, "ratios widths"]:
 def width(study: Study, outcome: Outcome) -> None:
     shares = widths()
     small, large = WIDTHS.index(32), WIDTHS.index(128)
-    outcome.claim(
-        "At a fixed tr W a larger width lets ρ localize more: d = 128 against 32 (section 4)",
-        f"effective share of {LENGTH} positions of the exact ρ at ξ = √d, difference, at tr W/λ = "
-        + ", ".join(f"{ratio:g}" for ratio in RATIOS),
-        Estimates.exact((shares[:, large] - shares[:, small]).numpy(), "values of tr W/λ"),
-        NARROWER,
-    )
+    less = Estimates.exact((shares[:, large] - shares[:, small]).numpy(), "values of tr W/λ")
+    outcome.judge("wider", less, length=LENGTH, ratios=", ".join(f"{ratio:g}" for ratio in RATIOS))
     for d in WIDTHS:
         outcome.read(f"largest |ξ| at d = {d}", number(math.sqrt(d)), "√d")
     table = pd.DataFrame(product(RATIOS, WIDTHS), columns=["trace_over_temperature", "width"])

@@ -20,7 +20,6 @@ from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates
-from theodolite.judging import Criterion
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
@@ -36,13 +35,6 @@ CONTEXTS = 128  # read at most: a backward pass each
 BATCH = 8
 PARTS = 8  # of the contexts, each of which gives a rank correlation over positions
 LEAST_CONTEXTS = 2 * PARTS
-
-BY_SOFTMAX = (
-    "; much of it by construction: a logit's gradient is proportional to its attention, and a key propagates where its "
-    "logit is not far below the mean"
-)
-MORE = Criterion("more than", 0.0, "“characterizes how likely x_i contributes”: it has the larger share")
-ORDERS = Criterion("more than", 0.0, "“ρ_i characterizes its strength”: the same order over positions")
 
 
 @dataclass(frozen=True)
@@ -148,14 +140,8 @@ def gradient(study: Study, outcome: Outcome) -> None:
     outcome.read("share of keys that propagate, mean over heads", number(float(tokens.mean())))
     of_gradient = number(float((shares.share * tokens).sum(-1).nanmean()))
     outcome.read("their share of the gradient, mean over heads", of_gradient)
-    claim = (
-        "A token that propagates contributes more to the gradient of W_QK than one that does not (section 3)"
-    )
-    what = "ln of the mean share of ∇W_QK of keys that propagate over that of the others"
-    outcome.claim(claim, what, gains, MORE, BY_SOFTMAX)
-    claim = "Over positions, ρ_i has the order of token i's share of the gradient of W_QK (section 3)"
-    what = "rank correlation over positions of ρ_i with the mean share of ∇W_QK"
-    outcome.claim(claim, what, orders, ORDERS, BY_SOFTMAX)
+    outcome.judge("larger-share", gains)
+    outcome.judge("same-order", orders)
     outcome.tables["heads"] = pd.DataFrame(shares.places, columns=["layer", "head"]).assign(
         propagation=tokens.mean((0, 2)).numpy(),
         log_share_ratio=gains.values,
@@ -163,19 +149,14 @@ def gradient(study: Study, outcome: Outcome) -> None:
         rank_correlation=orders.values,
         rank_correlation_se=orders.errors,
     )
-    _draw(outcome, shares)
-
-
-def _draw(outcome: Outcome, shares: Shares) -> None:
-    rho, share = shares.propagates.double().mean(0).numpy(), shares.share.nanmean(0).numpy()
+    rho, share = tokens.mean(0).numpy(), shares.share.nanmean(0).numpy()
     keys = share.shape[1]
     theta: Floats = (np.arange(keys) + 1) / keys
     lines = (Line("ρ_i", style.MEASURED, width=2.6), Line("share of ∇W_QK, over the largest", style.BLUE))
 
     def draw(place: int) -> go.Figure:
-        return drawing.curves(
-            theta, lines, [rho[place], share[place] / share[place].max()], ("position i/T of the key", "")
-        )
+        curves = [rho[place], share[place] / share[place].max()]
+        return drawing.curves(theta, lines, curves, ("position i/T of the key", ""))
 
-    drawn = by_name("head", [head_name(*place) for place in shares.places], draw, grid=True)
-    outcome.draw("heads", drawn)
+    names = [head_name(*place) for place in shares.places]
+    outcome.draw("heads", by_name("head", names, draw, grid=True))

@@ -1,9 +1,14 @@
-"""From spectrum to behaviour: what the spectra predict of every head, judged by what it does on the text."""
+"""From spectrum to behaviour: what the spectra predict of every head, judged by what it does on the text.
+
+ρ_1 … ρ_T of every head is predicted for tokens that walk at random: from W_QK alone, from W_QK Σ̂ with the covariance of
+what the head reads, and from W_QK Σ̂ with that of its increments.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -11,28 +16,111 @@ import numpy.typing as npt
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite import Run
+from theodolite import OpenModel, Run
+from theodolite.errors import WorkError
 from theodolite.estimates import Estimate, jackknife_error
-from theodolite.judging import Criterion
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
+from theodolite.models.guard import measures
 from theodolite.report import style
 from theodolite.report.data import Floats, evenly, head_labels, need, need_column
 from theodolite.system.wording import percent, with_error
-from theodolite.theory import curve_width, regime_of_curve
+from theodolite.theory import curve_width, propagation_finite, qk_moments, regime, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED
 from theodolite_papers import drawing
-from theodolite_papers.drawing import Line, head_scatter
+from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.localization.head_predictions import SUFFIX, Prediction, from_increments, from_survey
-from theodolite_papers.localization.text_as_walk import text_walk
+from theodolite_papers.localization.text_as_walk import TextWalk, text_walk
 
 Indices = npt.NDArray[np.int64]
 
+SUFFIX = {"weights": "", "text": "_data"}
+"""Of the survey's columns and arrays, for the two predictions that it has."""
+
+SOURCES = {
+    "weights": "W_QK",
+    "text": "W_QK Σ̂, Σ̂ of what the head reads",
+    "increments": "W_QK Σ̂, Σ̂ of its increments",
+}
+"""Where a prediction comes from → how it is called."""
+
+COMPARED = (
+    ("mean", "ρ", "mean ρ", "mean ρ"),
+    ("mean", "entropy", "mean ρ", "entropy"),
+    ("width", "width", "share of positions", "share of positions"),
+    ("width", "entropy", "share of positions", "entropy"),
+    ("eta", "entropy", "η", "entropy"),
+)
+"""Predicted number, measured number, and how both are called."""
+
 LEAST_HEADS = 8
 """Below that, a number over heads has no error worth giving, and a rank correlation says nothing."""
+
+CLOSE = 0.1
+"""Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
+
+LINES = (
+    Line("measured", style.MEASURED, width=2.6),
+    Line("from W_QK", style.PREDICTED, "dash"),
+    Line("with Σ̂", style.PREDICTED),
+    Line("with Σ̂ of increments", style.GREEN),
+)
+CURVE_POINTS = 128  # drawn a curve
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction from one source for all heads, in the order of the table `heads`.
+
+    Attributes:
+        curve: ρ_1 … ρ_T, (heads, T); NaN where the family's queries and keys have no W_QK.
+        regime: (heads,), its name by the source's ξ and η.
+        eta: (heads,), √tr(W²)/λ of the symmetric part.
+    """
+
+    curve: Float64[Tensor, "heads positions"]
+    regime: np.ndarray
+    eta: Float64[Tensor, " heads"]
+
+    @property
+    def numbers(self) -> dict[str, Floats]:
+        """Mean ρ and share of positions of every head's curve, and η."""
+        mean, width = self.curve.nanmean(1), curve_width(self.curve)
+        return {"mean": mean.numpy(), "width": width.numpy(), "eta": self.eta.numpy()}
+
+
+def from_survey(run: Run, source: str) -> Prediction:
+    """Return the survey's own prediction, from `weights` or from `text`."""
+    suffix = SUFFIX[source]
+    layer, head = (torch.tensor(run.heads[name].to_numpy()) for name in ("layer", "head"))
+    return Prediction(
+        run.arrays[f"propagation_predicted{suffix}"][layer, head].double(),
+        run.heads[f"regime{suffix}"].to_numpy(),
+        torch.tensor(need_column(run.heads, f"eta_symmetric{suffix}")),
+    )
+
+
+@measures("model")
+def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction:
+    """Predict curves of T = `length` from the second moment of the increments of each attention module's input."""
+    parts: list[tuple[Tensor, list[str], Tensor]] = []
+    for layer in model.attending:
+        try:
+            weights = model.head_weights(layer)
+        except WorkError:
+            weights = None
+        if weights is None or not weights.exact:
+            unknown = torch.full((model.heads_of[layer], length), torch.nan, dtype=torch.float64)
+            parts.append((unknown, [UNDEFINED] * len(unknown), unknown[:, 0]))
+            continue
+        temperature = 1 / weights.scaling
+        of = qk_moments(weights.w_q, weights.w_k, walk.inputs.covariance(layer), temperature)
+        curve = propagation_finite(of.trace, of.form_squared, of.trace_of_square, length, temperature)
+        parts.append((curve, regime(of.xi_symmetric, of.eta_symmetric).tolist(), of.eta_symmetric))
+    curves, names, etas = zip(*parts, strict=True)
+    return Prediction(torch.cat(curves).cpu(), np.concatenate(names), torch.cat(etas).cpu())
 
 
 def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
@@ -86,9 +174,10 @@ def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[E
 
 def curve_errors(
     predicted: Float[Tensor, "heads positions"], measured: Float[Tensor, "heads positions"]
-) -> Float[Tensor, " heads"]:
+) -> Floats:
     """Mean absolute error of each head's curve over the positions that both have; NaN where there is none."""
-    return (predicted - measured).abs().nanmean(1)
+    errors: Floats = (predicted - measured).abs().nanmean(1).numpy()
+    return errors
 
 
 def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
@@ -102,204 +191,114 @@ def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "hea
     return torch.where(others > 0, (low + high) / 2, torch.nan)
 
 
-SOURCES = {
-    "weights": "W_QK",
-    "text": "W_QK Σ̂, Σ̂ of what the head reads",
-    "increments": "W_QK Σ̂, Σ̂ of its increments",
-}
-"""Where a prediction comes from → how it is called."""
-
-LINES = (
-    Line("measured", style.MEASURED, width=2.6),
-    Line("from W_QK", style.PREDICTED, "dash"),
-    Line("with Σ̂", style.PREDICTED),
-    Line("with Σ̂ of increments", style.GREEN),
-)
-CURVE_POINTS = 128  # drawn a curve
-
-ORDERS = Criterion(
-    "at least", 0.5, "“a reasonable proxy” (section 6) read as: half of a perfect order (ours)"
-)
-NEARER = Criterion("less than", 0.0, "nearer than a curve that knows nothing of the head (ours)")
-CLOSE = 0.1
-"""Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
-AGREES = Criterion("at least", 0.4, "“moderate” agreement beyond chance (Landis & Koch 1977; ours)")
-OPPOSED = Criterion("less than", 0.0, "less of the one with more of the other")
-
-COMPARED = (
-    ("mean", "ρ", "mean ρ", "mean ρ"),
-    ("mean", "entropy", "mean ρ", "entropy"),
-    ("width", "width", "share of positions", "share of positions"),
-    ("width", "entropy", "share of positions", "entropy"),
-    ("eta", "entropy", "η", "entropy"),
-)
-"""Predicted number, measured number, and how both are called."""
-
-Correlations = dict[tuple[str, str, str], Estimate]
-"""(source, predicted number, measured number) → rank correlation over heads."""
-
-
-def _numbers(prediction: Prediction) -> dict[str, Floats]:
-    mean, width = prediction.curve.nanmean(1), curve_width(prediction.curve)
-    return {"mean": mean.numpy(), "width": width.numpy(), "eta": prediction.eta.numpy()}
-
-
 @declared("localization/behaviour")
 def behaviour(study: Study, outcome: Outcome) -> None:
     run = study.run
-    layers = run.heads["layer"].to_numpy()
-    places = layers, run.heads["head"].to_numpy()
-    measured = torch.from_numpy(need(run, "propagation_by_position")[places]).double()
-    predictions = {name: from_survey(run, name) for name in ("weights", "text")}
+    layers, heads = run.heads["layer"].to_numpy(), run.heads["head"].to_numpy()
+    measured = torch.from_numpy(need(run, "propagation_by_position")[layers, heads]).double()
+    predictions = {name: from_survey(run, name) for name in SUFFIX}
     predictions["increments"] = from_increments(study.require_model(), text_walk(study), measured.shape[1])
     numbers = {
         "ρ": measured.nanmean(1).numpy(),
         "width": curve_width(measured).numpy(),
         "entropy": need_column(run.heads, "entropy"),
     }
-    predicted_numbers = {name: _numbers(prediction) for name, prediction in predictions.items()}
-    correlation_of: Correlations = {
-        (name, predicted, shown): rank_correlation_of_heads(of[predicted], numbers[shown], layers)
-        for name, of in predicted_numbers.items()
-        for predicted, shown, _, _ in COMPARED
-    }
-    _judge_order(outcome, correlation_of)
-    errors = judge_curves(outcome, predictions, measured, layers)
-    shares = _judge_regimes(outcome, predictions, regime_of_curve(measured), layers)
     trace = np.abs(need_column(run.heads, f"trace{SUFFIX['text']}"))
-    spectra = {"eta": predictions["text"].eta.numpy(), "width": numbers["width"]}
-    judge_entropy(outcome, spectra, numbers["entropy"], trace, layers)
+    names = regime_of_curve(measured)
+    table: dict[str, object] = {"propagation": numbers["ρ"], "width": numbers["width"]}
+    table |= {"entropy": numbers["entropy"], "regime_measured": names}
+    errors = {"others": curve_errors(others_median(measured), measured)}
+    table |= {"error_others": errors["others"], "trace_text": trace}
+    correlations: dict[tuple[str, str, str], Estimate] = {}
+    for name, prediction in predictions.items():
+        predicted, errors[name] = prediction.numbers, curve_errors(prediction.curve, measured)
+        for of, shown, *_ in COMPARED:
+            correlations[name, of, shown] = rank_correlation_of_heads(predicted[of], numbers[shown], layers)
+        table |= {f"propagation_{name}": predicted["mean"], f"width_{name}": predicted["width"]}
+        table |= {f"eta_{name}": predicted["eta"], f"regime_{name}": prediction.regime}
+        table[f"error_{name}"] = errors[name]
     for name, label in SOURCES.items():
-        mean, entropy = correlation_of[name, "mean", "ρ"], correlation_of[name, "eta", "entropy"]
+        outcome.judge("order", correlations[name, "mean", "ρ"], source=label)
+    means = judge_curves(outcome, errors, layers)
+    shares = {}
+    for name, label in SOURCES.items():
+        kappa, shares[name] = agreement(predictions[name].regime, names, layers)
+        outcome.judge("regime", kappa, source=label, same=percent(shares[name]))
+    judge_entropy(
+        outcome, predictions["text"].eta.numpy(), numbers["width"], numbers["entropy"], trace, layers
+    )
+    for name, label in SOURCES.items():
+        mean, entropy = correlations[name, "mean", "ρ"], correlations[name, "eta", "entropy"]
         outcome.read(
             f"rank correlations over heads and errors, from {label}",
-            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(errors[name])}; "
+            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(means[name])}; "
             f"same regime: {percent(shares[name])}",
         )
-    outcome.read("error of the median curve of all other heads", _shown(errors["others"]))
-    outcome.tables["heads"] = _heads(run, predictions, numbers, measured)
+    outcome.read("error of the median curve of all other heads", _shown(means["others"]))
+    outcome.tables["heads"] = run.heads[["layer", "head"]].assign(**table)
     rows = []
-    for name, (number_name, measured_name, predicted, shown) in product(predictions, COMPARED):
-        of = correlation_of[name, number_name, measured_name]
-        rows.append((SOURCES[name], predicted, shown, of.value, of.error, of.n))
-    names = ["from", "predicted", "measured", "rank_correlation", "standard_error", "layers"]
-    outcome.tables["correlations"] = pd.DataFrame(rows, columns=names)
-    _draw_scatter(outcome, run, predictions, numbers["ρ"])
-    _draw_curves(outcome, run, predictions, measured)
-    _draw_correlations(outcome, correlation_of)
+    for name, (of, shown, *labels) in product(SOURCES, COMPARED):
+        known = correlations[name, of, shown]
+        rows.append((SOURCES[name], *labels, known.value, known.error, known.n))
+    columns = ["from", "predicted", "measured", "rank_correlation", "standard_error", "layers"]
+    outcome.tables["correlations"] = pd.DataFrame(rows, columns=columns)
+    _draw(outcome, run, predictions, measured, correlations)
 
 
 def _shown(measured: Estimate) -> str:
     return with_error(measured.value, measured.error)
 
 
-def _judge_order(outcome: Outcome, correlation_of: Correlations) -> None:
+def judge_curves(outcome: Outcome, errors: dict[str, Floats], layers: Indices) -> dict[str, Estimate]:
+    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head.
+
+    errors: of each head's curve, (heads,), by source, and of the `others`. Returns their means.
+    """
+    means = {name: mean_over_heads(of_heads, layers) for name, of_heads in errors.items()}
     for name, label in SOURCES.items():
-        claim = f"Predicted ρ orders the heads as measured ρ does, from {label}"
-        what = f"rank correlation over heads of mean ρ, predicted from {label}, with that measured"
-        outcome.claim(claim, what, correlation_of[name, "mean", "ρ"], ORDERS)
-
-
-def judge_curves(
-    outcome: Outcome, predictions: dict[str, Prediction], measured: Tensor, layers: Indices
-) -> dict[str, Estimate]:
-    """Judge each source's curves by how much nearer they are than the median curve of all other heads, head by head."""
-    baseline = curve_errors(others_median(measured), measured).numpy()
-    errors = {"others": mean_over_heads(baseline, layers)}
-    for name, label in SOURCES.items():
-        of_heads = curve_errors(predictions[name].curve, measured).numpy()
-        errors[name] = mean_over_heads(of_heads, layers)
-        outcome.claim(
-            "The predicted curve ρ_1 … ρ_T is nearer to the measured one than the median curve of all other heads, "
-            f"from {label}",
-            f"mean absolute error of ρ from {label} less that of the median curve of all other heads, mean over heads",
-            mean_over_heads(of_heads - baseline, layers),
-            NEARER,
-            f"; the errors: {_shown(errors[name])} and {_shown(errors['others'])}, close would be {CLOSE:g}",
-        )
-    return errors
-
-
-def _judge_regimes(
-    outcome: Outcome, predictions: dict[str, Prediction], measured: np.ndarray, layers: Indices
-) -> dict[str, float]:
-    """The share of heads whose regime each source predicts."""
-    shares = {}
-    for name, label in SOURCES.items():
-        kappa, shares[name] = agreement(predictions[name].regime, measured, layers)
-        claim = f"The predicted regime is that of the measured curve, from {label}"
-        what = f"Cohen's κ of the regimes from {label} and of the measured curves"
-        same = f"; the same regime in {percent(shares[name])} of the heads"
-        outcome.claim(claim, what, kappa, AGREES, same)
-    return shares
+        nearer = mean_over_heads(errors[name] - errors["others"], layers)
+        levels = {"error": _shown(means[name]), "others": _shown(means["others"]), "close": CLOSE}
+        outcome.judge("nearer", nearer, source=label, **levels)
+    return means
 
 
 def judge_entropy(
-    outcome: Outcome, numbers: dict[str, Floats], entropy: Floats, trace: Floats, layers: Indices
+    outcome: Outcome, eta: Floats, width: Floats, entropy: Floats, trace: Floats, layers: Indices
 ) -> None:
     """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed."""
-    smaller = "Heads whose spectrum has a smaller scale have a higher entropy"
-    for claim, name, what in (
-        (smaller, "eta", f"η, from {SOURCES['text']},"),
-        ("Localized heads have a higher entropy", "width", "the measured share of positions that propagate"),
-    ):
-        plain = rank_correlation_of_heads(numbers[name], entropy, layers)
-        outcome.claim(
-            f"{claim} (A2 of section 5)",
-            f"rank correlation over heads of {what} with entropy, |tr W| held fixed",
-            rank_correlation_of_heads(numbers[name], entropy, layers, given=trace),
-            OPPOSED,
-            f"; {_shown(plain)} where it is not",
-        )
+    for claim, number in (("scale", eta), ("localized", width)):
+        plain = rank_correlation_of_heads(number, entropy, layers)
+        known = rank_correlation_of_heads(number, entropy, layers, given=trace)
+        outcome.judge(claim, known, source=SOURCES["text"], plain=_shown(plain))
 
 
-def _heads(
-    run: Run, predictions: dict[str, Prediction], numbers: dict[str, Floats], measured: Tensor
-) -> pd.DataFrame:
-    """One row per head: what is measured, and what each source predicts."""
-    columns: dict[str, object] = {
-        "propagation": numbers["ρ"],
-        "width": numbers["width"],
-        "entropy": numbers["entropy"],
-        "regime_measured": regime_of_curve(measured),
-        "error_others": curve_errors(others_median(measured), measured).numpy(),
-        "trace_text": np.abs(need_column(run.heads, f"trace{SUFFIX['text']}")),
-    }
-    for name, prediction in predictions.items():
-        mean, width, eta = _numbers(prediction).values()
-        columns |= {f"propagation_{name}": mean, f"width_{name}": width, f"eta_{name}": eta}
-        error = curve_errors(prediction.curve, measured).numpy()
-        columns |= {f"regime_{name}": prediction.regime, f"error_{name}": error}
-    return run.heads[["layer", "head"]].assign(**columns)
-
-
-def _draw_scatter(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Floats) -> None:
+def _draw(
+    outcome: Outcome,
+    run: Run,
+    predictions: dict[str, Prediction],
+    measured: Tensor,
+    correlations: dict[tuple[str, str, str], Estimate],
+) -> None:
     layers, heads = (need_column(run.heads, name) for name in ("layer", "head"))
-    means = [prediction.curve.nanmean(1).numpy() for prediction in predictions.values()]
-
-    def draw(place: int) -> go.Figure:
-        return head_scatter(means[place], measured, layers, heads, ("predicted mean ρ", "measured mean ρ"))
-
-    outcome.draw("heads", by_name("from", list(SOURCES.values()), draw))
-
-
-def _draw_curves(outcome: Outcome, run: Run, predictions: dict[str, Prediction], measured: Tensor) -> None:
+    curves = [measured, *(prediction.curve for prediction in predictions.values())]
+    means = [curve.nanmean(1).numpy() for curve in curves]
     shown = evenly(measured.shape[1], CURVE_POINTS)
     theta = (np.array(shown, dtype=np.float64) + 1) / measured.shape[1]
-    curves = [measured, *(prediction.curve for prediction in predictions.values())]
 
-    def draw(head: int) -> go.Figure:
+    def scatter(place: int) -> go.Figure:
+        titles = "predicted mean ρ", "measured mean ρ"
+        return drawing.head_scatter(means[1 + place], means[0], layers, heads, titles)
+
+    def of_head(head: int) -> go.Figure:
         values = [curve[head, shown].numpy() for curve in curves]
         return drawing.curves(theta, LINES, values, ("θ", "ρ(θ)"), yaxis={"range": [-0.02, 1.05]})
 
-    outcome.draw("curves", by_name("head", head_labels(run), draw))
-
-
-def _draw_correlations(outcome: Outcome, correlation_of: Correlations) -> None:
+    outcome.draw("heads", by_name("from", list(SOURCES.values()), scatter))
+    outcome.draw("curves", by_name("head", head_labels(run), of_head))
     values = {}
     for name, label in SOURCES.items():
-        estimates = [correlation_of[name, predicted, measured] for predicted, measured, _, _ in COMPARED]
+        estimates = [correlations[name, of, number] for of, number, *_ in COMPARED]
         value, margin = np.array([(each.value, each.margin) for each in estimates]).T
         values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
-    groups = [f"{label} → {measured_label}" for _, _, label, measured_label in COMPARED]
+    groups = [f"{predicted} → {known}" for *_, predicted, known in COMPARED]
     outcome.draw("correlations", drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)))

@@ -20,17 +20,24 @@ import torch
 
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
-from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, judge, mix_of, unless_explained
+from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, mix_of, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
 from theodolite.report.data import Floats
-from theodolite.report.drawing import grammar
-from theodolite.report.drawing.grammar import heat, line
+from theodolite.report.drawing.grammar import Panel, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
 from theodolite.theory import curve_width
 from theodolite_papers.drawing import TWOS, Line, curves
-from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, declared, of_trainings
+from theodolite_papers.experiment import (
+    Experiment,
+    Outcome,
+    Study,
+    by_name,
+    criterion,
+    declared,
+    of_trainings,
+)
 from theodolite_papers.localization.locater_training import (
     PUBLISHED_STEPS,
     GridRun,
@@ -49,6 +56,14 @@ MEASURES = {
     "stripes": "standard deviation of ρ over positions",
 }
 """Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
+
+READINGS: dict[Reduction, str] = {
+    "mean": "κ against the mean loss of a token",
+    "sum": "κ against the loss summed over a batch",
+}
+SILENT = "the paper does not say which of the two its penalty was added to"
+
+PHASE = 10_000  # steps of the first phase
 
 
 def label_of(setting: Setting) -> str:
@@ -204,6 +219,10 @@ class Comparable:
     decays: list[Setting]
     plain: Setting | None
 
+    def of(self, setting: Setting) -> list[GridRun]:
+        """The training runs of a setting, one per seed."""
+        return [run for run in self.runs if without_seed(run.setting) == setting]
+
     @property
     def with_locater(self) -> dict[str, list[Setting]]:
         """All ways of LocAteR, in words → settings by rising κ₂."""
@@ -232,43 +251,15 @@ def comparable(runs: Sequence[GridRun]) -> Comparable:
     return Comparable(list(runs), step, at_step(runs, step), published, by_manner, none, plain)
 
 
-NEGLIGIBLE = 0.01
-"""Relative difference (and difference in ρ) below which there is no effect to speak of: ours; the paper has curves."""
-RISES = Criterion("more than", 0.0, "ours", NEGLIGIBLE)
-FALLS = Criterion("less than", 0.0, "ours", NEGLIGIBLE)
-ABOVE = Criterion("more than", 0.0, "“different learning phases”, read as a faster first one (ours)")
-BELOW_IN_SHARE = Criterion("less than", 0.0, "“a larger d is beneficial to drive attention to localization”")
-PHASE = 10_000  # steps of the first phase
-
-BELOW = Criterion("less than", 0.0, "“smaller … contributes to higher”, read as their order")
-
-READINGS: dict[Reduction, str] = {
-    "mean": "κ against the mean loss of a token",
-    "sum": "κ against the loss summed over a batch",
-}
-SILENT = "the paper does not say which of the two its penalty was added to"
-
-Measure = tuple[str, str, Criterion, bool]
-SPECTRUM: Measure = ("the eigenspectrum scale shrinks", "frobenius_squared", FALLS, True)
-ENTROPY: Measure = ("the attention entropy increases", "entropy", RISES, True)
-PERPLEXITY: Measure = ("the perplexity improves", "final_loss", FALLS, False)
-"""Of captions: words, measure, criterion of the difference, whether it is taken between logarithms."""
-
-
 def in_both_readings(
-    outcome: Outcome,
-    data: Comparable,
-    claim: str,
-    what: str,
-    estimates: dict[Reduction, Estimate],
-    criterion: Criterion,
+    outcome: Outcome, data: Comparable, key: str, estimates: dict[Reduction, Estimate], **values: object
 ) -> None:
     """Judge a claim under either reading of κ: decided where both answer alike, and fails at published steps only."""
     parts = [
-        judge(claim, f"{what}, {READINGS[reduction]}", estimate, criterion)
+        outcome.verdict(key, estimate, reading=READINGS[reduction], step=data.step, **values)
         for reduction, estimate in estimates.items()
     ]
-    verdict = mix_of(claim, parts)
+    verdict = mix_of(outcome.sentence(key), parts)
     if len(parts) == 1:
         for answer in (HOLDS, FAILS):
             verdict = unless_explained(verdict, answer, f"{SILENT}, and the other was not trained")
@@ -277,17 +268,18 @@ def in_both_readings(
     outcome.verdicts.append(unless_explained(verdict, IN_PART, f"{SILENT}, and they answer differently"))
 
 
-def _final(outcome: Outcome, data: Comparable, claim: str) -> bool:
+def _final(outcome: Outcome, data: Comparable, key: str) -> bool:
     """Return whether the training runs are as long as the published ones, of whose end the claim is; if not, say so."""
     if data.step < PUBLISHED_STEPS:
         why = f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
-        outcome.cannot_test(claim, why)
+        outcome.cannot_judge(key, why)
     return data.step >= PUBLISHED_STEPS
 
 
-def _each(data: Comparable, against: Setting | None, measure: Measure) -> dict[Reduction, Estimate]:
+def _each(
+    data: Comparable, against: Setting | None, name: str, *, relative: bool
+) -> dict[Reduction, Estimate]:
     """The difference of the strongest κ₂ against a setting (None: the weakest) in either reading."""
-    _, name, _, relative = measure
     return {
         reduction: difference(data.rows, settings[-1], against or settings[0], name, relative=relative)
         for reduction, settings in data.published.items()
@@ -298,73 +290,63 @@ def captions(outcome: Outcome, data: Comparable) -> None:
     """The claims of every caption: the strongest κ₂ against the weakest."""
     if any(len(settings) < 2 for settings in data.published.values()) or not data.published:
         return
-    strongest, weakest = (next(iter(data.published.values()))[place].mean for place in (-1, 0))
-    what = f"difference of logarithms, κ₂ = {strongest:g} against {weakest:g}, step {data.step}"
-    for measure in (SPECTRUM, ENTROPY, PERPLEXITY):
-        _in_the_end(outcome, data, f"With stronger κ₂ {measure[0]}", what, None, measure)
-
-
-def _in_the_end(
-    outcome: Outcome, data: Comparable, claim: str, what: str, against: Setting | None, measure: Measure
-) -> None:
-    """Judge a claim in both readings; one of the perplexity only of training runs as long as the published ones."""
-    if measure is not PERPLEXITY or _final(outcome, data, claim):
-        in_both_readings(outcome, data, claim, what, _each(data, against, measure), measure[2])
+    settings = next(iter(data.published.values()))
+    ends = {"strongest": settings[-1].mean, "weakest": settings[0].mean}
+    for key, name in (("scale", "frobenius_squared"), ("entropy", "entropy")):
+        in_both_readings(outcome, data, key, _each(data, None, name, relative=True), **ends)
+    if _final(outcome, data, "perplexity"):
+        losses = _each(data, None, "final_loss", relative=False)
+        in_both_readings(outcome, data, "perplexity", losses, **ends)
 
 
 def against_none(outcome: Outcome, data: Comparable) -> None:
     """LocAteR against none: what section 7 says of it, and what it is worth so far."""
-    if data.plain is None:
+    plain = data.plain
+    if plain is None:
         return
-    what = f"difference of logarithms, strongest κ₂ against {label_of(data.plain)}, step {data.step}"
-    for claim, measure in (
-        ("With LocAteR the attention entropy is higher (section 7)", ENTROPY),
-        ("With LocAteR the perplexity improves (“eventually”, section 7)", PERPLEXITY),
-    ):
-        if data.published:
-            _in_the_end(outcome, data, claim, what, data.plain, measure)
+    if data.published:
+        none = label_of(plain)
+        entropies = _each(data, plain, "entropy", relative=True)
+        in_both_readings(outcome, data, "entropy-against-none", entropies, none=none)
+        if _final(outcome, data, "perplexity-against-none"):
+            losses = _each(data, plain, "final_loss", relative=False)
+            in_both_readings(outcome, data, "perplexity-against-none", losses, none=none)
     if data.step < PUBLISHED_STEPS:
         for how, settings in data.with_locater.items():
-            outcome.claim(
-                f"At step {data.step} LocAteR{how} has the lower perplexity (ours)",
-                f"difference of logarithms, {label_of(settings[-1])} against {label_of(data.plain)}",
-                difference(data.rows, settings[-1], data.plain, "final_loss", relative=False),
-                FALLS,
-            )
+            less = difference(data.rows, settings[-1], plain, "final_loss", relative=False)
+            values = {"how": how, "step": data.step, "strongest": label_of(settings[-1])}
+            outcome.judge("perplexity-so-far", less, none=label_of(plain), **values)
 
 
 def against_decay(outcome: Outcome, data: Comparable) -> None:
     """The best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
     if len(data.decays) < 2 or not data.published:
         return
-    claim = "LocAteR does better than equally tuned weight decay (ours)"
-    what = f"difference of the losses at step {data.step}, best κ₂ against best of {len(data.decays)} weight decays, "
-    what += "chosen for each seed by the others"
-    groups = {reduction: (settings, data.decays) for reduction, settings in data.published.items()}
-    best = {reduction: left_out(data.rows, pair, "final_loss") for reduction, pair in groups.items()}
-    in_both_readings(outcome, data, claim, what, best, FALLS)
+    best = {
+        reduction: left_out(data.rows, (settings, data.decays), "final_loss")
+        for reduction, settings in data.published.items()
+    }
+    in_both_readings(outcome, data, "weight-decay", best, decays=len(data.decays))
 
 
 def linked(outcome: Outcome, data: Comparable) -> None:
     """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
     settings = [s for group in data.with_locater.values() for s in group if s.gradient == "exact"]
     settings += [data.plain] if data.plain else []
-    for claim, name, against in (
-        ("A smaller eigenspectrum scale goes with higher attention entropy", "entropy", "frobenius_squared"),
-        ("Higher attention entropy goes with lower perplexity", "final_loss", "entropy"),
+    for key, name, against in (
+        ("scale-and-entropy", "entropy", "frobenius_squared"),
+        ("entropy-and-perplexity", "final_loss", "entropy"),
     ):
-        claim = f"{claim} (section 7)"
-        if name == "final_loss" and not _final(outcome, data, claim):
+        if name == "final_loss" and not _final(outcome, data, key):
             continue
-        groups = distinct(data.rows, settings, against, RISES)
+        groups = distinct(data.rows, settings, against, criterion("localization/rises"))
         if len(groups) < 2:
             why = f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
-            outcome.cannot_test(claim, why)
+            outcome.cannot_judge(key, why)
             continue
-        what = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
-        what += f" groups of settings that differ in {MEASURES[against]}, {len(settings)} settings in all, "
-        what += f"step {data.step}"
-        outcome.claim(claim, what, association(data.rows, groups, name, against), BELOW)
+        order = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
+        values = {"order": order, "measure": MEASURES[against], "settings": len(settings), "step": data.step}
+        outcome.judge(key, association(data.rows, groups, name, against), **values)
 
 
 def stripes(outcome: Outcome, data: Comparable) -> None:
@@ -375,31 +357,29 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     shown = [*(settings[-1] for settings in data.published.values()), data.plain]
     means = {setting: Estimate.mean(values.get_group(setting).to_numpy(), "seeds") for setting in shown}
     levels = ", ".join(f"{label_of(setting)} {mean}" for setting, mean in means.items())
-    claim = "LocAteR entails salient stripes of ρ, and without LocAteR there are none (section 7)"
-    what = f"standard deviation over positions of ρ averaged over steps ({levels}), difference to step {data.step}"
-    estimates = _each(data, data.plain, ("", "stripes", RISES, False))
-    in_both_readings(outcome, data, claim, what, estimates, RISES)
+    estimates = _each(data, data.plain, "stripes", relative=False)
+    in_both_readings(outcome, data, "stripes", estimates, levels=levels)
 
 
 def phases(outcome: Outcome, data: Comparable) -> None:
     """Section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
-    claim = "The first 10,000 steps and the rest are different phases of learning (section 7)"
     if data.step < 2 * PHASE:
-        outcome.cannot_test(claim, f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more")
+        why = f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more"
+        outcome.cannot_judge("phases", why)
         return
     shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
     parts = []
     for setting, name in product(shown, ("trace", "entropy")):
-        change = Estimate.mean(pace_change(data.runs, setting, name, data.step), "seeds")
-        what = f"|change| of {MEASURES[name]} per 1,000 steps before step {number(PHASE)} less that after it"
-        parts.append(judge(claim, f"{what}, {label_of(setting)}", change, ABOVE))
-    outcome.verdicts.append(mix_of(claim, parts))
+        change = Estimate.mean(pace_change(data.of(setting), name, data.step), "seeds")
+        values = {"measure": MEASURES[name], "setting": label_of(setting)}
+        parts.append(outcome.verdict("phases", change, phase=number(PHASE), **values))
+    outcome.verdicts.append(mix_of(outcome.sentence("phases"), parts))
 
 
-def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int) -> list[float]:
-    """Change of a first-layer measure per 1,000 steps before `PHASE` less that after it, by seed."""
+def pace_change(runs: Sequence[GridRun], name: str, step: int) -> list[float]:
+    """Change of a first-layer measure per 1,000 steps before `PHASE` less that after it, by training run."""
     values = []
-    for run in (each for each in runs if without_seed(each.setting) == setting):
+    for run in runs:
         curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
         turn = curve.index[curve.index <= PHASE].max()
         first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
@@ -409,12 +389,12 @@ def pace_change(runs: Sequence[GridRun], setting: Setting, name: str, step: int)
 
 def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
     """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
-    claim = "A larger width drives attention to localization: d = 128 against 32 (section 4)"
     of_widths = [
         [run for run in runs if (run.setting.layers, run.setting.width) == (1, d)] for d in (32, 128)
     ]
     if not all(of_widths):
-        outcome.cannot_test(claim, "the grid does not have both widths: train them with --widths 32,128")
+        why = "the grid does not have both widths: train them with --widths 32,128"
+        outcome.cannot_judge("wider", why)
         return
     step = min(map(common_step, of_widths))
     small, large = (
@@ -424,22 +404,13 @@ def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
     less: dict[Setting, list[float]] = {}
     for setting in sorted(small.keys() & large.keys(), key=lambda each: each.name):
         less.setdefault(without_seed(setting), []).append(large[setting] - small[setting])
-    what = f"effective share of positions of ρ averaged to step {number(step)}, d = 128 less d = 32"
     parts = [
-        judge(claim, f"{what}, {label_of(setting)}", Estimate.mean(by_seed, "seeds"), BELOW_IN_SHARE)
+        outcome.verdict(
+            "wider", Estimate.mean(by_seed, "seeds"), step=number(step), setting=label_of(setting)
+        )
         for setting, by_seed in less.items()
     ]
-    outcome.verdicts.append(mix_of(claim, parts))
-
-
-def judge_grid(outcome: Outcome, data: Comparable) -> None:
-    """Every claim that the training runs of one depth and width can decide."""
-    captions(outcome, data)
-    against_none(outcome, data)
-    against_decay(outcome, data)
-    linked(outcome, data)
-    stripes(outcome, data)
-    phases(outcome, data)
+    outcome.verdicts.append(mix_of(outcome.sentence("wider"), parts))
 
 
 ACROSS = 2
@@ -447,44 +418,14 @@ MAP_HEIGHT = 380
 MOST_COLUMNS = 400
 """Steps that a map shows at most: more are not to be seen."""
 
-
-Lines = list[tuple[Floats, Floats, Floats]]
-"""Of every setting the mean and the lowest and highest value over seeds, (S,) each."""
-
-
-def panels(
-    names: Sequence[str], steps: Sequence[Floats], shown: Sequence[tuple[str, Lines, dict[str, Any]]]
-) -> go.Figure:
-    """Measures, each with its title and its axis, against training step, with the range over seeds as a band."""
-    down = -(-len(shown) // ACROSS)
-    drawn = []
-    for index, (title, lines, axis) in enumerate(shown):
-        traces: list[Any] = []
-        for name, at, (centre, low, high), colour in zip(names, steps, lines, style.CATEGORIES, strict=False):
-            hover = f"{for_plotly(name)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>"
-            traces += line(at, centre, name, colour, band=(low, high), hover=hover, showlegend=index == 0)
-        x = "step" if index // ACROSS == down - 1 else ""
-        drawn.append(grammar.Panel(title, traces, x, yaxis={"exponentformat": "power"} | axis))
-    return grammar.panels(drawn, ACROSS, layout={"legend": {"y": 1.06}})
-
-
-def _logarithmic(lines: Lines) -> dict[str, Any]:
-    """The axis of such lines, without plotly's own labels, 2 to 9, where these would lie on one another."""
-    lowest = min(float(low.min()) for _, low, _ in lines)
-    highest = max(float(high.max()) for *_, high in lines)
-    return TWOS if 5 * lowest < highest < 100 * lowest else {"type": "log"}
-
-
-def propagation_map(steps: Floats, propagation: Floats) -> go.Figure:
-    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
-    columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
-    length = propagation.shape[1]
-    hover = "step %{x:.0f}, position %{y}: %{z:.3f}<extra></extra>"
-    positions = np.arange(1, length + 1)
-    trace = heat(propagation[columns].T, 0, 1, hover, bar="ρ", x=steps[columns], y=positions)
-    layout = {"yaxis": {"range": [length + 0.5, 0.5]}}
-    return style.figure([trace], "step", "position i of the key", height=MAP_HEIGHT, layout=layout)
-
+CURVES = (
+    ("trace", "heads", "tr W_QK", {"type": "linear"}),
+    ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", {"type": "log"}),
+    ("entropy", "heads", "attention entropy, nats", {"type": "linear"}),
+    ("held_out_loss", "losses", "held-out perplexity", {"type": "log"}),
+    ("held_out_loss", "losses", "held-out perplexity, magnified", {}),
+)
+"""Column, table, title and axis of what is drawn against the training step."""
 
 FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
 """Number of the published figure → layers and width."""
@@ -493,70 +434,61 @@ COMMAND = "theodolite train locater"
 """Writes the grid."""
 
 
-def _of(data: Comparable, setting: Setting) -> list[GridRun]:
-    """Return the training runs of a setting, one per seed."""
-    return [run for run in data.runs if without_seed(run.setting) == setting]
-
-
-def _lines(
-    data: Comparable, settings: Sequence[Setting], table: str, name: str
-) -> tuple[list[Floats], Lines]:
-    """Steps of each setting, and its mean, lowest and highest value over seeds; perplexities for losses."""
-    steps, lines = [], []
-    for setting in settings:
-        frames = [
-            run.losses if table == "losses" else run.heads[run.heads["layer"] == 0]
-            for run in _of(data, setting)
-        ]
-        columns = [frame.set_index("step")[name] for frame in frames]
-        values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
-        if table == "losses":
-            values = np.exp(values)
-        steps.append(columns[0].index.to_numpy(dtype=np.float64)[: len(values)])
-        lines.append((values.mean(axis=1), values.min(axis=1), values.max(axis=1)))
-    return steps, lines
-
-
 def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], key: str, title: str) -> None:
-    shown: list[tuple[str, Lines, dict[str, Any]]] = []
-    for name, table, heading, logarithmic in (
-        ("trace", "heads", "tr W_QK", False),
-        ("frobenius_squared", "heads", "spectrum scale tr(W_QKᵀW_QK)", True),
-        ("entropy", "heads", "attention entropy, nats", False),
-        ("held_out_loss", "losses", "held-out perplexity", True),
-    ):
-        steps, lines = _lines(data, settings, table, name)
-        shown.append((heading, lines, _logarithmic(lines) if logarithmic else {"type": "linear"}))
-    lowest = min(float(low.min()) for _, low, _ in lines)
-    highest = max(float(high[len(high) // 2 :].max()) for *_, high in lines)
-    window = [math.log10(lowest * 0.99), math.log10(highest * 1.01)]
-    shown.append(("held-out perplexity, magnified", lines, {"type": "log", "range": window}))
-    drawn = panels([label_of(setting) for setting in settings], steps, shown)
-    outcome.draw(key, drawn, "curves", title=title)
+    """Measures against training step: means over seeds, the range over seeds as a band."""
+    shown = []
+    for index, (name, table, heading, axis) in enumerate(CURVES):
+        traces: list[Any] = []
+        lows, highs = [], []
+        for setting, colour in zip(settings, style.CATEGORIES, strict=False):
+            frames = [
+                r.losses if table == "losses" else r.heads[r.heads["layer"] == 0] for r in data.of(setting)
+            ]
+            columns = [frame.set_index("step")[name] for frame in frames]
+            values = pd.concat(columns, axis=1, join="inner").to_numpy(dtype=np.float64)
+            values = np.exp(values) if table == "losses" else values
+            at = columns[0].index.to_numpy(dtype=np.float64)[: len(values)]
+            lows.append(values.min(axis=1))
+            highs.append(values.max(axis=1))
+            label = label_of(setting)
+            hover = f"{for_plotly(label)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>"
+            own: dict[str, Any] = {"band": (lows[-1], highs[-1]), "hover": hover, "showlegend": index == 0}
+            traces += line(at, values.mean(axis=1), label, colour, **own)
+        lowest, highest = min(float(low.min()) for low in lows), max(float(high.max()) for high in highs)
+        if axis.get("type") == "log" and 5 * lowest < highest < 100 * lowest:
+            axis = TWOS  # plotly's own labels, 2 to 9, would lie on one another
+        elif not axis:
+            late = max(float(high[len(high) // 2 :].max()) for high in highs)
+            axis = {"type": "log", "range": [math.log10(lowest * 0.99), math.log10(late * 1.01)]}
+        x = "step" if index // ACROSS == (len(CURVES) - 1) // ACROSS else ""
+        shown.append(Panel(heading, traces, x, yaxis={"exponentformat": "power"} | axis))
+    outcome.draw(key, panels(shown, ACROSS, layout={"legend": {"y": 1.06}}), "curves", title=title)
 
 
 def _draw_maps(outcome: Outcome, data: Comparable) -> None:
+    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
     settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
     settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
+    length = data.runs[0].propagation.shape[-1]
 
     def draw(place: int) -> go.Figure:
-        first = _of(data, settings[place])[0]
+        first = data.of(settings[place])[0]
         steps, propagation = np.array(first.propagation_steps, dtype=np.float64), first.propagation[:, 0]
-        return propagation_map(steps, propagation.numpy().astype(np.float64))
+        columns = np.unique(np.linspace(0, len(steps) - 1, MOST_COLUMNS).astype(int))
+        values = propagation.numpy().astype(np.float64)[columns].T
+        hover = "step %{x:.0f}, position %{y}: %{z:.3f}<extra></extra>"
+        trace = heat(values, 0, 1, hover, bar="ρ", x=steps[columns], y=np.arange(1, length + 1))
+        layout = {"yaxis": {"range": [length + 0.5, 0.5]}}
+        return style.figure([trace], "step", "position i of the key", height=MAP_HEIGHT, layout=layout)
 
     outcome.draw("maps", by_name("setting", [label_of(setting) for setting in settings], draw))
     # In the order of the curves, so that a setting has one colour on the page.
     exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
     chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
-    profiles = [np.mean([profile(run, data.step) for run in _of(data, one)], axis=0) for one in chosen]
-    colours = zip(map(label_of, chosen), style.CATEGORIES, strict=False)
-    lines = [Line(name, colour) for name, colour in colours]
-    positions = np.arange(1.0, data.runs[0].propagation.shape[-1] + 1)
-    outcome.draw(
-        "profiles",
-        curves(positions, lines, profiles, ("position i of the key", "ρ, mean over steps")),
-        step=data.step,
-    )
+    profiles = [np.mean([profile(run, data.step) for run in data.of(one)], axis=0) for one in chosen]
+    lines = [Line(label_of(one), of) for one, of in zip(chosen, style.CATEGORIES, strict=False)]
+    titles = "position i of the key", "ρ, mean over steps"
+    outcome.draw("profiles", curves(np.arange(1.0, length + 1), lines, profiles, titles), step=data.step)
 
 
 def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
@@ -584,7 +516,8 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
     """Verdicts, curves, maps and tables of the training runs of one depth and width."""
     data = comparable(runs)
     _read(outcome, data, recipe)
-    judge_grid(outcome, data)
+    for judge in (captions, against_none, against_decay, linked, stripes, phases):
+        judge(outcome, data)
     plain = [data.plain] if data.plain else []
     for reduction, settings in data.published.items():
         key = "curves" if reduction == "mean" else f"curves-{reduction}"

@@ -1,4 +1,5 @@
-"""Figures 1 to 4 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) and its limit, the bound of the entropy."""
+"""Figures 1 to 5 of Bao et al. 2024: the piecewise linear softmax, ρ(θ) and its limit, the bound of the entropy, and
+simulated signal propagation and entropy against four predictions of ρ."""
 
 from __future__ import annotations
 
@@ -11,9 +12,15 @@ import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
+from theodolite import theory
+from theodolite.estimates import Estimate
+from theodolite.judging import Verdict, mix_of
+from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
-from theodolite.system.wording import number
+from theodolite.report.data import Floats
+from theodolite.system.wording import number, with_error
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
+from theodolite.theory.walks import COVARIANCES, over_draws
 from theodolite_papers import drawing
 from theodolite_papers.drawing import CORRECTED, PUBLISHED, Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
@@ -192,3 +199,177 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
         return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
 
     outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))
+
+
+SETTING = theory.WalkSetting()
+
+PREDICTED = ("published", "corrected", "finite", "exact")
+"""The predictions of ρ of random walks, in the order in which they are drawn."""
+
+FAR = 3.0  # standard errors
+LEAST_ENTROPY = 0.02  # nats, where the axis begins
+
+SIGMA = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}
+
+
+def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> Tensor:
+    """ρ_1 … ρ_T of every pair and drawn spectrum, (4, P, D, T): those of `PREDICTED`."""
+    spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
+    trace, square = spectra.sum(-1), spectra.square().sum(-1)
+    theta = torch.arange(1, size + 1, dtype=torch.float64) / size
+    xi, eta = trace / square.sqrt(), square.sqrt() / temperature
+    curves = [propagation(theta, xi, eta, name) for name in ("published", "corrected")]
+    curves.append(theory.propagation_finite(trace, square, square, size, temperature))
+    curves.append(theory.propagation_exact(spectra, size, temperature))
+    return torch.stack(curves)
+
+
+def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
+    """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (…, D).
+
+    The error is that of as many walks with the predicted probability, and at least one walk in all.
+    """
+    error = (predicted * (1 - predicted) / sim.walks).clamp_min(0).sqrt().clamp_min(1 / sim.walks)
+    return ((predicted - sim.propagates).abs() > FAR * error).double().mean((-3, -1))
+
+
+@declared("localization/figure5")
+def figure_5(study: Study, outcome: Outcome) -> None:
+    seed = study.provenance.get("seed") or 0
+    sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
+    of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
+    predicted = {name: of.mean(2) for name, of in of_draws.items()}
+    beyond = {name: share_beyond_error(sim, of_draws[name]) for name, sim in sims.items()}
+    gaps = {name: (predicted[name] - sim.propagation).abs() for name, sim in sims.items()}
+    for name in COVARIANCES:
+        means = zip(PREDICTED, gaps[name].mean((1, 2)).tolist(), strict=True)
+        shown = ", ".join(f"{key} {number(gap)}" for key, gap in means)
+        outcome.read(f"mean |predicted − simulated| ρ, {name} Σ", shown)
+        shares = zip(PREDICTED, beyond[name].mean(1).tolist(), strict=True)
+        shown = ", ".join(f"{key} {share:.3f}" for key, share in shares)
+        outcome.read(f"share of points beyond {FAR:g} standard errors, {name} Σ", shown)
+    entropy = {name: _by_scale(sim.entropy.mean(1), sim.entropy_errors()[1]) for name, sim in sims.items()}
+    scales = ", ".join(f"{scale:g}" for scale in SETTING.scales)
+    for mean, *rows in zip(SETTING.means, *entropy["isotropic"], strict=True):
+        entropies = ", ".join(with_error(*pair) for pair in zip(*(row.tolist() for row in rows), strict=True))
+        outcome.read(f"entropy in nats at mean {mean:g}, scales {scales}, Σ = I", entropies)
+    outcome.read("pairs of mean and scale; temperature", "ours; λ = √d", "not printed")
+    _judge_predictions(outcome, sims, torch.stack([*gaps.values()]), torch.stack([*beyond.values()]))
+    _judge_localization(outcome, sims)
+    outcome.tables |= {"pairs": _pairs(sims, gaps), "propagation": _points(sims, predicted)}
+    positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
+    for name, sim in sims.items():
+
+        def draw(place: int, sim: theory.Simulation = sim, curves: Tensor = predicted[name]) -> go.Figure:
+            walks, draws = (error[place].numpy() for error in sim.propagation_errors())
+            simulated = sim.propagation[place].numpy()
+            return drawing.simulation(positions, simulated, (walks, draws), [*curves[:, place].numpy()])
+
+        pairs = [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs]
+        drawn = by_name("mean ± scale", pairs, draw, grid=True)
+        outcome.draw(name, drawn, "simulated", name=name, covariance=SIGMA[name])
+
+    def draw_entropy(place: int) -> go.Figure:
+        grids = entropy[COVARIANCES[place]]
+        return drawing.entropies(SETTING.scales, SETTING.means, *grids, LEAST_ENTROPY)
+
+    outcome.draw("entropy", by_name("Σ", list(COVARIANCES), draw_entropy))
+
+
+def _by_scale(*values: Tensor) -> tuple[Floats, ...]:
+    """One number per pair as (means, scales), of each."""
+    return tuple(each.reshape(len(SETTING.means), len(SETTING.scales)).numpy() for each in values)
+
+
+def _judge_predictions(
+    outcome: Outcome, sims: dict[str, theory.Simulation], gaps: Tensor, beyond: Tensor
+) -> None:
+    """Judge each prediction by its largest gap, and the exact one by `share_beyond_error`, (Σ, 4, …) each."""
+    points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
+    walks = SETTING.walks * SETTING.draws
+    errors = torch.stack([sim.propagation_errors()[0] for sim in sims.values()])
+    for key, of_key in zip(PREDICTED, gaps.unbind(1), strict=True):
+        worst = np.unravel_index(int(of_key.argmax()), of_key.shape)
+        mean, scale = SETTING.pairs[worst[1]]
+        where = f"{COVARIANCES[worst[0]]} Σ, mean {mean:g}, scale {scale:g}, token {worst[2] + 1}"
+        gap = Estimate(float(of_key[worst]), float(errors[worst]), walks, "walks")
+        outcome.judge(key, gap, points=points, where=where)
+    of_exact = beyond[:, PREDICTED.index("exact")].mean(0).numpy()
+    outcome.judge("own-error", Estimate.mean(of_exact, "draws"), points=points, far=FAR)
+
+
+def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) -> None:
+    widths = {name: theory.curve_width(sim.propagates) for name, sim in sims.items()}
+    for claim, along in (("smaller-scales", "mean"), ("larger-means", "scale")):
+        # The least favourable of all differences, paired by draw, with its error, and where it is.
+        gains = []
+        for name, of in widths.items():
+            grid = of.unflatten(0, (len(SETTING.means), len(SETTING.scales)))[1:]
+            rows = grid[:, -1] - grid[:, 0] if along == "mean" else grid[0] - grid[-1]
+            levels = SETTING.means[1:] if along == "mean" else SETTING.scales
+            for level, row in zip(levels, rows, strict=True):
+                error = float(over_draws(row[None])[0])
+                gains.append((float(row.mean()), error, f"{name} Σ, {along} {level:g}"))
+        value, error, where = min(gains)
+        outcome.judge(claim, Estimate(value, error, SETTING.draws, "draws"), where=where)
+    outcome.judge("stands-for", _over_pairs(widths["isotropic"], widths["anisotropic"]))
+    judge_at_fixed_means(outcome, sims, widths)
+
+
+def judge_at_fixed_means(
+    outcome: Outcome, sims: dict[str, theory.Simulation], widths: dict[str, Tensor]
+) -> None:
+    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not."""
+    parts: dict[str, list[Verdict]] = {"entropy-of-scale": [], "entropy-of-localized": []}
+    for name, sim in sims.items():
+        by_mean = (values.split(len(SETTING.scales)) for values in (sim.entropy, widths[name]))
+        for mean, values, shares in zip(SETTING.means, *by_mean, strict=True):
+            if mean == 0:
+                continue
+            estimates = (
+                Estimate.mean((values[0] - values[-1]).numpy(), "draws"),
+                # Of three scales it has four values, between −1 and 1, which all draws may share by chance.
+                _over_pairs(shares, values).floored(2.0),
+            )
+            for (key, of_key), estimate in zip(parts.items(), estimates, strict=True):
+                of_key.append(outcome.verdict(key, estimate, where=f"{name} Σ, mean {mean:g}"))
+    outcome.verdicts += [mix_of(outcome.sentence(key), of_key) for key, of_key in parts.items()]
+
+
+def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
+    """Spearman's correlation over pairs of two numbers (P, D): mean over draws."""
+    return Estimate.mean(rank_correlation(first.T.numpy(), second.T.numpy()), "draws")
+
+
+def _pairs(sims: dict[str, theory.Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
+    """One row per covariance and pair."""
+    parts = []
+    for name, sim in sims.items():
+        square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
+        xi, eta = sim.eigenvalues.sum(-1) / square.sqrt(), square.sqrt() / SETTING.temperature
+        walks, draws = sim.entropy_errors()
+        columns = {"xi": xi.mean(1), "eta": eta.mean(1), "r": (xi * eta).mean(1)}
+        columns |= {"width": widths.mean(1), "width_se": over_draws(widths), "entropy": sim.entropy.mean(1)}
+        columns |= {"entropy_se_walks": walks, "entropy_se_draws": draws}
+        worst = zip(PREDICTED, gaps[name].amax(-1), strict=True)
+        columns |= {f"error_{key}": gap for key, gap in worst}
+        part = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
+        part.insert(0, "covariance", name)
+        part = part.assign(**{key: value.numpy() for key, value in columns.items()})
+        parts.append(part.assign(regime=theory.regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _points(sims: dict[str, theory.Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
+    """One row per covariance, pair and token."""
+    tokens = range(1, SETTING.length + 1)
+    index = [(mean, scale, token) for (mean, scale), token in product(SETTING.pairs, tokens)]
+    parts = []
+    for name, sim in sims.items():
+        walks, draws = sim.propagation_errors()
+        columns = {"simulated": sim.propagation, "se_walks": walks, "se_draws": draws}
+        columns |= dict(zip(PREDICTED, predicted[name], strict=True))
+        part = pd.DataFrame(index, columns=["mean", "scale", "token"])
+        part.insert(0, "covariance", name)
+        parts.append(part.assign(**{key: value.flatten().numpy() for key, value in columns.items()}))
+    return pd.concat(parts, ignore_index=True)

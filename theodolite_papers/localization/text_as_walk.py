@@ -1,69 +1,301 @@
-"""Text as a random walk: second moments of hidden states against min(s, t) Σ, random tokens and a true walk."""
+"""Text as a random walk: second moments of hidden states against min(s, t) Σ, random tokens and a true walk.
+
+One pass over some contexts sums what attention reads and the residual stream; the survey's own pass is not touched.
+Position 0 is left out, whose vector is an outlier in most models: the walk is x_1 … x_n, n = T − 1, and has n − 1
+increments.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from torch import Tensor
 
-from theodolite import Corpus
-from theodolite.accumulate.sums import State
+from theodolite import Corpus, OpenModel
+from theodolite.accumulate.sums import LayerSums
+from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.errors import UsageError
 from theodolite.estimates import Estimates
-from theodolite.judging import Criterion
+from theodolite.measure.uncertainty import balanced_halves, half_sample_error
+from theodolite.models.guard import measures
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.localization import walks
-from theodolite_papers.localization.walk_pass import TextWalk, read_walk
-from theodolite_papers.localization.walks import LAGS, WalkSums, simulated_walk
+
+CONTEXTS = 64
+"""Read at most, whatever the corpus: a fixed cost. Eight in each group."""
+
+SHOWN_POSITIONS = 64
+"""Of the second moments x_s·x_t, evenly chosen."""
+
+MARKS = 6
+"""Positions of which whole vectors are kept, at about equal ratios; their pairs have full second moments."""
+
+LAGS = 8
+"""Of the autocorrelation of increments."""
+
+LEAST_LENGTH = LAGS + 4
+"""Tokens per context: every lag has at least two pairs of increments."""
+
+ALL = torch.ones(GROUPS, dtype=torch.float64)
+"""Weights of the groups of contexts: every one counts."""
+
+MEASURES = {
+    "r_squared": ("R² of τ·min(s, t) for E[x_s·x_t], τ fitted", "1", "R²"),
+    "r_squared_centred": ("the same, each position's mean over contexts taken off", "1", ""),
+    "correlation": ("correlation of E[x_s·x_t] with min(s, t), s ≠ t", "near 1", ""),
+    "trace_ratio": ("τ over E‖x_{t+1} − x_t‖²", "1", ""),
+    "autocorrelation": ("autocorrelation of successive increments", "0", "autocorrelation"),
+    "growth": ("exponent of the growth of E‖x_t‖² with t", "1", "growth"),
+    "frobenius": (
+        "‖E[x_s x_tᵀ] − min(s, t) Σ̂‖_F / ‖E[x_s x_tᵀ]‖_F, median over pairs",
+        "0",
+        "Frobenius error",
+    ),
+    "cosine": ("cosine between E[x_s x_tᵀ] and Σ̂, median over pairs", "1", "cosine"),
+}
+"""What is read off one layer: in words, of a true walk, and in the picker of those that are drawn by layer."""
+
+
+class WalkSums(LayerSums):
+    """Sums over contexts of products of vectors and of increments, for N layers of width d.
+
+    Of each layer: contexts (G,) by group; gram (G, S, S) of x_s·x_t at the positions `shown`; position_sum (G, S, d)
+    of x_s there; lagged (G, LAGS + 1) sums over steps of ε_t·ε_{t+lag}; increments (d, d) of εεᵀ over all steps,
+    about zero; kept (C, M, d), x at the positions `marks` of every context.
+    """
+
+    def __init__(self, layers: int, width: int, contexts: int, length: int) -> None:
+        self.positions = length - 1
+        last, shown = self.positions - 1, min(self.positions, SHOWN_POSITIONS)
+        self.shown = np.unique(np.linspace(0, last, shown).round().astype(int)).tolist()
+        self.marks = sorted({round(step) - 1 for step in np.geomspace(1, last + 1, MARKS)})
+        self.groups, shown = Groups(contexts), len(self.shown)
+        super().__init__(
+            layers,
+            {
+                "contexts": (GROUPS,),
+                "gram": (GROUPS, shown, shown),
+                "position_sum": (GROUPS, shown, width),
+                "lagged": (GROUPS, LAGS + 1),
+                "increments": (width, width),
+                "kept": (contexts, len(self.marks), width),
+            },
+        )
+
+    def update(self, layer: int, hidden: Tensor, first_context: int) -> None:
+        """Add one layer's vectors, (batch, T, d), of the contexts `first_context …`."""
+        walk = hidden[:, 1:].double()
+        steps = walk.diff(dim=1)
+        for group, part in self.groups.parts(first_context, len(walk)):
+            chosen, of_group = walk[part][:, self.shown], steps[part]
+            count = of_group.shape[1]
+            lagged = [(of_group[:, : count - lag] * of_group[:, lag:]).sum() for lag in range(LAGS + 1)]
+            self.add("contexts", layer, torch.tensor(float(len(chosen)), device=walk.device), group)
+            self.add("gram", layer, (chosen @ chosen.mT).sum(0), group)
+            self.add("position_sum", layer, chosen.sum(0), group)
+            self.add("lagged", layer, torch.stack(lagged), group)
+        flat = steps.flatten(0, 1)
+        self.add("increments", layer, flat.T @ flat)
+        # Every context is seen once, so that adding is putting in place.
+        self.at("kept", layer, walk.device)[first_context : first_context + len(walk)] += walk[:, self.marks]
+
+    def of(self, name: str, layer: int) -> Tensor:
+        """One layer's sums, on the CPU."""
+        return self.at(name, layer, torch.device("cpu"))
+
+    @property
+    def steps_shared(self) -> Tensor:
+        """min(s, t) at the shown positions, (S, S); the first position that is not left out has s = 1."""
+        at = torch.tensor(self.shown, dtype=torch.float64) + 1
+        return torch.minimum(at[:, None], at)
+
+    def covariance(self, layer: int) -> Tensor:
+        """Σ̂ of the increments, their second moment about zero, (d, d)."""
+        return self.of("increments", layer) / (self.of("contexts", layer).sum() * (self.positions - 1))
+
+    def gram(self, layer: int, weights: Tensor = ALL) -> Tensor:
+        """E[x_s·x_t] at the shown positions, (S, S), over the groups of weight 1."""
+        return torch.tensordot(weights, self.of("gram", layer), dims=1) / (
+            weights @ self.of("contexts", layer)
+        )
+
+    def autocorrelations(self, layer: int, weights: Tensor = ALL) -> Tensor:
+        """E[ε_t·ε_{t+lag}] / E‖ε_t‖² for lags 0 … LAGS. Independent vectors have −½ at lag 1, a walk has 0."""
+        steps = self.positions - 1 - torch.arange(LAGS + 1, dtype=torch.float64)
+        mean = (weights @ self.of("lagged", layer)) / steps
+        return mean / mean[0]
+
+    def second_moment_errors(self, layer: int, weights: Tensor = ALL) -> tuple[Tensor, Tensor]:
+        """‖M − min(s, t) Σ̂‖_F / ‖M‖_F and cos(M, Σ̂) of M = E[x_s x_tᵀ], for every pair s ≤ t of the marks.
+
+        ‖M‖_F² is taken over pairs of different contexts, (x_s·x'_s)(x_t·x'_t), so that the noise of few contexts in
+        d² entries does not add to it. An estimate below zero counts as zero.
+        """
+        vectors, sigma = self.of("kept", layer), self.covariance(layer)
+        vectors = vectors[weights[self.groups.of(torch.arange(len(vectors)))] > 0]
+        count = len(vectors)
+        products = torch.einsum("cmd,emd->mce", vectors, vectors)
+        diagonal = products.diagonal(dim1=1, dim2=2)
+        first, second = torch.triu_indices(len(self.marks), len(self.marks))
+        norm = (products[first] * products[second]).sum((1, 2)) - (diagonal[first] * diagonal[second]).sum(1)
+        norm = (norm / max(1, count * (count - 1))).clamp_min(0)
+        inner = torch.einsum("cmd,cmd->m", vectors[:, first] @ sigma, vectors[:, second]) / count
+        shared = (
+            torch.tensor(self.marks, dtype=torch.float64)[first] + 1
+        )  # the smaller of both: first ≤ second
+        size = sigma.square().sum()
+        error = (norm - 2 * shared * inner + shared.square() * size).clamp_min(0)
+        return (error / norm).sqrt(), (inner / (norm * size).sqrt()).clamp(-1, 1)
+
+    def numbers(self, layer: int, weights: Tensor = ALL) -> dict[str, float]:
+        """`MEASURES` of one layer."""
+        shared, gram = self.steps_shared, self.gram(layer, weights)
+        contexts = weights @ self.of("contexts", layer)
+        mean = torch.tensordot(weights, self.of("position_sum", layer), dims=1) / contexts
+        # The mean of C contexts holds a C-th of their covariance.
+        centred = (gram - mean @ mean.T) * contexts / (contexts - 1).clamp_min(1)
+        apart = ~torch.eye(len(gram), dtype=torch.bool)
+        at, norms = shared.diagonal().log(), gram.diagonal().log()
+        steps = (weights @ self.of("lagged", layer))[0] / (contexts * (self.positions - 1))
+        frobenius, cosine = self.second_moment_errors(layer, weights)
+        values = (
+            _r_squared(gram, shared),
+            _r_squared(centred, shared),
+            torch.corrcoef(torch.stack([gram[apart], shared[apart]]))[0, 1],
+            _fitted_trace(gram, shared) / steps,
+            self.autocorrelations(layer, weights)[1],
+            ((at - at.mean()) * norms).sum() / (at - at.mean()).square().sum(),
+            frobenius.nanmedian(),
+            cosine.nanmedian(),
+        )
+        return dict(zip(MEASURES, map(float, values), strict=True))
+
+    def table(self) -> pd.DataFrame:
+        """One row per layer: `MEASURES`, each with its standard error `…_se` over contexts.
+
+        Errors are from balanced halves of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
+        `frobenius` and `cosine`: it is known from n − 1 times as many vectors.
+        """
+        rows = []
+        for layer in range(self.layers):
+            row, errors = self.numbers(layer), [math.nan] * len(MEASURES)
+            if bool((self.of("contexts", layer) > 0).all()):
+                parts = [list(self.numbers(layer, half).values()) for half in balanced_halves()]
+                errors = half_sample_error(torch.tensor(parts, dtype=torch.float64)).tolist()
+            of_errors = zip((f"{name}_se" for name in row), errors, strict=True)
+            rows.append({"layer": layer} | row | dict(of_errors))
+        return pd.DataFrame(rows)
+
+    def pair_table(self) -> pd.DataFrame:
+        """One row per layer and pair of marked positions: both errors of the full second moments."""
+        first, second = torch.triu_indices(len(self.marks), len(self.marks))
+        marks, rows = torch.tensor(self.marks) + 1, []
+        for layer in range(self.layers):
+            frobenius, cosine = self.second_moment_errors(layer)
+            columns = {"s": marks[first], "t": marks[second], "frobenius": frobenius, "cosine": cosine}
+            rows.append(
+                pd.DataFrame({"layer": layer} | {name: value.numpy() for name, value in columns.items()})
+            )
+        return pd.concat(rows, ignore_index=True)
+
+
+def _fitted_trace(gram: Tensor, shared: Tensor) -> Tensor:
+    """τ of the least squares fit of τ·min(s, t)."""
+    return (gram * shared).sum() / shared.square().sum()
+
+
+def _r_squared(gram: Tensor, shared: Tensor) -> Tensor:
+    """1 − the squared error of the best τ·min(s, t) over that of the best constant; negative where that is better."""
+    residual = gram - _fitted_trace(gram, shared) * shared
+    return 1 - residual.square().sum() / (gram - gram.mean()).square().sum()
+
+
+def simulated_walk(text: WalkSums, seed: int) -> WalkSums:
+    """Simulate Gaussian random walks with a text's covariance Σ̂ of increments, and sum them in the same way.
+
+    The walks are in the eigenbasis of Σ̂: every number that is read off the sums is the same in any rotated basis.
+    """
+    contexts, _, width = text.of("kept", 0).shape
+    sums = WalkSums(text.layers, width, contexts, text.positions + 1)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(text.layers):
+        scale = torch.linalg.eigvalsh(text.covariance(layer)).clamp_min(0).sqrt()
+        for context in range(contexts):
+            steps = torch.randn(text.positions, width, generator=generator, dtype=torch.float64)
+            # x_1 is the first step from zero; in front of it stands the position that is left out.
+            walk = torch.cat([torch.zeros(1, width, dtype=torch.float64), (steps * scale).cumsum(0)])
+            sums.update(layer, walk[None], context)
+    return sums
+
+
+@dataclass(frozen=True)
+class TextWalk:
+    """Sums over a text: what the attention modules read (L layers), the residual stream (L + 1); and the contexts."""
+
+    inputs: WalkSums
+    residual: WalkSums
+    corpus: Corpus
+
+
+class _WalkHooks(Hooks):
+    """Hooks that feed both accumulators."""
+
+    def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
+        self.inputs, self.residual, self.first = inputs, residual, 0
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream."""
+        self.residual.update(layer, hidden[:, : self.residual.positions + 1], self.first)
+
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Take in what an attention module reads."""
+        self.inputs.update(layer, hidden[:, : self.inputs.positions + 1], self.first)
+
+
+@measures("model")
+def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
+    """Read a seeded sample of at most `CONTEXTS` contexts.
+
+    Raises:
+        UsageError: the contexts are too short.
+    """
+    count, length = corpus.contexts.shape
+    # No walk goes on into the special tokens that a tokenizer puts at the end.
+    text_length = length - trailing_special_tokens(model.tokenizer, corpus.contexts)
+    for tokens in (length, text_length):
+        if tokens < LEAST_LENGTH:
+            raise UsageError(
+                f"contexts of {tokens} tokens are too short to be seen as walks: use --length {LEAST_LENGTH} or more"
+            )
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:CONTEXTS].sort().values
+    sample, sizes = corpus.subset(chosen), (model.width, len(chosen), text_length)
+    hooks = _WalkHooks(WalkSums(model.layers, *sizes), WalkSums(model.layers + 1, *sizes))
+    batch = max(1, TOKENS_A_BATCH // length)
+    with hooked(model, hooks):
+        for first in range(0, len(chosen), batch):
+            hooks.first = first
+            model.forward(sample.contexts[first : first + batch])
+    return TextWalk(hooks.inputs, hooks.residual, sample)
+
 
 TEXT, RANDOM, WALK = "text", "random tokens", "simulated walk"
-LINES = {
-    TEXT: Line(TEXT, style.MEASURED, width=2.6),
-    RANDOM: Line(RANDOM, style.BLUE),
-    WALK: Line(WALK, style.GREEN),
-}
-
-EXPLAINS = Criterion(
-    "at least", 0.5, "“semantically plausible” (Remark 3) read as: half of the variation is a walk's (ours)"
+LINES = (
+    Line(TEXT, style.MEASURED, width=2.6),
+    Line(RANDOM, style.BLUE),
+    Line(WALK, style.GREEN),
 )
-UNCORRELATED = Criterion(
-    "at most", 0.1, "in size; Assumption 1 has 0, vectors independent of each other −½; the tenth is ours"
-)
-GROWTH_EXPONENT = Criterion(
-    "at least", 0.5, "Assumption 1 has 1, vectors of one size 0; half of the way is ours"
-)
-NEAR = Criterion("at most", 0.5, "half of the size of what is measured (ours)")
-DRIFTS = Criterion("more than", 0.0, "the drift of text, and not of its position alone (ours)")
-
-OF_A_WALK = {
-    "r_squared": "1",
-    "r_squared_centred": "1",
-    "correlation": "near 1",
-    "trace_ratio": "1",
-    "autocorrelation": "0",
-    "growth": "1",
-    "frobenius": "0",
-    "cosine": "1",
-}
-"""What a true walk has, of the measures that the page shows."""
-
-BY_LAYER = {
-    "r_squared": "R²",
-    "autocorrelation": "autocorrelation",
-    "growth": "growth",
-    "frobenius": "Frobenius error",
-    "cosine": "cosine",
-}
-"""The measures that are drawn by layer, and what the picker calls them."""
-
-Sums = dict[str, tuple[WalkSums, State]]
-"""Of what attention reads: by `TEXT`, `RANDOM`, `WALK`."""
 
 
 def text_walk(study: Study) -> TextWalk:
@@ -78,25 +310,18 @@ def walk(study: Study, outcome: Outcome) -> None:
     text, seed, model = text_walk(study), int(study.provenance["seed"]), study.require_model()
     contexts, length = text.corpus.contexts.shape
     tokens = Corpus.random_tokens(model.required_vocabulary(), length, contexts, seed, below=model.vocabulary)
-    random_walk = read_walk(model, tokens, seed)
-    sums: Sums = {
-        TEXT: (text.inputs, text.input_state),
-        RANDOM: (random_walk.inputs, random_walk.input_state),
-        WALK: simulated_walk(text.inputs, text.input_state, seed),
-    }
-    tables = {name: walks.walk_table(*of) for name, of in sums.items()}
-    residual = walks.walk_table(text.residual, text.residual_state)
+    sums = {TEXT: text.inputs, RANDOM: read_walk(model, tokens, seed).inputs}
+    sums[WALK] = simulated_walk(text.inputs, seed)
+    tables = {name: of.table() for name, of in sums.items()}
+    residual = text.residual.table()
     _read(outcome, tables | {f"{TEXT}, residual stream": residual})
     _judge(outcome, tables[TEXT], tables[RANDOM], residual)
     parts = [table.assign(tokens=name, vectors="attention input") for name, table in tables.items()]
     layers = pd.concat([*parts, residual.assign(tokens=TEXT, vectors="residual stream")], ignore_index=True)
     first = ["tokens", "vectors"]
-    outcome.tables["layers"] = layers[[*first, *(name for name in layers if name not in first)]]
-    outcome.tables["pairs"] = walks.pair_table(*sums[TEXT])
-    _draw_moments(outcome, sums)
-    _draw_growth(outcome, sums)
-    _draw_increments(outcome, sums)
-    _draw_layers(outcome, tables)
+    outcome.tables["layers"] = layers[[*first, *layers.columns.drop(first)]]
+    outcome.tables["pairs"] = text.inputs.pair_table()
+    _draw(outcome, sums, tables)
 
 
 def _column(table: pd.DataFrame, name: str) -> Estimates:
@@ -106,10 +331,10 @@ def _column(table: pd.DataFrame, name: str) -> Estimates:
 
 
 def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
-    for name, of_a_walk in OF_A_WALK.items():
+    for name, (words, of_a_walk, _) in MEASURES.items():
         middles = {source: _column(table, name).at(len(table) // 2) for source, table in tables.items()}
         by_source = [f"{source} {with_error(of.value, of.error)}" for source, of in middles.items()]
-        outcome.read(f"{walks.MEASURES[name]}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
+        outcome.read(f"{words}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
     outcome.read(
         "lowest R² of the simulated walk over layers: what this test gives for a true walk",
         number(float(tables[WALK]["r_squared"].min())),
@@ -118,74 +343,51 @@ def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
 
 
 def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual: pd.DataFrame) -> None:
-    def judge(claim: str, name: str, table: pd.DataFrame, criterion: Criterion) -> None:
-        outcome.claim(claim, walks.MEASURES[name], _column(table, name), criterion)
-
-    second_moments = "the second moments of a random walk"
-    claim = f"What attention reads has {second_moments} (Assumption 1, Remark 3)"
-    judge(claim, "r_squared", text, EXPLAINS)
-    judge(f"The residual stream has {second_moments}", "r_squared", residual, EXPLAINS)
-    what, of_text = walks.MEASURES["autocorrelation"], _column(text, "autocorrelation")
-    claim = "The increments of what attention reads are uncorrelated (Assumption 1)"
-    outcome.claim(claim, f"|{what}|", replace(of_text, values=np.abs(of_text.values)), UNCORRELATED)
-    claim = "The norm of what attention reads grows with position (Assumption 1: E‖x_t‖² = t tr Σ)"
-    judge(claim, "growth", text, GROWTH_EXPONENT)
-    claim = "The full second moments of what attention reads are min(s, t) Σ (Assumption 1)"
-    judge(claim, "frobenius", text, NEAR)
-    less_random = of_text.values - _column(random, "autocorrelation").values
-    error = np.hypot(*(table["autocorrelation_se"].to_numpy(np.float64) for table in (text, random)))
-    claim, what = "Text drifts where random tokens do not (Remark 3)", f"{what}, text less random tokens"
-    outcome.claim(claim, what, Estimates(less_random, error, *OF_GROUPS), DRIFTS)
+    of_text, of_random = (_column(table, "autocorrelation") for table in (text, random))
+    errors = np.hypot(of_text.errors, of_random.errors)
+    for claim, name, estimates in (
+        ("moments", "r_squared", _column(text, "r_squared")),
+        ("residual", "r_squared", _column(residual, "r_squared")),
+        ("uncorrelated", "autocorrelation", replace(of_text, values=np.abs(of_text.values))),
+        ("grows", "growth", _column(text, "growth")),
+        ("full", "frobenius", _column(text, "frobenius")),
+        ("drifts", "autocorrelation", Estimates(of_text.values - of_random.values, errors, *OF_GROUPS)),
+    ):
+        outcome.judge(claim, estimates, measure=MEASURES[name][0])
 
 
-def _draw_moments(outcome: Outcome, sums: Sums) -> None:
-    text_sums, state = sums[TEXT]
-    at = np.array(text_sums.shown, dtype=np.float64) + 1
+def _draw(outcome: Outcome, sums: dict[str, WalkSums], tables: dict[str, pd.DataFrame]) -> None:
+    text = sums[TEXT]
+    at = np.array(text.shown, dtype=np.float64) + 1
+    lags = np.arange(1, LAGS + 1, dtype=np.float64)
 
-    def draw(layer: int) -> go.Figure:
-        grams = {name: walks.mean_gram(state, layer).numpy() for name, (_, state) in sums.items()}
-        grams["min(s, t)"] = walks.steps_shared(text_sums).numpy()
+    def moments(layer: int) -> go.Figure:
+        grams = {name: of.gram(layer).numpy() for name, of in sums.items()}
+        grams["min(s, t)"] = text.steps_shared.numpy()
         least = np.finfo(np.float64).tiny
         pictures = {name: gram / max(float(np.abs(gram).max()), least) for name, gram in grams.items()}
         titles = ("t", "s", "over the largest")
         return drawing.maps(pictures, (at, at), titles, (-1.0, 1.0), signed=tuple(pictures), square=True)
 
-    count = len(state["contexts"])
-    outcome.draw("moments", by_layer(count, draw))
+    def growth(layer: int) -> go.Figure:
+        norms = [of.gram(layer).diagonal().numpy() for of in sums.values()]
+        log, titles = {"type": "log", "dtick": 1}, ("t", "E‖x_t‖² over E‖x_1‖²")
+        return drawing.curves(at, LINES, [norm / norm[0] for norm in norms], titles, xaxis=log, yaxis=log)
 
-
-def _draw_growth(outcome: Outcome, sums: Sums) -> None:
-    text_sums, text_state = sums[TEXT]
-    at = np.array(text_sums.shown, dtype=np.float64) + 1
-
-    def draw(layer: int) -> go.Figure:
-        norms = [walks.mean_gram(state, layer).diagonal().numpy() for _, state in sums.values()]
-        log = {"type": "log", "dtick": 1}
-        values, titles = [norm / norm[0] for norm in norms], ("t", "E‖x_t‖² over E‖x_1‖²")
-        return drawing.curves(at, list(LINES.values()), values, titles, xaxis=log, yaxis=log)
-
-    count = len(text_state["contexts"])
-    outcome.draw("growth", by_layer(count, draw))
-
-
-def _draw_increments(outcome: Outcome, sums: Sums) -> None:
-    lags = np.arange(1, LAGS + 1, dtype=np.float64)
-
-    def draw(layer: int) -> go.Figure:
-        values = [walks.autocorrelations(*of, layer)[1:].numpy() for of in sums.values()]
+    def increments(layer: int) -> go.Figure:
+        values = [of.autocorrelations(layer)[1:].numpy() for of in sums.values()]
         titles = ("lag", "E[ε_t·ε_{t+lag}] / E‖ε_t‖²")
-        return drawing.curves(lags, list(LINES.values()), values, titles, yaxis={"range": [-0.6, 0.3]})
+        return drawing.curves(lags, LINES, values, titles, yaxis={"range": [-0.6, 0.3]})
 
-    count = len(sums[TEXT][1]["contexts"])
-    outcome.draw("increments", by_layer(count, draw))
+    for key, draw in (("moments", moments), ("growth", growth), ("increments", increments)):
+        outcome.draw(key, by_layer(text.layers, draw))
+    drawn = {name: (label, words) for name, (words, _, label) in MEASURES.items() if label}
 
+    def layers(place: int) -> go.Figure:
+        values = [_column(table, list(drawn)[place]).values for table in tables.values()]
+        of_layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
+        return drawing.curves(of_layers, LINES, values, ("layer", ""))
 
-def _draw_layers(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
-    def draw(place: int) -> go.Figure:
-        values = [_column(table, list(BY_LAYER)[place]).values for table in tables.values()]
-        layers = tables[TEXT]["layer"].to_numpy(dtype=np.float64)
-        return drawing.curves(layers, list(LINES.values()), values, ("layer", ""))
-
-    drawn = by_name("measure", list(BY_LAYER.values()), draw)
-    measures = "; ".join(f"{label}: {walks.MEASURES[name]}" for name, label in BY_LAYER.items())
-    outcome.draw("layers", drawn, measures=measures)
+    captioned = "; ".join(f"{label}: {words}" for label, words in drawn.values())
+    picker = by_name("measure", [label for label, _ in drawn.values()], layers)
+    outcome.draw("layers", picker, measures=captioned)

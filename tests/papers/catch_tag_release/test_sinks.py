@@ -16,8 +16,7 @@ from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.passes.survey import spectra
-from theodolite.report.outcome import Outcome
-from theodolite.report.outcome_page import render
+from theodolite.report.outcome import Outcome, render
 from theodolite.report.sink_trace import judge_clusters, judge_later, judge_release, show_trace
 from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite.sinks.trace import trace_sinks

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.papers.shared import answers, outcome_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, judge
+from theodolite.judging import FAILS, HOLDS
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.localization.gradient_lens import (
-    MORE,
-    ORDERS,
     Shares,
     advantage,
     gradient_shares,
@@ -76,8 +75,10 @@ def test_planted_shares(sign, answer):
     """Oracle: the ratio put in, and its sign."""
     shares = planted(sign)
     np.testing.assert_allclose(advantage(shares).values, sign, atol=0.1)
-    assert judge("", "", advantage(shares), MORE).answer == answer
-    assert judge("", "", order(shares), ORDERS).answer == answer
+    outcome = outcome_of("localization/gradient")
+    outcome.judge("larger-share", advantage(shares))
+    outcome.judge("same-order", order(shares))
+    assert answers(outcome) == [answer] * 2
 
 
 def test_the_page(surveyed_gpt2):
@@ -85,6 +86,7 @@ def test_the_page(surveyed_gpt2):
     run, model, corpus = surveyed_gpt2
     outcome = Study(run, model, corpus).outcome(EXPERIMENTS["localization/gradient"])
     assert len(outcome.verdicts) == 2
+    assert not outcome.unjudged
     assert outcome.readings[0].here == "16; 23"
     shares = gradient_shares(model, corpus.contexts)
     np.testing.assert_allclose(

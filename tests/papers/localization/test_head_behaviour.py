@@ -10,26 +10,26 @@ import torch
 from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
+from tests.papers.shared import answers, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.passes.survey import survey
-from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
+from theodolite.theory import propagation_finite
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.localization.head_behaviour import (
     agreement,
     curve_errors,
+    from_increments,
+    from_survey,
     judge_curves,
     judge_entropy,
     mean_over_heads,
     others_median,
     rank_correlation_of_heads,
 )
-from theodolite_papers.localization.head_predictions import Prediction, from_increments, from_survey
-from theodolite_papers.localization.text_as_walk import text_walk
-from theodolite_papers.localization.walks import MEASURES
+from theodolite_papers.localization.text_as_walk import read_walk, text_walk
 
 
 def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():
@@ -38,12 +38,10 @@ def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():
     generator = torch.Generator().manual_seed(0)
     measured = 0.5 + 0.1 * (torch.rand(24, 32, generator=generator, dtype=torch.float64) - 0.5)
     curves = {"weights": measured + 0.005, "text": measured + 0.08, "increments": others_median(measured)}
-    predictions = {
-        name: Prediction(curve, np.full(24, "uniform"), torch.ones(24).double())
-        for name, curve in curves.items()
-    }
-    outcome = Outcome()
-    errors = judge_curves(outcome, predictions, measured, np.arange(24) // 4)
+    curves["others"] = others_median(measured)
+    outcome = outcome_of("localization/behaviour")
+    of_heads = {name: curve_errors(curve, measured) for name, curve in curves.items()}
+    errors = judge_curves(outcome, of_heads, np.arange(24) // 4)
     assert [verdict.answer for verdict in outcome.verdicts] == [HOLDS, FAILS, UNDECIDED]
     assert errors["text"].value == pytest.approx(0.08)
     assert errors["others"].value == errors["increments"].value == pytest.approx(0.025, rel=0.2)
@@ -59,6 +57,7 @@ def test_the_page_compares_three_predictions_with_every_head(surveyed_gpt2):
     text = from_survey(run, "text")
     np.testing.assert_allclose(heads["propagation_text"], text.curve.mean(1))
     assert len(outcome.verdicts) == 11
+    assert not outcome.unjudged
     assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
     if len(run.heads) < 8:
         assert outcome.verdicts[0].answer == UNTESTABLE
@@ -87,6 +86,24 @@ def test_without_an_affine_projection_nothing_is_predicted(opened):
         block_of(exhibit)  # as the page draws it
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama3"])
+def test_increments_predict_from_the_full_covariance(opened, family):
+    """Oracle: W_QK Σ̂ and Σ̂^½ W_QK Σ̂^½ formed as d×d matrices, with grouped heads too."""
+    model = opened(family)
+    walk = read_walk(model, Corpus.random_tokens(model.tokenizer, 24, 16), 0)
+    prediction, weights = from_increments(model, walk, 24), model.head_weights(1)
+    sigma = walk.inputs.covariance(1)
+    values, vectors = torch.linalg.eigh(sigma)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    full = weights.w_q[0].double() @ weights.w_k[0].double().T
+    form, product = root @ full @ root, full @ sigma
+    traces = product.trace(), form.square().sum(), (product @ product).trace()
+    expected = propagation_finite(*traces, 24, 1 / weights.scaling)
+    torch.testing.assert_close(prediction.curve[model.heads], expected, rtol=0, atol=1e-6)
+    symmetric = ((form + form.T) / 2).square().sum().sqrt() * weights.scaling
+    assert float(prediction.eta[model.heads]) == pytest.approx(float(symmetric), rel=1e-5)
+
+
 def test_entropy_is_judged_at_a_fixed_trace():
     """Oracle: heads drawn so that entropy falls with η at a fixed |tr W|, and rises with it over all heads, since both
     rise with |tr W|; and the other way round."""
@@ -95,27 +112,9 @@ def test_entropy_is_judged_at_a_fixed_trace():
     eta = trace + drawn.normal(0, 0.5, 200)
     for sign, answer in ((-1, HOLDS), (1, FAILS)):
         entropy = 3 * trace * -sign + sign * eta
-        outcome = Outcome()
-        judge_entropy(outcome, {"eta": eta, "width": eta}, entropy, trace, np.arange(200) // 8)
-        assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
+        given = eta, eta, entropy, trace, np.arange(200) // 8
+        assert answers(verdicts_of(judge_entropy, *given, of="localization/behaviour")) == [answer] * 2
         assert np.sign(stats.spearmanr(eta, entropy).statistic) == -sign
-
-
-def test_the_page_of_the_walk_has_a_text_a_control_and_a_verdict_on_each(surveyed_gpt2):
-    run, model, _ = surveyed_gpt2
-    study = Study(*surveyed_gpt2)
-    outcome = study.outcome(EXPERIMENTS["localization/walk"])
-    table = outcome.tables["layers"]
-    assert set(table["tokens"]) == {"text", "random tokens", "simulated walk"}
-    assert set(MEASURES) < set(table.columns)
-    assert len(table) == 3 * model.layers + model.layers + 1
-    assert len(outcome.verdicts) == 6
-    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
-    for exhibit in outcome.exhibits:
-        figure = exhibit.figure
-        assert len(exhibit.choice.variants()[exhibit.choice.options[-1].key]) == len(figure.data)
-    with pytest.raises(UsageError, match="reads the text of the run again"):
-        Study(run, model).outcome(EXPERIMENTS["localization/walk"])
 
 
 DRAWN = np.random.default_rng(0)
@@ -153,7 +152,7 @@ def test_errors_of_curves():
     """Oracle: by hand, with a key that no query sees."""
     measured = torch.tensor([[0.0, 1.0, math.nan], [0.5, 0.5, 0.5], [1.0, 0.0, 1.0]]).double()
     predicted = torch.tensor([[0.5, 1.0, 0.3], [0.5, 0.5, 0.5], [0.0, 0.0, 1.0]]).double()
-    errors = curve_errors(predicted, measured).numpy()
+    errors = curve_errors(predicted, measured)
     np.testing.assert_allclose(errors, [0.25, 0, 1 / 3], rtol=1e-6)
     assert mean_over_heads(errors, EACH[:3]).value == pytest.approx((0.25 + 0 + 1 / 3) / 3)
 

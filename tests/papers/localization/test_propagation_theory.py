@@ -11,14 +11,13 @@ import torch
 from scipy import stats
 from typer.testing import CliRunner
 
+from tests.papers.shared import answers, verdicts_of
 from theodolite.cli.app import app
 from theodolite.judging import FAILS, HOLDS, IN_PART
-from theodolite.report.outcome import Outcome
 from theodolite.theory import curve_width, entropy_lower_bound
 from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 from theodolite_papers import reproduce
-from theodolite_papers.localization import fixed_spectrum
-from theodolite_papers.localization import simulated_walks as localization_walks
+from theodolite_papers.localization import fixed_spectrum, propagation_theory
 from theodolite_papers.localization.fixed_spectrum import (
     LINKS,
     SHARES,
@@ -30,8 +29,15 @@ from theodolite_papers.localization.fixed_spectrum import (
     spectrum,
     widths,
 )
-from theodolite_papers.localization.propagation_theory import ETAS, NEAR_LIMIT, XIS, window
-from theodolite_papers.localization.simulated_walks import PREDICTED, share_beyond_error
+from theodolite_papers.localization.propagation_theory import (
+    ETAS,
+    NEAR_LIMIT,
+    PREDICTED,
+    XIS,
+    judge_at_fixed_means,
+    share_beyond_error,
+    window,
+)
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 
@@ -102,7 +108,7 @@ def test_figure_4_draws_the_printed_bound_beside_a_real_entropy():
 
 def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     """Oracle: the simulation again from its seed, and numpy for the widths and errors in the tables."""
-    monkeypatch.setattr(localization_walks, "SETTING", SMALL)
+    monkeypatch.setattr(propagation_theory, "SETTING", SMALL)
     outcome = reproduce("localization/figure5")
     points, pairs = outcome.tables["propagation"], outcome.tables["pairs"]
     assert len(points) == 2 * len(SMALL.pairs) * SMALL.length
@@ -117,6 +123,7 @@ def test_figure_5_puts_each_prediction_beside_the_simulation(monkeypatch):
     for name in PREDICTED:
         assert row[f"error_{name}"] == pytest.approx(np.abs(first[name] - first["simulated"]).max())
     assert len(outcome.verdicts) == 10
+    assert not outcome.unjudged
     assert outcome.verdicts[0].answer == FAILS  # the printed variance
     exact = outcome.verdicts[4]
     assert exact.answer != FAILS  # within the simulation's own error
@@ -148,15 +155,12 @@ def made_up(entropy_by_scale: dict[float, tuple[float, float]]) -> Simulation:
 def test_entropy_is_judged_at_each_fixed_mean(entropies, answer, monkeypatch):
     """Oracle: entropies put in, those of mean 0 the other way. In the first case they also fall as the mean grows, and
     with it over all pairs, which A2 says nothing about."""
-    monkeypatch.setattr(
-        localization_walks, "SETTING", WalkSetting(means=tuple(entropies), scales=(0.1, 2.0), draws=40)
-    )
-    outcome = Outcome()
+    setting = WalkSetting(means=tuple(entropies), scales=(0.1, 2.0), draws=40)
+    monkeypatch.setattr(propagation_theory, "SETTING", setting)
     sims = {"isotropic": made_up(entropies)}
-    localization_walks.judge_at_fixed_means(
-        outcome, sims, {"isotropic": curve_width(sims["isotropic"].propagates)}
-    )
-    assert [verdict.answer for verdict in outcome.verdicts] == [answer] * 2
+    widths = {"isotropic": curve_width(sims["isotropic"].propagates)}
+    judged = verdicts_of(judge_at_fixed_means, sims, widths, of="localization/figure5")
+    assert answers(judged) == [answer] * 2
 
 
 def test_points_beyond_three_standard_errors_are_counted():
@@ -243,9 +247,9 @@ def test_the_collapse_is_judged_by_its_parts(low, high, answer):
     noise = 1 + 0.01 * torch.arange(3, dtype=torch.float64)
     left = 0.1 * factors[None, :, None, None] * noise[None, None, :, None].expand(2, 5, 3, 2)
     links = {(chain, link): 1.0 for chain, names in LINKS.items() for link in names}
-    outcome = Outcome()
-    judge_collapse(outcome, Collapse(left, left[..., 0], links), NARROW)
-    assert [verdict.answer for verdict in outcome.verdicts] == [answer, answer, HOLDS, HOLDS, HOLDS, HOLDS]
+    made = Collapse(left, left[..., 0], links)
+    judged = verdicts_of(judge_collapse, made, NARROW, of="localization/collapse")
+    assert answers(judged) == [answer, answer, HOLDS, HOLDS, HOLDS, HOLDS]
 
 
 def test_wider_spectra_localize_more():
@@ -269,3 +273,4 @@ def test_the_page(monkeypatch):
     expected = simulate(NARROW, 0).left.mean(2).flatten().numpy()
     np.testing.assert_allclose(table["left"], expected)
     assert len(outcome.exhibits[0].choice.options) == len(NARROW.scales)
+    assert not outcome.unjudged
