@@ -197,7 +197,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
     layer, head, token, first = sums["keys"].unbind(dim=1)
     in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
     contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
-    columns = {
+    columns: dict[str, Tensor | list[str]] = {
         "layer": layer,
         "head": head,
         "token_id": token,

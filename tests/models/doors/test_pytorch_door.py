@@ -46,12 +46,6 @@ def _folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.bmm(weights.view(-1, LENGTH, LENGTH), value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = torch.matmul(query, _repeated(key).transpose(2, 3)) * DEFAULT
-    logits = torch.tanh(logits / 2.0) * 2.0
-    return torch.softmax(torch.where(LATER, torch.finfo(torch.float32).min, logits), -1) @ _repeated(value)
-
-
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """One product for the query heads that share a key head."""
     query = query.view(BATCH, KEY_HEADS, HEADS // KEY_HEADS, LENGTH, HEAD_WIDTH)
@@ -137,15 +131,9 @@ def _flex_by_score(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flex_attention(query, key, value, score_mod=causal, enable_gqa=True)
 
 
-def _of_their_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = query @ _repeated(key).mT * DEFAULT
-    mask = torch.zeros_like(logits).masked_fill(LATER, -torch.inf)
-    return (logits + mask).softmax(-1) @ _repeated(value)
-
-
-def _filled_with_low(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = query @ _repeated(key).mT * DEFAULT
-    return torch.where(LATER, torch.full_like(logits, -1e9), logits).softmax(-1) @ _repeated(value)
+def _by_hand(hide: Callable[[Tensor], Tensor]) -> Attention:
+    """Logits from which `hide` makes those that later keys are hidden in."""
+    return lambda q, k, v: hide(q @ _repeated(k).mT * DEFAULT).softmax(-1) @ _repeated(v)
 
 
 def _by(kernel: Attention, **options: object) -> Attention:
@@ -161,7 +149,11 @@ KINDS: dict[str, tuple[Attention, float, bool]] = {
     "flex": (_flex, DEFAULT, True),
     "flex, hiding": (_flex_by_score, DEFAULT, False),
     "folded": (_folded, DEFAULT, True),
-    "capped": (_capped, DEFAULT, False),
+    "capped": (
+        _by_hand(lambda s: torch.where(LATER, torch.finfo(torch.float32).min, torch.tanh(s / 2.0) * 2.0)),
+        DEFAULT,
+        False,
+    ),
     "grouped": (_grouped, 0.5, False),
     "einsum": (_by_einsum, DEFAULT, False),
     "in place": (_in_place, 0.5, True),
@@ -170,13 +162,17 @@ KINDS: dict[str, tuple[Attention, float, bool]] = {
     "any dimensions": (_by_einsum_of_any, DEFAULT, False),
     "five dimensions": (_of_five, DEFAULT, False),
     "three dimensions": (_of_three, DEFAULT, False),
-    "low mask": (
-        lambda q, k, v: (q @ _repeated(k).mT * DEFAULT + LOW).softmax(-1) @ _repeated(v),
+    "low mask": (_by_hand(lambda s: s + LOW), DEFAULT, False),
+    "mask of the logits' shape": (
+        _by_hand(lambda s: s + torch.zeros_like(s).masked_fill(LATER, -torch.inf)),
         DEFAULT,
         False,
     ),
-    "mask of the logits' shape": (_of_their_shape, DEFAULT, False),
-    "filled with what hides": (_filled_with_low, DEFAULT, False),
+    "filled with what hides": (
+        _by_hand(lambda s: torch.where(LATER, torch.full_like(s, -1e9), s)),
+        DEFAULT,
+        False,
+    ),
     "multi-query": (_multi_query, DEFAULT, False),
 }
 """Ways to attend: what queries and keys are multiplied by, and whether they add a bias."""
