@@ -535,8 +535,8 @@ class LookSums(Hooks):
         The spread of entropies is one about a mean. So that of all processes is known first.
         """
         # Rows of tokens differ from process to process, and no column is made of them.
-        sums = self.attention_statistics.state().items()
-        attention = {name: values for name, values in sums if not name.startswith("sink_tokens.")}
+        state = self.attention_statistics.state()
+        attention = {name: sums for name, sums in state.items() if not name.startswith("sink_tokens.")}
         names = ("entropy_spread", "squared_lengths", "squared_entropy")
         spread, weight, weighted = (attention[name] for name in names)
         parts = {"attention": attention}
