@@ -47,7 +47,7 @@ def test_looks_come_when_they_are_due(tmp_path):
     assert all(isinstance(value, float) for numbers in due.values() for value in numbers.values())
     assert 0 < due[6]["time_share"] <= 1
     assert not monitor(7)
-    heads = pd.read_json(folder / "heads.jsonl", lines=True)
+    heads = pd.read_json(folder / "heads.jsonl", lines=True, precise_float=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 3: 12, 6: 12}
     assert heads.query("step == 6")["entropy"].tolist() == monitor.last.heads["entropy"].tolist()
     layers = pd.read_json(folder / "layers.jsonl", lines=True)
