@@ -88,20 +88,26 @@ def named_output(family: str, model: nn.Module, layer: int) -> Tensor:
 
 
 @contextmanager
-def eager(model: nn.Module) -> Iterator[list[Tensor]]:
-    """While open, the model attends eagerly; yields what it takes the softmax of, layer by layer, in float64."""
-    before, own, arguments = model.config._attn_implementation, nn.functional.softmax, []
+def eager(model: nn.Module) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(before)
+
+
+@contextmanager
+def softmax_arguments() -> Iterator[list[Tensor]]:
+    """While open, what eager attention takes the softmax of, layer by layer, in float64."""
+    own, arguments = nn.functional.softmax, []
 
     def keep(values: Tensor, *args: object, **kwargs: object) -> Tensor:
         if values.ndim == 4:  # not that of a router
             arguments.append(values.double().clone())
         return own(values, *args, **kwargs)
 
-    model.set_attn_implementation("eager")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.functional, "softmax", keep)
         yield arguments
-    model.set_attn_implementation(before)
 
 
 class Seen(Hooks):
@@ -266,8 +272,9 @@ def check_constituents(family: str, model: OpenModel, tolerance: float = 2e-6) -
     if family == "vit":
         return
     ids = sample(family)["input_ids"]
-    with torch.no_grad(), eager(model.hf) as arguments:
-        matrices = model.hf(input_ids=ids, output_attentions=True).attentions
+    with eager(model.hf):
+        with torch.no_grad(), softmax_arguments() as arguments:
+            matrices = model.hf(input_ids=ids, output_attentions=True).attentions
         splits = [constituents(model, ids, layer) for layer in range(model.layers)]
     for layer, (own, split) in enumerate(zip(arguments, splits, strict=False)):
         torch.testing.assert_close(split.attention, matrices[layer].double(), rtol=1e-5, atol=2e-6)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
-from tests.models.test_every_family import eager
+from tests.models.test_every_family import eager, softmax_arguments
 from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.models.source import Source
@@ -53,7 +53,7 @@ def eager_logits(model: PreTrainedModel) -> list[torch.Tensor]:
     """What the model's own eager attention takes the softmax of, layer by layer, in float64; −∞ where masked."""
     model = model.double().eval()
     model.set_experts_implementation("eager")  # the fast ones have no float64
-    with torch.no_grad(), eager(model) as logits:
+    with torch.no_grad(), eager(model), softmax_arguments() as logits:
         model(IDS)
     for layer, sinks in enumerate(p for name, p in model.named_parameters() if name.endswith("sinks")):
         # gpt-oss subtracts the largest of each row, the sink's column with it: that column tells which.

@@ -340,7 +340,7 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
         ("__setitem__", lambda logits: _overwritten(logits).softmax(-1)),
         ("__setitem__", lambda logits: _written_elsewhere(logits).softmax(-1)),
         ("clamp", lambda logits: _written_elsewhere(logits.clamp(-1, 1)).softmax(-1)),
-        ("cat", lambda logits: torch.cat([logits, logits[..., :1] * 0], -1).softmax(-1)[..., :-1]),
+        ("cat", lambda logits: torch.cat([logits, NOTHING], -1).softmax(-1)[..., :-1]),
         ("clamp", lambda logits: logits.clamp(-1, 1).softmax(-1)),
         ("einsum", lambda logits: torch.einsum("bhqk,hg->bgqk", logits, torch.eye(HEADS)).softmax(-1)),
         ("einsum", lambda logits: (logits + torch.einsum("bhqk,hg->bgqk", logits, TALK)).softmax(-1)),
@@ -362,6 +362,7 @@ def test_what_cannot_be_followed_is_named(operation, attention):
 
 
 TALK = torch.full((HEADS, HEADS), 0.1)
+NOTHING = torch.zeros(BATCH, HEADS, LENGTH, 1)
 
 
 def _overwritten(logits: Tensor) -> Tensor:
