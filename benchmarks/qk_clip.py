@@ -24,7 +24,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from theodolite.corpus.python_texts import python_topics
-from theodolite.passes.provenance import versions
+from theodolite.passes.run import versions
 from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
 from theodolite_papers.training.models import LearningRate, gpt2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from theodolite.system import display
 from theodolite.system.lazy_names import lazy_names
 
 __version__ = "0.1.0"
@@ -43,10 +42,8 @@ _names, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 __all__ = ["__version__", *_names]
 
 
-def _run_as_html(run: Any) -> str:
+def run_as_html(run: Any) -> str:
+    """Draw a run for a notebook. It is here because what measures imports nothing that draws."""
     from theodolite.report.page import as_html
 
     return as_html(run)
-
-
-display.register_view("run", _run_as_html)

@@ -97,19 +97,21 @@ def _nearest(pattern: str) -> str:
 
 def all_need(experiments: Sequence[Experiment], need: str) -> bool:
     """Return whether every experiment needs `nothing`, or a `prompt` alone."""
-    return all(need in experiment.needs for experiment in experiments)
+    return all(need in experiment.declared.needs for experiment in experiments)
 
 
 def made_by(experiments: Sequence[Experiment]) -> str | None:
     """Return the command whose folder all of these read; None where they need a model or nothing."""
-    commands = [{need for need in each.needs if need.startswith("theodolite ")} for each in experiments]
+    commands = [
+        {need for need in each.declared.needs if need.startswith("theodolite ")} for each in experiments
+    ]
     found = set().union(*commands)
     return found.pop() if len(found) == 1 and all(commands) else None
 
 
 def check_options(experiments: Sequence[Experiment], given: Sequence[str]) -> None:
     """Refuse an option that none of the experiments takes, rather than ignore it."""
-    known = {option for experiment in experiments for option in experiment.options}
+    known = {option for experiment in experiments for option in experiment.declared.options}
     for option in given:
         if option not in known:
             takers = [name for name, one in declarations().items() if option in one.options]

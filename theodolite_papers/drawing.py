@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 
 from theodolite.report import published, style
@@ -37,15 +38,20 @@ TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
 """Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
 
 
+Values = npt.NDArray[Any]
+"""Numbers or names along an axis."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """Name and style of a curve."""
+    """Name and style of a curve; `legend`: whether its name stands there."""
 
     name: str
     colour: str
     dash: str = "solid"
     width: float = 2.0
     marker: float = 0
+    legend: bool = True
 
 
 PUBLISHED = Line("published", style.GREY, "dash")
@@ -55,7 +61,7 @@ EXACT = Line("exact", style.VERMILLION)
 
 
 def curves(
-    x: Floats,
+    x: Values | Sequence[Values],
     lines: Sequence[Line],
     values: Sequence[Floats],
     titles: tuple[str, str],
@@ -64,17 +70,35 @@ def curves(
     height: int = CURVES_HEIGHT,
     **layout: Any,
 ) -> go.Figure:
-    """Curves over one axis, with their standard errors; `titles` of x and y."""
+    """Curves over one axis, or each over its own `x`, with their standard errors; `titles` of x and y."""
+    at = [x] * len(lines) if isinstance(x, np.ndarray) else x
     traces: list[Any] = []
-    for curve, y, error in zip(lines, values, errors or [None] * len(lines), strict=True):
+    for curve, x_of, y, error in zip(lines, at, values, errors or [None] * len(lines), strict=True):
         hover = f"{for_plotly(curve.name)}<br>{titles[0]} %{{x:.4g}}: %{{y:.4g}}<extra></extra>"
-        traces += _curve(x, y, curve, hover, error)
+        look: dict[str, Any] = {"dash": curve.dash, "width": curve.width, "marker": curve.marker}
+        look |= {"hover": hover, "showlegend": curve.legend}
+        traces += line(x_of, y, curve.name, curve.colour, errors=error, **look)
     return style.figure(traces, *titles, height=height, layout=layout)
 
 
-def _curve(x: Floats, y: Floats, curve: Line, hover: str, errors: Floats | None = None) -> list[Any]:
-    own: dict[str, Any] = {"dash": curve.dash, "width": curve.width, "marker": curve.marker}
-    return line(x, y, curve.name, curve.colour, errors=errors, hover=hover, **own)
+def over_layers(
+    layers: Floats,
+    measured: Mapping[str, tuple[Floats, Floats | None]],
+    y: str,
+    axis: Mapping[str, Any] | None = None,
+    *,
+    baselines: bool = False,
+) -> go.Figure:
+    """Layer measures with their standard errors, by name; `baselines`: each is followed by its own, dotted."""
+    first = Line("", THIS_MODEL, width=2.4, marker=6)
+    second = replace(first, colour=style.BLUE)
+    looks = [first, replace(second, dash="dash")]
+    if baselines:
+        looks = [look for each in (first, second) for look in (each, replace(each, dash="dot", marker=0))]
+    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
+    values, errors = zip(*measured.values(), strict=True)
+    axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
+    return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
 
 
 def propagation_curves(
@@ -83,13 +107,11 @@ def propagation_curves(
     """ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
     lines, values = [], []
     for index, eta in enumerate(etas):
-        colour = style.order_colour(index / max(1, len(etas) - 1))
-        lines += [Line(f"η = {eta:g}", colour), Line(f"η = {eta:g}, published", colour, "dash", 1.4)]
+        colour = order_colour(index / max(1, len(etas) - 1))
+        lines.append(Line(f"η = {eta:g}", colour))
+        lines.append(Line(f"η = {eta:g}, published", colour, "dash", 1.4, legend=False))
         values += [corrected[index], published[index]]
-    drawn = curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
-    for trace in drawn.data[1::2]:
-        trace.showlegend = False
-    return drawn
+    return curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
 
 
 def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
@@ -168,14 +190,20 @@ def simulation(
     hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
     by_draws = style.error_bars(errors[1], width=4, thickness=1.0)
     by_walks = style.error_bars(errors[0], width=0, thickness=2.5)
-    traces = [
-        dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5}),
-        dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, marker={"size": 1}, hoverinfo="skip"),
-    ]
-    for curve, values in zip(PREDICTED, predictions, strict=True):
-        traces += _curve(positions, values, curve, f"token %{{x}}: {curve.name} %{{y:.3f}}<extra></extra>")
-    layout = {"yaxis": SHARE, "legend": {"font": {"size": 10}}}
-    return style.figure(traces, "token i", "ρᵢ", height=440, layout=layout)
+    drawn = curves(
+        positions,
+        PREDICTED,
+        predictions,
+        ("token i", "ρᵢ"),
+        height=440,
+        yaxis=SHARE,
+        legend={"font": {"size": 10}},
+    )
+    drawn.add_trace(
+        dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5})
+    )
+    skipped: dict[str, Any] = {"marker": {"size": 1}, "hoverinfo": "skip"}
+    return drawn.add_trace(dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, **skipped))
 
 
 def entropies(
@@ -224,28 +252,23 @@ PANEL_ROW = 26  # pixels a row
 NARROW = 16  # characters in a line of an axis title
 
 
-def _this_model(layers: Floats, values: Floats, name: str, errors: Floats | None, **own: Any) -> list[Any]:
-    hover = f"layer %{{x}}<br>{for_plotly(name)}: %{{y:.4g}}<extra></extra>"
-    look: dict[str, Any] = {"colour": THIS_MODEL, "width": 2.4, "marker": 6, "hover": hover} | own
-    return line(layers, values, name, errors=errors, **look)
-
-
 def against_published(
-    run: Run, name: str, rows: published.Rows, y: str, errors: Floats | None = None, *, log: bool = False
+    run: Run, name: str, rows: published.Rows, y: str, errors: Floats, *, log: bool = False
 ) -> go.Figure:
-    """A layer column over the rows of Table 4, 5 or 6, one line per model and text."""
-    layers = layer_numbers(run)
+    """A layer column over the rows of Table 4, 5 or 6, one line per model and text, rescaled to this depth."""
+    layers, values = layer_numbers(run), need_column(run.layers, name)
+    drawn = over_layers(layers, {"this model": (values, errors)}, y, TWOS if log else None)
     depth = np.linspace(0, float(layers.max()), 13).round(4)
-    traces: list[Any] = []
+    printed: list[Any] = []
     for model in published.MODELS:
-        for text, values in zip(published.TEXTS, rows[model], strict=True):
+        for text, row in zip(published.TEXTS, rows[model], strict=True):
             hover = f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>"
             own: dict[str, Any] = {"width": LINE, "dash": DASHES[text], "opacity": 0.75, "hover": hover}
             own |= {"customdata": list(range(13)), "showlegend": text == "OpenWebText"}
-            traces += line(depth, values, model, PAPER[model], **own)
-    traces += _this_model(layers, need_column(run.layers, name), "this model", errors)
-    axis = TWOS if log else {"rangemode": "tozero"}
-    return style.figure(traces, "layer", y, height=420, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+            printed += line(depth, row, model, PAPER[model], **own)
+    drawn.add_traces(printed)
+    drawn.data = (*drawn.data[1:], drawn.data[0])  # this model in front
+    return drawn
 
 
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
@@ -273,31 +296,15 @@ def shares_by_cutoff(
     measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
 ) -> go.Figure:
     """Share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
-    colours = (style.VERMILLION, style.BLUE, style.GREEN)
-    traces: list[Any] = []
-    for (name, published_shares), colour in zip(paper.items(), colours, strict=True):
-        here: dict[str, Any] = {"dash": "solid", "width": 2.2, "marker": 6}
-        there: dict[str, Any] = {"dash": "dot", "width": LINE, "marker": 4}
-        both = (name, measured.get(name), here), (f"{name}, GPT-2 in Table 3", published_shares, there)
-        for label, shares, look in both:
-            if shares:
-                hover = f"{label}<br>K = %{{x}}: %{{y:.3f}}<extra></extra>"
-                cutoffs = [str(cutoff) for cutoff in shares]
-                traces += line(cutoffs, [*shares.values()], label, colour, hover=hover, **look)
-    layout = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
-    return style.figure(traces, "K", "share of energy", height=360, layout=layout)
-
-
-def two_texts(
-    layers: Floats, curves: Mapping[str, tuple[Floats, Floats | None]], y: str, *, share: bool = False
-) -> go.Figure:
-    """One layer measure on two texts: name → (values, standard errors); the first is solid, the second dashed."""
-    traces: list[Any] = []
-    looks = {"colour": THIS_MODEL}, {"colour": style.BLUE, "dash": "dash"}
-    for (name, (values, errors)), look in zip(curves.items(), looks, strict=False):
-        traces += _this_model(layers, values, name, errors, **look)
-    axis = {"range": [0, 1.05]} if share else {"rangemode": "tozero"}
-    return style.figure(traces, "layer", y, height=340, layout={"xaxis": layer_axis(layers), "yaxis": axis})
+    shown = {}
+    for (name, printed), colour in zip(paper.items(), ORDERS, strict=True):
+        shown[Line(name, colour, width=2.2, marker=6)] = measured[name]
+        shown[Line(f"{name}, GPT-2 in Table 3", colour, "dot", LINE, 4)] = printed
+    shown = {curve: shares for curve, shares in shown.items() if shares}
+    values = [np.array([*shares.values()]) for shares in shown.values()]
+    cutoffs = [np.array([*map(str, shares)]) for shares in shown.values()]
+    axes: dict[str, Any] = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    return curves(cutoffs, [*shown], values, ("K", "share of energy"), height=360, **axes)
 
 
 def layer_cosines(cosines: Floats) -> go.Figure:
@@ -309,36 +316,30 @@ def layer_cosines(cosines: Floats) -> go.Figure:
 
 def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
     """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
-    traces: list[Any] = [style.depth_bar(len(learned))]
-    curves = [
-        (f"layer {layer}", values, order_colour(layer / max(1, len(learned) - 1)), LINE)
+    depth = max(1, len(learned) - 1)
+    shown = [
+        (Line(f"layer {layer}", order_colour(layer / depth), width=LINE, legend=False), values)
         for layer, values in enumerate(learned)
     ]
-    for name, values, colour, width in [*curves, (fixed_name, fixed, THIS_MODEL, 3.0)]:
-        if not values.max() > 0:
-            continue
-        relative = values / values.max()
-        above_rounding = relative > 1e-8  # beyond that it is rounding
-        number_of = np.arange(1, len(values) + 1)[above_rounding]
-        hover = f"{name}, number %{{x}}<br>%{{y:.3g}} of the largest<extra></extra>"
-        own: dict[str, Any] = {"width": width, "hover": hover, "showlegend": name == fixed_name}
-        traces += line(number_of, relative[above_rounding], name, colour, **own)
-    titles = "number", "singular value over the largest"
-    return style.figure(traces, *titles, height=380, layout={"yaxis": POWERS | {"dtick": 1}})
+    shown.append((Line(fixed_name, THIS_MODEL, width=3.0), fixed))
+    shown = [(curve, values / values.max()) for curve, values in shown if values.max() > 0]
+    # Beyond 10⁻⁸ it is rounding.
+    relative = [np.where(values > 1e-8, values, np.nan) for _, values in shown]
+    titles, y = ("number", "singular value over the largest"), POWERS | {"dtick": 1}
+    number_of = np.arange(1, len(fixed) + 1)
+    drawn = curves(number_of, [curve for curve, _ in shown], relative, titles, height=380, yaxis=y)
+    return drawn.add_trace(style.depth_bar(len(learned)))
 
 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
     """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
     layers = np.arange(len(norms), dtype=np.float64)
+    axis = TWOS | {"tickformat": "~s"}
+    drawn = over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", axis)
     hover = "GPT-2: %{text} × layer 0<extra></extra>"
     heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
-    own: dict[str, Any] = {"marker": {"size": 9, "symbol": "diamond-open"}}
-    printed = dots(
-        [*ratios], heights, names, "layer 0 times the ratio of GPT-2", style.REFERENCE, hover, **own
-    )
-    traces = [*_this_model(layers, norms, "this model", errors), printed]
-    layout = {"xaxis": layer_axis(layers), "yaxis": TWOS | {"tickformat": "~s"}}
-    return style.figure(traces, "layer", "mean ‖h‖₂", height=360, layout=layout)
+    printed, marker = "layer 0 times the ratio of GPT-2", {"size": 9, "symbol": "diamond-open"}
+    return drawn.add_trace(dots([*ratios], heights, names, printed, style.REFERENCE, hover, marker=marker))
 
 
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
@@ -447,49 +448,40 @@ def smoothness_bounds(
     positive = all_values[np.isfinite(all_values) & (all_values > 0)]
     # What is left at the last k is rounding: a curve may leave the picture below.
     low = max(float(positive.min()), float(trivial.max()) * 1e-7)
-    traces: list[Any] = []
-    for order, (values, colour) in enumerate(zip(bounds[layer], ORDERS, strict=True), start=1):
-        hover = f"k = %{{x}}: bound with m = {order} %{{y:.3g}}<extra></extra>"
-        traces += line(cutoffs, values, f"bound, m = {order}", colour, dash="dash", hover=hover)
-    hover = "k = %{x}: attained %{y:.3g}<extra></extra>"
-    traces += line(cutoffs, attained[layer], "attained", THIS_MODEL, width=2.4, marker=6, hover=hover)
-    none, hover = "no approximation, ‖G‖/T", "‖G‖/T = %{y:.3g}<extra></extra>"
-    flat = np.full(len(cutoffs), trivial[layer])
-    traces += line(cutoffs, flat, none, style.GREY, dash="dot", width=1.5, hover=hover)
+    lines = [Line(f"bound, m = {order}", colour, "dash", 1.8) for order, colour in enumerate(ORDERS, start=1)]
+    lines.append(Line("attained", THIS_MODEL, width=2.4, marker=6))
+    lines.append(Line("no approximation, ‖G‖/T", style.GREY, "dot", 1.5))
+    values = [*bounds[layer], attained[layer], np.full(len(cutoffs), trivial[layer])]
     ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
     x = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
     y = POWERS | {"range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3]}
     titles = "k, number of frequencies kept", "error, ‖G − approximation‖/T"
-    return style.figure(traces, *titles, height=430, layout={"xaxis": x, "yaxis": y})
+    return curves(np.array(cutoffs), lines, values, titles, height=430, xaxis=x, yaxis=y)
 
 
 def factorisation(
     levels: Floats,
-    curves: Mapping[str, tuple[Floats, Floats]],
+    measured: Mapping[str, tuple[Floats, Floats]],
     bound: tuple[Floats, Floats],
     marks: Mapping[str, float],
 ) -> go.Figure:
     """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
-    drawn = bound[1] <= LARGEST_ERROR
-    low = min(float(means.min()) for means, _ in curves.values()) / 2
-    traces: list[Any] = []
-    for (name, (means, errors)), colour, symbol in zip(
-        curves.items(), (THIS_MODEL, style.BLUE), ("circle", "circle-open"), strict=True
-    ):
-        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}: error %{{y:.3g}}<extra></extra>"
-        own: dict[str, Any] = {"width": 2, "marker": 8, "marker_symbol": symbol, "hover": hover}
-        traces += line(levels, means, name, colour, errors=errors, **own)
-    lines = {"bound": (bound[0][drawn], bound[1][drawn], style.GREY, "dash")}
+    low = min(float(means.min()) for means, _ in measured.values()) / 2
+    shown: list[tuple[Line, Floats, Floats, Floats | None]] = [
+        (Line(name, colour, marker=8), levels, means, errors)
+        for (name, (means, errors)), colour in zip(measured.items(), (THIS_MODEL, style.BLUE), strict=True)
+    ]
+    informative = bound[1] <= LARGEST_ERROR
+    shown.append((Line("bound", style.GREY, "dash", 1.6), bound[0][informative], bound[1][informative], None))
     for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
-        lines[name] = (np.array([value, value]), np.array([low, LARGEST_ERROR]), style.GREEN, dash)
-    for name, (x, y, colour, dash) in lines.items():
-        hover = f"{for_plotly(name)}<br>incoherence %{{x:.3g}}<extra></extra>"
-        traces += line(x, y, name, colour, dash=dash, width=1.6, hover=hover)
+        vertical = np.full(2, value), np.array([low, LARGEST_ERROR])
+        shown.append((Line(name, style.GREEN, dash, 1.6), *vertical, None))
+    lines, x, values, errors = zip(*shown, strict=True)
     ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
-    layout = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
-    layout["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
+    axes: dict[str, Any] = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
+    axes["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
     titles = "incoherence", "relative error of the kernel"
-    return style.figure(traces, *titles, height=430, layout=layout)
+    return curves(x, lines, values, titles, errors=errors, height=430, **axes)
 
 
 def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
@@ -499,19 +491,6 @@ def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, 
     x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
     titles = "width d", "error over incoherence"
     return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
-
-
-def layer_lines(layers: Floats, measured: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
-    """Layer measures with their standard errors, pairwise in one colour: measured solid, then its baseline dotted."""
-    looks = [
-        Line("", colour, dash, marker=marker)
-        for colour in (THIS_MODEL, style.BLUE)
-        for dash, marker in (("solid", 6), ("dot", 0))
-    ]
-    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
-    values, errors = zip(*measured.values(), strict=True)
-    x, from_0 = style.layer_axis(layers), {"rangemode": "tozero"}
-    return curves(layers, lines, values, ("layer", y), errors=errors, height=360, xaxis=x, yaxis=from_0)
 
 
 PANELS_ACROSS, PANEL_DROP = 3, 0.16
@@ -591,16 +570,22 @@ def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:
     """Accuracy by number of digits: this model with standard errors, and rows of the paper."""
-    rows: list[tuple[str, Floats, Floats | None, str, str]] = [
-        ("this model", *measured, style.MEASURED, "circle")
+    rows: list[tuple[str, Floats, str, dict[str, Any]]] = [
+        ("this model", measured[0], THIS_MODEL, {"error_y": style.error_bars(measured[1])})
     ]
     for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True):
-        rows.append((name, values, None, colour, "diamond-open"))
-    traces: list[Any] = []
-    for name, values, errors, colour, symbol in rows:
-        own: dict[str, Any] = {"mode": "markers", "marker": {"size": 10, "color": colour, "symbol": symbol}}
-        own["text"] = [percent(float(value)) for value in values]
-        hover = f"%{{x}}<br>{name}: %{{text}}<extra></extra>"
-        traces += line(list(names), values, name, colour, errors=errors, hover=hover, **own)
+        rows.append((name, values, colour, {"marker": {"symbol": "diamond-open"}}))
+    traces = [
+        dots(
+            names,
+            values,
+            [percent(float(value)) for value in values],
+            name,
+            colour,
+            f"%{{x}}<br>{name}: %{{text}}<extra></extra>",
+            **own,
+        )
+        for name, values, colour, own in rows
+    ]
     layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
     return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

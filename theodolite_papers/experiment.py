@@ -22,8 +22,7 @@ from theodolite.measure.publications import BAO as BAO
 from theodolite.measure.publications import SONG as SONG
 from theodolite.measure.publications import ZHANG as ZHANG
 from theodolite.models.prompts import Focus
-from theodolite.passes.provenance import describe_model, versions
-from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.passes.run import SCHEMA_VERSION, describe_model, versions
 from theodolite.report.data import array, column
 from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer
@@ -32,6 +31,8 @@ from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
 from theodolite_papers.declarations import Declaration, declarations
+
+Number = Estimate | Estimates | float
 
 
 @dataclass
@@ -48,43 +49,40 @@ class Outcome(PageOutcome):
         filled = {name: text.format(**values) if values else text for name, text in texts.items()}
         self.figure(key, figure=figure, wide=wide, **filled)
 
-    def sentence(self, key: str, **values: object) -> str:
-        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`."""
-        return str(self._claim(key)["claim"]).format(**values)
+    def sentence(self, key: str, entry: str = "claim", /, **values: Any) -> str:
+        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`.
 
-    def criterion(self, key: str, limit: float | None = None, **values: object) -> Criterion:
-        """The criterion of a claim or of its part; `limit`: where the declaration leaves it to the numbers."""
-        return criterion_from(self.declared.criteria[self._claim(key)["criterion"]], limit, **values)
+        entry: `what` instead of the claim, what its number is.
+        """
+        if entry == "claim":
+            self.judged.add(key.partition(".")[0])
+        return str(self._claim(key)[entry]).format(**values)
 
-    def verdict(
-        self,
-        key: str,
-        estimate: Estimate | Estimates | float | Sequence[bool],
-        limit: float | None = None,
-        **values: object,
-    ) -> Verdict:
+    def parts(self, key: str) -> list[str]:
+        """The names of a claim's parts."""
+        return [name for name, entry in self._claim(key).items() if isinstance(entry, Mapping)]
+
+    def criterion(self, key: str, /, **values: Any) -> Criterion:
+        """The criterion of a claim or of its part; `limit` is among the values where it depends on the numbers."""
+        return _criterion(self.declared.criteria[self._claim(key)["criterion"]], **values)
+
+    def verdict(self, key: str, number: Number | Sequence[bool], /, **values: Any) -> Verdict:
         """The verdict on a claim or on its part, which is not yet shown.
 
-        estimate: the number, or of each head whether it is so: their share (`share_of_heads`).
+        number: an estimate, or of each head whether it is so: their share (`share_of_heads`).
         """
-        of, criterion = self._claim(key), self.criterion(key, limit, **values)
-        if isinstance(estimate, Sequence):
-            estimate = share_of_heads(estimate, criterion)
-        verdict = judge(self.sentence(key, **values), of["what"].format(**values), estimate, criterion)
-        return replace(verdict, evidence=verdict.evidence + of.get("more", "").format(**values))
+        criterion = self.criterion(key, **values)
+        estimate = share_of_heads(number, criterion) if isinstance(number, Sequence) else number
+        claim, what = self.sentence(key, **values), self.sentence(key, "what", **values)
+        verdict = judge(claim, what, estimate, criterion)
+        return replace(verdict, evidence=verdict.evidence + self._claim(key).get("more", "").format(**values))
 
-    def judge(
-        self,
-        key: str,
-        estimate: Estimate | Estimates | float | Sequence[bool],
-        limit: float | None = None,
-        **values: object,
-    ) -> Verdict:
+    def judge(self, key: str, number: Number | Sequence[bool], /, **values: Any) -> Verdict:
         """Show the `verdict` on a claim."""
-        self.verdicts.append(self.verdict(key, estimate, limit, **values))
+        self.verdicts.append(self.verdict(key, number, **values))
         return self.verdicts[-1]
 
-    def cannot_judge(self, key: str, why: str, **values: object) -> None:
+    def cannot_judge(self, key: str, why: str, /, **values: Any) -> None:
         """Say why a claim is not testable here."""
         self.cannot_test(self.sentence(key, **values), why)
 
@@ -96,22 +94,20 @@ class Outcome(PageOutcome):
     def _claim(self, key: str) -> Mapping[str, Any]:
         """What is declared of a claim; of a part, the claim's own where the part has nothing else."""
         name, _, part = key.partition(".")
-        self.judged.add(name)
         of = self.declared.claims[name]
         return {**of, **of[part]} if part else of
 
 
-def criterion_from(declared: Mapping[str, Any], limit: float | None = None, **values: object) -> Criterion:
-    """The criterion that a paper's `experiments.toml` declares; `values` fill its source."""
+def _criterion(declared: Mapping[str, Any], **values: Any) -> Criterion:
+    limit = declared["limit"] if "limit" in declared else values["limit"]
     source = declared["source"].format(**values)
-    limit = declared["limit"] if limit is None else limit
     return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
 
 
 def criterion(name: str) -> Criterion:
     """The criterion of a group and name (`geometry/rank`), for numbers that are not judged by a claim alone."""
     group, _, own = name.partition("/")
-    return criterion_from(declarations()[f"{group}/claims"].criteria[own])
+    return _criterion(declarations()[f"{group}/claims"].criteria[own])
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
@@ -128,13 +124,13 @@ def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
 
 @dataclass(frozen=True)
 class Experiment(Heading):
-    """A published table or figure: its `Declaration`, and `fill`, which fills an outcome."""
+    """A published table or figure: what is declared of it, and `fill`, which fills an outcome."""
 
-    needs: Sequence[str]
+    declared: Declaration
     fill: Callable[[Study, Outcome], None]
-    options: Sequence[str] = ()
-    scaled_down: str = ""
-    declared: Declaration | None = None
+
+
+Decorator = Callable[[Callable[["Study", Outcome], None]], Experiment]
 
 
 def experiment(
@@ -144,22 +140,24 @@ def experiment(
     needs: Sequence[str] = (),
     options: Sequence[str] = (),
     scaled_down: str = "",
-) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+) -> Decorator:
     """Declare the function below it an `Experiment`; the arguments are those of `Declaration`."""
-    return lambda fill: Experiment(name, title, paper, needs, fill, options, scaled_down)
+    return _made_of(Declaration(name, "", title, paper, needs, options, scaled_down))
 
 
-def declared(name: str) -> Callable[[Callable[[Study, Outcome], None]], Experiment]:
+def declared(name: str) -> Decorator:
     """Make the function below it the experiment that its paper's `experiments.toml` has under this name."""
-    of = declarations()[name]
-    heading = name, of.title, of.paper, of.needs
-    return lambda fill: Experiment(*heading, fill, of.options, of.scaled_down, of)
+    return _made_of(declarations()[name])
+
+
+def _made_of(of: Declaration) -> Decorator:
+    return lambda fill: Experiment(of.name, of.title, of.paper, of, fill)
 
 
 def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
     """The experiment that collects the verdicts of `experiments`."""
 
-    @experiment(of.name, of.title, of.paper, options=of.options)
+    @_made_of(of)
     def collected(study: Study, outcome: Outcome) -> None:
         rows: list[dict[str, str]] = []
         for each in experiments:
@@ -223,9 +221,9 @@ class Study:
     def outcome(self, experiment: Experiment) -> Outcome:
         """The experiment's outcome; made once."""
         if experiment.name not in self._outcomes:
-            for need in experiment.needs:
+            for need in experiment.declared.needs:
                 self._require(need, experiment.name)
-            outcome = Outcome() if experiment.declared is None else Outcome(declared=experiment.declared)
+            outcome = Outcome(declared=experiment.declared)
             experiment.fill(self, outcome)
             self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]
@@ -233,7 +231,7 @@ class Study:
     def provenance_of(self, experiment: Experiment) -> dict[str, Any]:
         """The provenance of an outcome, with the prompt, head or second text asked for, where it reads them."""
         asked = self.focus.given() | ({} if self.other is None else {"other": self.other.name})
-        read = {name: value for name, value in asked.items() if name in experiment.options}
+        read = {name: value for name, value in asked.items() if name in experiment.declared.options}
         return self.provenance | ({"asked": read} if read else {})
 
     def cached(self, name: str, make: Callable[[], Result]) -> Result:

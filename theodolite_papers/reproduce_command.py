@@ -20,7 +20,7 @@ from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, json_text
-from theodolite.system.interrupt import interruptible
+from theodolite.system.progress import interruptible
 from theodolite.system.wording import harmless
 from theodolite_papers import catalogue
 from theodolite_papers.declarations import aliases, declarations

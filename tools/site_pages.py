@@ -243,10 +243,10 @@ def experiments(_: str | None) -> str:
     lines = ["| name | shows | needs | smaller than published |", "| --- | --- | --- | --- |"]
     for name, experiment in EXPERIMENTS.items():
         needs = ", ".join(
-            need for need in experiment.needs if need in ("model", "nothing", "prompt", "labels")
+            need for need in experiment.declared.needs if need in ("model", "nothing", "prompt", "labels")
         )
         lines.append(
-            f"| `{name}` | {escaped(experiment.title)} | {needs} | {escaped(experiment.scaled_down)} |"
+            f"| `{name}` | {escaped(experiment.title)} | {needs} | {escaped(experiment.declared.scaled_down)} |"
         )
     return "\n".join(lines)
 

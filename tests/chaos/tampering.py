@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from theodolite.system.checksums import read_json_checked, write_json_checked
+from theodolite.system.files import read_json_checked, write_json_checked
 
 Tampering = Callable[[Path, random.Random], object]
 

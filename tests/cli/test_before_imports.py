@@ -39,6 +39,16 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", "--length", "3"], "contexts of 3 tokens are too short: use --length 4 or more"),
         (["survey", "--contexts", "0"], "above 0"),
         (["survey", "--out", taken], "exists and is no run"),
+        (["survey", "--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
+        (["survey", "--actors", "2"], "without --ray there are no workers: leave out --actors"),
+        (["survey", "--shard", "3"], "--shard 3: give K/N"),
+        (["survey", "--shard", "3/2"], "--shard 3/2: give K/N"),
+        (
+            ["survey", "--shard", "1/2", "--ray"],
+            "--ray: its workers share the text already: leave out --shard",
+        ),
+        (["survey", "--shard", "1/2", "--baseline", "untrained"], "leave out --baseline"),
+        ([*SERIES, "--shard", "1/2"], "leave out --shard"),
         *((["survey", "--out", out], says) for out, says in _places(tmp_path)),
         *(
             ([*command, "--out", out], says)

@@ -14,10 +14,11 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
+from tests import tokenizers
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
 from theodolite.corpus import cutting, documents
@@ -41,17 +42,7 @@ def plain() -> PreTrainedTokenizerFast:
 
 def framed(before: list[str], after: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of letters that puts special tokens before and after."""
-    tokens = [*SPECIAL, "<s>", "</s>", *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    around = [(token, tokens.index(token)) for token in before + after]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=" ".join([*before, "$A", *after]), special_tokens=around
-    )
-    tokenizer.add_special_tokens([*SPECIAL, "<s>", "</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", bos_token="<s>"
-    )
+    return tokenizers.framed([*SPECIAL, "<s>", "</s>", *WORDS], before, after)
 
 
 def ids(tokenizer: Callable, text: str) -> list[int]:
@@ -102,13 +93,9 @@ def test_short_documents_are_packed_by_label_with_the_end_of_text_between(plain)
         ids(plain, "xy") + end + ids(plain, "zw"),
     ]
     assert [corpus.label_names[label] for label in corpus.labels] == ["one", "one", "two"]
-
-
-def test_texts_without_labels_have_none(plain: PreTrainedTokenizerFast) -> None:
-    corpus = Corpus.from_texts(["abcdef", "gh", "ij"], plain, 5)
-    assert corpus.labels.tolist() == [-1, -1]
-    assert corpus.label_names == []
-    assert corpus.contexts[1].tolist() == [*ids(plain, "gh"), plain.eos_token_id, *ids(plain, "ij")]
+    without = Corpus.from_texts(["abcdef", "gh", "ij"], plain, 5)
+    assert (without.labels.tolist(), without.label_names) == ([-1, -1], [])
+    assert without.contexts[1].tolist() == ids(plain, "gh") + end + ids(plain, "ij")
 
 
 @pytest.mark.parametrize(
@@ -329,6 +316,8 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
             "no labels: leave out --per-label, or",
         ),
         (lambda t: make_corpus("random", t, 8, per_label=2), "random has no labels: leave out --per-label"),
+        (lambda t: make_corpus("addition", t, 34), "use a --length from 4 to 33"),
+        (lambda t: make_corpus("addition", character_tokenizer("0123456789", 33), 33), "one token per char"),
         (lambda t: make_corpus(None, t, 8, columns=Columns(rows=True)), "no table: leave out --label-rows"),
         (lambda t: make_corpus("hf:nobody/nothing", t, 8), "without a network, give a folder"),
         (lambda t: make_corpus("hf:", t, 8), "does not name a dataset"),
@@ -554,11 +543,3 @@ def test_additions_are_whole_at_full_length_and_cut_below() -> None:
     texts = [tokenizer.decode(row) for row in make_corpus("addition", tokenizer, 24, 50).contexts]
     assert {len(text) for text in texts} == {24}
     assert len({text.index("+") for text in texts}) > 3
-
-
-def test_additions_need_a_token_a_character_and_room() -> None:
-    """Oracle: the words."""
-    with pytest.raises(UsageError, match="use a --length from 4 to 33"):
-        make_corpus("addition", character_tokenizer(CHARACTERS, 33), 34)
-    with pytest.raises(UsageError, match="one token per character"):
-        make_corpus("addition", character_tokenizer("0123456789", 33), 33)

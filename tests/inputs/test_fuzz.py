@@ -21,7 +21,7 @@ from tests.checkpoints import byte_tokenizer
 from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.passes.run import TABLES, Run
+from theodolite.passes.run import SCHEMA_VERSION, TABLES, Run
 
 TOKENIZER = byte_tokenizer()
 few = settings(
@@ -70,7 +70,11 @@ def test_tables_come_back_as_they_were(rows: list[tuple[str, float]], name: str,
     table = table.assign(**places, received=0.0, sink=False)
     tables = dict.fromkeys(TABLES, pd.DataFrame())
     tables |= {"examples": table, "heads": pd.DataFrame({"layer": [0], "head": [0], "entropy": [value]})}
-    provenance = {"schema_version": 3, "model": {"id": name, "layers": 1, "heads": 1}, "seed": value}
+    provenance = {
+        "schema_version": SCHEMA_VERSION,
+        "model": {"id": name, "layers": 1, "heads": 1},
+        "seed": value,
+    }
     run = Run(**tables, arrays={"x": torch.tensor([value])}, provenance=provenance)
     with tempfile.TemporaryDirectory() as place:
         loaded = Run.load(run.save(Path(place) / "run").folder)

@@ -13,7 +13,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES, TABLES_TITLE, Run, run_into
-from theodolite.system.checksums import read_checked, write_checked
+from theodolite.system.files import read_checked, write_checked
 from theodolite.system.progress import Progress
 
 NAMES = ["first", "second", "third"]

@@ -15,7 +15,10 @@ from theodolite.passes.run import TABLES, Run
 
 
 def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
-    """Oracle: the tables and arrays themselves. What only some texts and models have is declared, too."""
+    """Oracle: the tables and arrays themselves; what the package sums by itself is in every survey.
+
+    What only some texts and models have is declared, too.
+    """
     surveyed, traced = Run.load(surveyed), Run.load(traced)
     tables = {name: getattr(surveyed, name) for name in TABLES if name != "traces"}
     tables |= {"traces": traced.traces, TRACED_HEADS: traced.heads}
@@ -29,6 +32,9 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
     assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays())
+    for measure in catalogue.own_extra():
+        for column in measure.declared:
+            assert getattr(surveyed, column.table)[column.name].notna().all(), column
 
 
 def test_a_module_that_is_added_is_found(tmp_path):

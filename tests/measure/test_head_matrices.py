@@ -81,41 +81,28 @@ def test_panels_add_up_and_so_do_their_shares(opened, raw):
         assert panels[name].share == pytest.approx(share, abs=1e-5)
 
 
-def test_mean_and_bias_go_with_what_is_on_the_other_side(opened):
-    """Oracle: the 25 matrices added up by hand, rows less their means over the keys seen."""
-    split = _split(opened("gpt2"))
-    logits = split.logits_of(2)[0].numpy()[:, :, 1:, 1:]
-    later = np.triu(np.ones((LENGTH - 1, LENGTH - 1), dtype=bool), 1)
-    panels = by_name(head_matrices(split, 2))
-    pos, cvec, none = [1], [2, 3], [0, 4]
-    sides = {"position": [(pos, pos), (pos, none), (none, pos)], "constant": [(none, none)]}
-    sides["context"] = [(cvec, cvec), (cvec, none), (none, cvec)]
-    for name, pairs in sides.items():
-        whole = sum(logits[a, b] for left, right in pairs for a in left for b in right)
-        seen = np.where(later, np.nan, whole)
-        expected = seen - np.nanmean(seen, axis=1, keepdims=True)
-        np.testing.assert_allclose(panels[name].values, expected, atol=1e-10)
-
-
-def test_raw_panels_are_sums_of_the_finest_constituents(opened):
-    """Oracle: the 25 matrices added up by hand, the mean apart and within pos."""
+def test_panels_are_sums_of_the_finest_constituents(opened):
+    """Oracle: the 25 matrices added up by hand: raw with the mean apart or within pos; else with mean and bias beside
+    what is on the other side, rows less their means over the keys seen."""
     split = _split(opened("gpt2"))
     logits = split.logits_of(2)[0].numpy()
-    mean, pos, ctx, resid, bias = range(5)
-    apart = by_name(head_matrices(split, 2, first=0, raw=True))
     within = split.coarse({"constant": ("bias",), "pos": ("mean", "pos"), "cvec": ("ctx", "resid")})
-    within = by_name(head_matrices(within, 2, first=0, raw=True))
     hidden = np.triu(np.ones((LENGTH, LENGTH), dtype=bool), 1)
-
-    def added(queries: list[int], keys: list[int]) -> np.ndarray:
-        return np.where(hidden, np.nan, sum(logits[a, b] for a in queries for b in keys))
-
-    np.testing.assert_allclose(apart["pos-cvec"].values, added([pos], [ctx, resid]), atol=1e-12)
-    np.testing.assert_allclose(within["pos-pos"].values, added([mean, pos], [mean, pos]), atol=1e-12)
-    np.testing.assert_allclose(within["cvec-pos"].values, added([ctx, resid], [mean, pos]), atol=1e-12)
-    every = list(range(5))
-    with_bias = added([bias], every) + added([mean, pos, ctx, resid], [bias])
-    np.testing.assert_allclose(within["constant"].values, with_bias, atol=1e-12)
+    mean_pos, pos, cvec, none, bias, rest, every = [0, 1], [1], [2, 3], [0, 4], [4], [0, 1, 2, 3], range(5)
+    for of, first, raw, sides in (
+        (split, 0, True, {"pos-cvec": [(pos, cvec)]}),
+        (within, 0, True, {"pos-pos": [(mean_pos, mean_pos)], "cvec-pos": [(cvec, mean_pos)]}),
+        (within, 0, True, {"constant": [(bias, every), (rest, bias)]}),
+        (split, 1, False, {"position": [(pos, pos), (pos, none), (none, pos)], "constant": [(none, none)]}),
+        (split, 1, False, {"context": [(cvec, cvec), (cvec, none), (none, cvec)]}),
+    ):
+        panels = by_name(head_matrices(of, 2, first=first, raw=raw))
+        for name, pairs in sides.items():
+            whole = sum(logits[a, b] for left, right in pairs for a in left for b in right)
+            expected = np.where(hidden, np.nan, whole)[first:, first:]
+            if not raw:
+                expected -= np.nanmean(expected, axis=1, keepdims=True)
+            np.testing.assert_allclose(panels[name].values, expected, atol=1e-10 if not raw else 1e-12)
 
 
 def test_at_most_128_positions_from_the_first_one_are_given():

@@ -15,7 +15,7 @@ from tests.attention.test_catches import random_catches, sums_of_squares
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
 from theodolite.attention.catches import Catches
 from theodolite.measure.ratios import difference, ratio
-from theodolite.measure.tags import Written, traced_heads, traces, written
+from theodolite.measure.tags import traced_heads, traces, written
 
 LENGTH, WIDTH, D = 20, 4, 10
 W_O = torch.randn(2, WIDTH, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -52,7 +52,7 @@ def summed(contexts: list[Context], into: Tags | None = None, numbers: Sequence[
 
 def tables(tags: Tags, contexts: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Both tables."""
-    through = Written(**written(tags.state(), 0, W_O))
+    through = written(tags.state(), 0, W_O)
     table, _ = traces(tags.state(), through, contexts, LENGTH, str)
     heads, _ = traced_heads(tags.state(), through, contexts)
     return table, heads
@@ -63,7 +63,7 @@ def test_chance_is_the_mean_over_random_groupings():
     generator = np.random.default_rng(1)
     contexts = [one_context(seed, signal=1.0) for seed in range(3)]
     state = summed(contexts).state()
-    _, arrays = traced_heads(state, Written(**written(state, 0, W_O)), 3)
+    _, arrays = traced_heads(state, written(state, 0, W_O), 3)
     heads = tables(summed(contexts), 3)[1]
     for head in (0, 1):
         draws = np.empty((400, 2))

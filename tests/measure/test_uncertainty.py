@@ -15,11 +15,11 @@ from theodolite.measure.geometry import geometry
 from theodolite.measure.outliers import outliers_table
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.measure.uncertainty import (
-    Grouped,
     array_errors,
     balanced_halves,
     half_sample_error,
     standard_errors,
+    statistics,
 )
 
 CONTEXTS, LENGTH, WIDTH = 64, 18, 12
@@ -90,13 +90,13 @@ def test_every_half_has_the_numbers_of_its_contexts_alone():
     h[0, 5, 4, 2], h[1, 40, 0, 3] = 5e3, -9e3  # massive activations
     labels = torch.arange(CONTEXTS) % 5
     (means, _, sketches, outliers), sample, _ = states(h, batch=11)
-    grouped = Grouped(means, sketches, outliers, sample, labels, labels.expand(2, -1))
+    known = means, sketches, outliers, sample, labels, labels
     for half in balanced_halves()[[0, 5, 9]]:
         inside = (half[torch.arange(CONTEXTS) // 8] > 0).numpy()
         kept = dense.Dense(h.double().numpy()[:, inside], np.empty(0), np.empty(0))
         expected = dense.layer_columns(kept, labels[inside].numpy())
         for layer in range(2):
-            got = grouped.statistics(layer, half[None])[0]
+            got = statistics(*known, layer, half[None])[0]
             for name, values in expected.items():
                 scale = 2 if name.startswith("massive") else 1
                 assert got[name] == pytest.approx(scale * values[layer], rel=2e-5, abs=1e-6, nan_ok=True), (
@@ -112,9 +112,9 @@ def test_all_groups_together_have_the_numbers_of_the_table(shape):
     (means, moments, sketches, outliers), sample, _ = states(h)
     found = geometry(means, moments, outliers, sample, labels)
     columns = {name: values for name, values in found.items() if isinstance(values, list) and name != "layer"}
-    grouped = Grouped(means, sketches, outliers, sample, labels, found["context_cluster"])
     for layer in range(2):
-        got = grouped.statistics(layer, torch.ones(1, 8, dtype=torch.float64))[0]
+        known = means, sketches, outliers, sample, labels, found["context_cluster"][layer]
+        got = statistics(*known, layer, torch.ones(1, 8, dtype=torch.float64))[0]
         assert got.keys() == columns.keys()
         for name, values in columns.items():
             if "random" not in name:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from base64 import b64decode
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import theodolite_papers
 from tests.papers.shared import answers
 from tests.report.drawn import drawn
 from tests.report.synthetic import make_run, weights_only
@@ -29,12 +32,13 @@ from theodolite.judging import (
     most,
     untestable,
 )
+from theodolite.measure.head_roles import RETAINED
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.report import published
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite_papers.declarations import Declaration, declarations
-from theodolite_papers.experiment import Outcome, claims, share_of_heads
+from theodolite_papers.declarations import PAPERS, Declaration, declarations
+from theodolite_papers.experiment import Outcome, claims, criterion, share_of_heads
 from theodolite_papers.hidden_geometry.separation import gap_errors
 
 OF_THE_SURVEY = [
@@ -44,7 +48,7 @@ OF_THE_SURVEY = [
         *(f"figure{number}" for number in (1, 2, 3, 5, 7, 8, 24)),
     )
 ]
-FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.needs]
+FROM_THE_RUN = [experiment.name for experiment in OF_THE_SURVEY if "model" not in experiment.declared.needs]
 CLAIMS = claims(declarations()["geometry/claims"], OF_THE_SURVEY)
 
 
@@ -56,6 +60,7 @@ def changed(run: Run, **columns: object) -> Run:
 def test_every_verdict_carries_a_number_and_every_figure_its_caption(run, name):
     outcome = reproduce(name, run)
     assert outcome.verdicts or name == "geometry/theorem2"  # theory, whatever the run
+    assert not outcome.unjudged
     for verdict in outcome.verdicts:
         assert verdict.answer in (HOLDS, FAILS, UNDECIDED, UNTESTABLE)
         assert any(c.isdigit() for c in verdict.evidence) or "missing in this run" in verdict.evidence
@@ -277,10 +282,51 @@ def test_what_is_declared_is_there():
         assert (EXPERIMENTS[name].title, EXPERIMENTS[name].paper) == (of.title, of.paper)
         for caption in of.figures.values():
             assert caption.keys() - {"wide"} == {"title", "shows", "look_for", "source"}
-        for claim in of.claims.values():
-            parts = [part for part in claim.values() if isinstance(part, dict)] or [claim]
-            assert claim["claim"]
-            assert all(part["what"] and part["criterion"] in of.criteria for part in parts)
+
+
+@pytest.mark.parametrize("group", list(PAPERS))
+def test_what_is_claimed_is_judged_and_what_is_judged_is_claimed(group):
+    """Oracle: the code of the paper, which names every claim and every criterion that no claim has."""
+    experiments = [of for name, of in declarations().items() if name.startswith(f"{group}/")]
+    files = (Path(theodolite_papers.__file__).parent / PAPERS[group]).glob("*.py")
+    code = "".join(path.read_text(encoding="utf-8") for path in files)
+    used = set(re.findall(rf'criterion\("{group}/([\w-]+)"\)', code))
+    for of in experiments:
+        for name, claim in of.claims.items():
+            assert re.search(rf'"{name}[".]', code), f"{of.name} declares {name}, and nothing judges it"
+            parts = [part for part in claim.values() if isinstance(part, dict)] or [{}]
+            for part in parts:
+                whole = {**claim, **part}
+                assert whole["claim"]
+                assert whole["what"]
+                used.add(whole["criterion"])
+    assert used == set(experiments[0].criteria)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("rank", max(max(row) for rows in published.RANK.values() for row in rows)),
+        ("stable-rank", max(max(row[1:]) for rows in published.STABLE_RANK.values() for row in rows)),
+        ("smooth", min(published.LOW_FREQUENCY_OTHER_TEXT.values())),
+        ("separation", np.nanmin([row.within[0] / row.between[0] for row in published.TABLE_1])),
+        ("clusters", np.nanmin([row.within[0] - row.between[0] for row in published.TABLE_1])),
+        ("rank-change", max(abs(row.rank[0] - row.trained_rank) for row in published.TABLE_2)),
+        ("retains", RETAINED),
+    ],
+)
+def test_limits_from_tables_are_those_of_the_tables(name, limit):
+    """Oracle: the published tables, each of whose rows holds by its own criterion."""
+    judged = criterion(f"geometry/{name}")
+    assert judged.limit == pytest.approx(limit)
+    assert judged.met(limit)
+
+
+def test_additions_are_rough_and_no_row_of_table_2_is():
+    """Oracle: the published shares of low frequencies."""
+    rough = criterion("geometry/unlike-language")
+    assert rough.met(published.LOW_FREQUENCY_ADDITION)
+    assert not rough.met(min(row.low_frequency for row in published.TABLE_2))
 
 
 def test_claims_are_judged_as_declared():
@@ -301,7 +347,7 @@ def test_claims_are_judged_as_declared():
     )
     outcome, estimate = Outcome(declared=declared), Estimate(1.0, 0.1, 8, "groups")
     low = Criterion("at most", 2.0, "Table 1")
-    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3)
+    judged = outcome.judge("rank", estimate, place="Fig. 1", layers=3, side="left")  # of the figure
     assert judged == judge("P has a low rank (Fig. 1)", "rank of 3", estimate, low)
     part = outcome.verdict("both.least", estimate, why="ours")
     alone = judge("Both", "the least", estimate, low)

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
+from tests.tokenizers import framed
 from theodolite import Corpus, constituents, open_model, survey, trace_sinks
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.piecewise import empirical_propagation
@@ -30,31 +31,16 @@ WORDS = [
     "[UNK]",
     "[CLS]",
     "[SEP]",
-    "gael",
-    "##ic",
-    "game",
-    "##s",
-    "as",
-    "through",
-    "express",
-    "##ed",
-    "a",
-    ",",
+    *["gael", "##ic", "game", "##s", "as", "through", "express", "##ed", "a", ","],
 ]
 
 
 def word_piece() -> PreTrainedTokenizerFast:
     """As BERT's: [CLS] in front, [SEP] behind."""
-    tokenizer = Tokenizer(
-        models.WordPiece({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokenizer.add_special_tokens(WORDS[:3])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    split = pre_tokenizers.BertPreTokenizer()
+    tokenizer = framed(WORDS, ["[CLS]"], ["[SEP]"], models.WordPiece, split)
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

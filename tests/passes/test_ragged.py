@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints, dense
+from tests.tokenizers import framed
 from theodolite import Corpus, open_model, survey, trace_sinks
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.corpus.special_tokens import trailing_special_tokens
@@ -33,13 +34,7 @@ FAMILIES = ["llama3", "bert"]
 def framed_tokenizer() -> PreTrainedTokenizerFast:
     """A letter a token, [CLS] (1) in front and [SEP] (2) behind."""
     tokens = ["[UNK]", "[CLS]", "[SEP]", *"abcdefghijk"]
-    tokenizer = Tokenizer(models.WordLevel({token: id for id, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokenizer.add_special_tokens(tokens[:3])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    return framed(tokens, ["[CLS]"], ["[SEP]"], split=pre_tokenizers.Split("", "isolated"))
 
 
 def drawn(vocabulary: int) -> list[torch.Tensor]:

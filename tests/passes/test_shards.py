@@ -141,15 +141,6 @@ def test_shards_that_are_none_are_refused(opened, corpus, tmp_path):
             survey(model, corpus, out, batch=BATCH, shard=shard)
     with pytest.raises(UsageError, match="say which, the same for all shards"):
         survey(model, corpus, shard=(1, 2))
-    for words, says in (
-        (["--shard", "3"], "--shard 3: give K/N"),
-        (["--shard", "3/2"], "--shard 3/2: give K/N"),
-        (["--shard", "1/2", "--ray"], "--ray: its workers share the text already: leave out --shard"),
-        (["--shard", "1/2", "--baseline", "untrained"], "leave out --baseline"),
-        (["other", "--shard", "1/2"], "leave out --shard"),
-    ):
-        status, _, errors = call("survey", "embedded", *words)
-        assert (status, says in errors) == (2, True), errors
 
 
 @pytest.mark.parametrize(("contexts", "batch"), [(27, 2), (1, 4), (8, 8), (100_000, 8), (4097, 4)])

@@ -15,10 +15,8 @@ from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system.progress import Progress
 
 
-def test_spectra_are_written_once(opened, tmp_path):
-    first = spectra(opened("gpt2"), tmp_path / "run")
-    again = spectra(opened("gpt2"), tmp_path / "run")
-    assert again.heads.equals(first.heads)
+def test_spectra_are_of_one_model_and_replace_nothing(opened, tmp_path):
+    spectra(opened("gpt2"), tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run of another model"):
         spectra(opened("llama2"), tmp_path / "run")
     (tmp_path / "other").mkdir()

@@ -29,7 +29,7 @@ from theodolite.prune import Pruned, load_factored, oats, prune_model
 from theodolite.report.content import text_line
 from theodolite.report.pruned_model import pruned_outcome
 from theodolite.sinks import interventions
-from theodolite.system.checksums import write_checked
+from theodolite.system.files import write_checked
 
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6

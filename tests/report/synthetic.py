@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
-from theodolite.passes.run import Run
+from theodolite.passes.run import SCHEMA_VERSION, Run
 
 HOSTILE = ["<script>alert(1)</script>", "</script>", "<!--", "\"quoted\" & 'single'", "%{x}<b>bold</b>"]
 HOSTILE += ["\u202eevil", "zero\u200bwidth", "line\nend", "\x00\x1b[31m", "\u2028", "שלום"]
@@ -313,7 +313,7 @@ def _examples(generator: np.random.Generator, length: int) -> pd.DataFrame:
 
 def _provenance(blocks, heads, length, width, head_width, contexts):
     return {
-        "schema_version": 2,
+        "schema_version": SCHEMA_VERSION,
         "versions": {"theodolite": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
         "model": {
             "id": "synthetic/<img src=x onerror=alert(1)>",

@@ -1,14 +1,31 @@
-"""Folders that are whole or not there, and folders that remember what they are for."""
+"""Folders that are whole or not there, files of which a changed byte is seen. Oracle: the bytes, one after another."""
+
+from __future__ import annotations
 
 import errno
 import json
 import math
+import struct
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from theodolite.errors import WorkError
-from theodolite.system.files import disk_errors, folder_written_atomically, json_text
+from theodolite.system.files import (
+    LONGEST_HEADERS,
+    CorruptFile,
+    check_headers,
+    disk_errors,
+    folder_written_atomically,
+    json_text,
+    read_checked,
+    read_json_checked,
+    write_checked,
+    write_json_checked,
+)
 
 
 def _write(folder, text, *, replace=False, fail=False):
@@ -79,3 +96,105 @@ def test_json_has_no_numbers_that_are_none():
         "n": True,
         "ä": None,
     }
+
+
+TENSORS = {
+    "numbers": torch.arange(12.0).view(3, 4).T,
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "one": torch.tensor(7, dtype=torch.int64),
+    "none": torch.empty(0, 5),
+    "flags": torch.tensor([True, False]),
+}
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write_checked(tmp_path / "a", TENSORS, {"step": 3, "of": [1, None]})
+    tensors, notes = read_checked(tmp_path / "a")
+    assert notes == {"step": 3, "of": [1, None]}
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+    write_checked(tmp_path / "b", dict(reversed(TENSORS.items())), {"step": 3, "of": [1, None]})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_every_changed_byte_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_checked(path, TENSORS, {"step": 3})
+    whole = path.read_bytes()
+    for place in range(0, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            tensors, notes = read_checked(path)
+        except CorruptFile:
+            continue
+        assert notes == {"step": 3}, place
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in TENSORS.items()), place
+    for cut in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CorruptFile):
+            read_checked(path)
+
+
+def test_files_without_a_checksum_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a", {"step": "5"})
+    with pytest.raises(CorruptFile, match="it has no checksum"):
+        read_checked(tmp_path / "a")
+
+
+def test_what_is_read_lies_where_torch_would_put_it(tmp_path: Path) -> None:
+    """Sums over misaligned numbers differ in their last bits: a run gone on with would not have the bytes of one."""
+    tensors = {"some": torch.randn(3), "more": torch.randn(40, 7)}
+    for length in range(0, 64, 8):  # of the header, which moves what follows it
+        write_checked(tmp_path / "file", tensors, {"note": "x" * length})
+        read, _ = read_checked(tmp_path / "file")
+        assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+        assert [tensor.data_ptr() % 64 for tensor in read.values()] == [0, 0]
+
+
+def test_a_header_far_too_long_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Oracle: the first eight bytes; what they announce is not there to be parsed."""
+    path = tmp_path / "a"
+    for length in (LONGEST_HEADERS + 1, 2**60):
+        path.write_bytes(struct.pack("<Q", length) + b" " * 100)
+        with pytest.raises(CorruptFile, match=r"a: its header would have [\d,]+ bytes"):
+            read_checked(path)
+    half = struct.pack("<Q", LONGEST_HEADERS // 2 + 1)
+    for name in ("b", "c"):
+        (tmp_path / name).write_bytes(half)
+    check_headers([tmp_path / "b"])
+    with pytest.raises(CorruptFile, match="c: its header"):
+        check_headers([tmp_path / "b", tmp_path / "c"])
+
+
+def test_every_changed_character_of_a_json_file_is_seen(tmp_path: Path) -> None:
+    """Oracle: what the file says, as JSON."""
+    path = tmp_path / "a.json"
+    write_json_checked(path, {"counts": {"of": 3, "nothing": float("nan")}, "name": "ä", "each": [1.5, None]})
+    whole = path.read_bytes()
+    values = read_json_checked(path)
+    assert values == {"counts": {"of": 3, "nothing": None}, "name": "ä", "each": [1.5, None]}
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            read = read_json_checked(path)
+        except CorruptFile:
+            continue
+        assert read == values, place
+    for text in ("", '{"bare": 1}', "[]", "7", "{", '{"a":' * 100_000, '{"sha256": 7}'):
+        path.write_text(text)
+        with pytest.raises(CorruptFile):
+            read_json_checked(path)
+
+
+def test_the_checksum_of_json_does_not_depend_on_how_long_the_work_took(tmp_path: Path) -> None:
+    texts = []
+    for seconds in (1.5, 2.5):
+        write_json_checked(tmp_path / "run.json", {"a": 1, "of": [{"wall_seconds": seconds}]})
+        assert read_json_checked(tmp_path / "run.json")["of"] == [{"wall_seconds": seconds}]
+        texts.append((tmp_path / "run.json").read_text().replace(str(seconds), ""))
+    assert texts[0] == texts[1]
+    (tmp_path / "run.json").write_text(texts[0].replace('"a": 1', '"a": 2').replace(": \n", ": 3\n"))
+    with pytest.raises(CorruptFile, match="was changed"):
+        read_json_checked(tmp_path / "run.json")

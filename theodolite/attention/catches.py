@@ -17,12 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
+from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, least_queries
-from theodolite.attention.summary import weights_and_rows
+from theodolite.attention.summary import summarise_in_blocks
 from theodolite.system.processor import parallel_map
-
-_FIELDS = ("head", "position", "received", "stretch", "caught", "seen", "of", "kept")
 
 LEARNED = -1
 """The position of a learned sink column, which is no token."""
@@ -54,19 +52,17 @@ class Catches:
 
     def to(self, device: torch.device) -> Catches:
         """Move all tensors to a device."""
-        return Catches(**{name: getattr(self, name).to(device) for name in _FIELDS})
+        return Catches(**{name: values.to(device) for name, values in vars(self).items()})
 
     @classmethod
     def joined(cls, some: Sequence[Catches]) -> Catches:
         """Concatenate the catches of several layers of one context."""
-        fields = {
-            name: torch.cat([getattr(catches, name).to(some[0].head.device) for catches in some])
-            for name in _FIELDS
-        }
-        before = torch.tensor([0, *(len(catches.kept) for catches in some[:-1])]).cumsum(0)
-        sizes = torch.tensor([len(catches.head) for catches in some])
-        fields["of"] += before.repeat_interleave(sizes).to(fields["of"].device)
-        return cls(**fields)
+        device, before = some[0].head.device, 0
+        rows = []
+        for catches in some:
+            rows.append(vars(catches.to(device)) | {"of": catches.of.to(device) + before})
+            before += len(catches.kept)
+        return cls(**{name: torch.cat([fields[name] for fields in rows]) for name in rows[0]})
 
 
 def attend_and_catch(
@@ -89,27 +85,22 @@ def attend_and_catch(
 
 
 def _of_one_context(inputs: AttentionInputs, stretches: bool, trailing: int) -> tuple[Tensor, Catches]:
-    _, heads, length, _ = inputs.query.shape
-    value = inputs.value
-    output = value.new_empty(1, length, heads, value.shape[-1])
-    mass = value.new_zeros(heads, length, dtype=torch.float64)
-    log_total = value.new_empty(heads, length, dtype=torch.promote_types(value.dtype, torch.float32))
-    catching = torch.zeros_like(mass)
-    for block in inputs.blocks():
-        weights, _, total, *_ = weights_and_rows(block.logits, inputs.sink)
-        summed = weigh(weights, value[:, :, block.first : block.last])
-        output[:, block.start : block.stop] = summed.transpose(1, 2)
-        mass[:, block.first : block.last] += weights[0].sum(dim=-2)
-        # A query that sees nothing pays nothing: e^{logit − ∞}.
-        log_total[:, block.start : block.stop] = total[0].masked_fill(total[0] == -torch.inf, torch.inf)
-        if stretches:
-            paid, key = weights[0].max(dim=-1)
-            key += block.first
-            not_itself = key != torch.arange(block.start, block.stop, device=key.device)
-            catching.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
+    heads, length = inputs.query.shape[1:3]
+    catching = torch.zeros(heads, length, dtype=torch.float64, device=inputs.value.device)
+
+    def count(start: int, first: int, head: int, weights: Tensor) -> None:
+        paid, key = weights[0].max(dim=-1)
+        key += first
+        not_itself = key != torch.arange(start, start + key.shape[1], device=key.device)
+        part = catching[head : head + len(key)]
+        part.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
+
+    summary = summarise_in_blocks(inputs, visit=count if stretches else None)
+    # A query that sees nothing pays nothing: e^{logit − ∞}.
+    log_total = summary.log_sum_exp[0].masked_fill(summary.log_sum_exp[0] == -torch.inf, torch.inf)
+    received = ReceivedAttention.of(inputs, summary.mass)
     stretch = catching >= least_queries(length)
-    received = ReceivedAttention.of(inputs, mass[None])
-    return output, _catches(inputs, received, stretch, log_total, trailing)
+    return summary.output, _catches(inputs, received, stretch, log_total, trailing)
 
 
 def _catches(

@@ -115,7 +115,7 @@ def evaluate_command(
 
         from theodolite.evaluate.command import Questions, evaluate, parse_shots
         from theodolite.evaluate.scores import Evaluation
-        from theodolite.passes.provenance import describe_model, versions
+        from theodolite.passes.run import describe_model, versions
 
         asked = Questions(
             tuple(task or ()),

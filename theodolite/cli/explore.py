@@ -20,7 +20,7 @@ from theodolite.cli.options import Model, Opening, Text, contexts_help, short_na
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
-from theodolite.system.interrupt import interruptible
+from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [defa
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only the tables, as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
 
 
 @dataclass(frozen=True)

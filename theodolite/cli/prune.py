@@ -196,7 +196,7 @@ def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
     from theodolite.report.pruned_model import PRUNING, pruned_outcome, short_of_tokens
     from theodolite.report.terminal import show_outcome
-    from theodolite.system.checksums import read_json_checked
+    from theodolite.system.files import read_json_checked
     from theodolite.system.wording import counted, listed
 
     left = pruned.provenance["pruning"]["left_dense"]

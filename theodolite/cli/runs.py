@@ -28,7 +28,7 @@ def runs_command(
     folder: Annotated[
         Path, typer.Argument(help="Folder whose subfolders are runs.", show_default=True)
     ] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the runs, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: kind, model, text, date, and every option that is not the same in all of them.
 
@@ -145,7 +145,7 @@ def exclude_command(
             help="Least share of contexts (sinks, massive activations) or tokens (outliers) for a rule."
         ),
     ] = 0.01,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the rules, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation or pruning.
 

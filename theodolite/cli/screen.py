@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from theodolite.errors import TheodoliteError, UsageError, first_line
 from theodolite.system.files import json_text
-from theodolite.system.interrupt import STOPPING, ended_as_by_ctrl_c, interruptible
+from theodolite.system.progress import STOPPING, ended_as_by_ctrl_c, interruptible
 
 screen = Console(stderr=True)
 _tracebacks = False

@@ -35,8 +35,7 @@ from theodolite.passes.corpus_pass import (
     perplexity_of,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.passes.run import Run, run_into
+from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.report.data import evenly
 from theodolite.system.progress import ShowStage

@@ -19,8 +19,13 @@ from scipy import stats
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, Steps
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
-from theodolite.system.checksums import CorruptFile, json_digest, read_json_checked, write_json_checked
-from theodolite.system.files import disk_errors
+from theodolite.system.files import (
+    CorruptFile,
+    disk_errors,
+    json_digest,
+    read_json_checked,
+    write_json_checked,
+)
 from theodolite.system.progress import ShowStage
 
 Z95 = 1.96

@@ -21,15 +21,19 @@ from typing import Any
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.system.checksums import (
+from theodolite.system.files import (
+    TEMPORARY,
     CorruptFile,
+    check_target,
+    disk_errors,
+    locked,
     read_checked,
     read_json_checked,
     read_notes_checked,
+    write_atomically,
     write_checked,
     write_json_checked,
 )
-from theodolite.system.files import TEMPORARY, check_target, disk_errors, locked, write_atomically
 from theodolite.system.run_folders import differences
 
 Tensors = dict[str, Tensor]

@@ -25,11 +25,7 @@ STARTS = 10
 """Seeded starts of k-means, of which the tightest clustering is taken."""
 
 _cluster = partial(
-    Column,
-    "layers",
-    source=f"{SONG}, claim 2 of section 2; the index is ours",
-    range=BALANCE,
-    error=HALVES,
+    Column, "layers", source=f"{SONG}, claim 2 of section 2; the index is ours", range=BALANCE, error=HALVES
 )
 CLUSTER_COLUMNS = (
     _cluster(
@@ -55,11 +51,7 @@ def clusters(
     labels: Int[Tensor, " sampled"],
     start: Int[Tensor, " sampled"] | None = None,
 ) -> tuple[dict[str, float], Int[Tensor, " sampled"]]:
-    """Silhouette of the labels, and agreement of k-means with them.
-
-    Over contexts whose label at least one other kept context has; `silhouette` is the mean silhouette of the labels
-    themselves by cosine distance, in [−1, 1]; `cluster_ari` the adjusted Rand index between the labels and k-means
-    of the directions with as many clusters as labels (1: the same grouping, 0: as by chance).
+    """The silhouette of the labels and the agreement of k-means with them, by the definitions of `CLUSTER_COLUMNS`.
 
     Args:
         ctx: context vectors, (S, d).
@@ -67,7 +59,8 @@ def clusters(
         start: a clustering to start from, as returned for more contexts than these; None: `STARTS` seeded starts.
 
     Returns:
-        The two numbers, NaN with fewer than two such labels; and each context's cluster, −1 for those left out.
+        The two numbers, NaN with fewer than two labels that contexts share; and each context's cluster, −1 for those
+        left out.
     """
     # A tenth of every start, if it were on top.
     from sklearn.metrics import adjusted_rand_score, silhouette_score

@@ -78,8 +78,7 @@ class Constituents:
     @property
     def logits(self) -> Float64[Tensor, "*contexts heads query_parts key_parts queries keys"]:
         """([contexts,] heads, parts, parts, positions, positions): query part, key part, query, key."""
-        every = [self._logits_of(head) for head in range(self.query.shape[2])]
-        return self._squeezed(torch.stack(every, dim=1))
+        return self._squeezed(torch.einsum("achid,bchjd->chabij", self.query, self.key) * self.inputs.scaling)
 
     def logits_of(self, head: int) -> Float64[Tensor, "*contexts query_parts key_parts queries keys"]:
         """Constituents of one head: ([contexts,] parts, parts, positions, positions)."""
@@ -87,30 +86,23 @@ class Constituents:
             raise UsageError(
                 f"head {head} does not exist: this layer has heads 0 to {self.query.shape[2] - 1}"
             )
-        return self._squeezed(self._logits_of(head))
-
-    def _logits_of(self, head: int) -> Tensor:
         query, key = self.query[:, :, head], self.key[:, :, head]
-        return torch.einsum("acid,bcjd->cabij", query, key) * self.inputs.scaling
+        return self._squeezed(torch.einsum("acid,bcjd->cabij", query, key) * self.inputs.scaling)
 
     @property
     def additive(self) -> Float64[Tensor, "*contexts heads queries keys"]:
         """What is added to a logit whatever query and key are: ([contexts,] heads, positions, positions)."""
-        return self._squeezed(self._additive())
-
-    def _additive(self) -> Tensor:
         _, contexts, heads, length, _ = self.query.shape
         bias = self.inputs.bias
-        if bias is None:
-            return self.query.new_zeros(1).expand(contexts, heads, length, length)
-        return bias.to(self.query).expand(contexts, heads, length, length)
+        values = self.query.new_zeros(1) if bias is None else bias.to(self.query)
+        return self._squeezed(values.expand(contexts, heads, length, length))
 
     @property
     def total(self) -> Float64[Tensor, "*contexts heads queries keys"]:
         """The model's own logits, before a cap: ([contexts,] heads, positions, positions)."""
         query, key = self.inputs.query.to(self.query), self.inputs.key.to(self.query)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        return self._squeezed(query @ key.transpose(-1, -2) * self.inputs.scaling + self._additive())
+        return self._squeezed(query @ key.transpose(-1, -2) * self.inputs.scaling) + self.additive
 
     @property
     def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:

@@ -123,18 +123,8 @@ def _single_head(split: Constituents, head: int, context: int) -> Constituents:
         raise UsageError(
             f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
         )
-    inputs, own = chosen_heads(split.inputs, [head]), slice(context, context + 1)
-
-    def of_context(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return tensor if tensor is None or len(tensor) == 1 else tensor[own]
-
-    inputs = replace(
-        inputs,
-        query=inputs.query[own].double(),
-        key=inputs.key[own].double(),
-        value=inputs.value[own],
-        mask=of_context(inputs.mask),
-        bias=of_context(inputs.bias),
-    )
+    own = slice(context, context + 1)
+    inputs = chosen_heads(split.inputs, [head]).of_contexts(own)
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     query, key = (side[:, own, head : head + 1] for side in (split.query, split.key))
     return replace(split, query=query, key=key, inputs=inputs)

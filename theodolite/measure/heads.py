@@ -160,9 +160,7 @@ def induction_columns(patterns: State) -> dict[str, list[float]]:
         "entropy_by_position", "(L, H, T)", "Mean attention entropy of the queries at each position, in nats."
     ),
     Array(
-        "propagation_by_position",
-        "(L, H, T)",
-        "Measured ρ of the last query; NaN where it never sees the key.",
+        "propagation_by_position", "(L, H, T)", "Measured ρ of the last query; NaN: it never sees the key."
     ),
     Array(
         "received_by_position", "(L, H, T)", "Mean attention that each key gets from the queries that see it."

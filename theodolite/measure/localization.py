@@ -217,16 +217,10 @@ def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, lis
 @gives(
     *_OF_WEIGHTS,
     *_OF_DATA,
-    Array(
-        "spectrum",
-        "(L, H, d_h, 2)",
-        "Eigenvalues of W_QK, real and imaginary parts; the other d − d_h are 0.",
-    ),
+    Array("spectrum", "(L, H, d_h, 2)", "Eigenvalues of W_QK, real and imaginary parts; d − d_h more are 0."),
     Array("spectrum_data", "(L, H, d_h, 2)", "The same of W_QK Σ̂."),
     Array(
-        "propagation_predicted",
-        "(L, H, T)",
-        "ρ of a random walk at finite T, from W_QK's exact first two moments.",
+        "propagation_predicted", "(L, H, T)", "ρ of a random walk at finite T, from W_QK's first two moments."
     ),
     Array("propagation_predicted_data", "(L, H, T)", "The same from W_QK Σ̂."),
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
@@ -89,34 +88,19 @@ def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Written:
-    """What sinks and heads write into the residual stream, in float64.
-
-    Attributes:
-        direction, value: each sink's tag and value vector through W_O.
-        direction_se: how far sampling over contexts moves each direction's unit vector, root mean square.
-        by_group: sums that are along the direction of `STRONGEST` sinks in each group of contexts, and `by_group_row`,
-            which sinks these are.
-        principal, principal_share: the leading direction of each head's output, and its share of the variance.
-    """
-
-    direction: Float[Tensor, "sinks width"]
-    direction_se: Float[Tensor, " sinks"]
-    by_group: Float[Tensor, "strongest groups width"]
-    by_group_row: Int[Tensor, " strongest"]
-    value: Float[Tensor, "sinks width"]
-    principal: Float[Tensor, "heads width"]
-    principal_share: Float[Tensor, " heads"]
-
-
 def layers_with_sinks(state: State) -> list[int]:
     """Whose W_O `written` is given, in order; layer 0 where no layer has a sink, for the shapes of nothing."""
     return state["by_head.keys"][:, 0].long().unique().tolist() or [0]
 
 
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
-    """What the sinks and heads of one layer write: the tensors of `Written`, those of all layers one after another."""
+    """What the sinks and heads of one layer write into the residual stream, float64; layers are joined along rows.
+
+    direction, value (sinks, d): each sink's tag and value vector through W_O; direction_se (sinks): how far sampling
+    over contexts moves each direction's unit vector, root mean square; by_group (≤ 64, G, d): sums that are along the
+    direction of `STRONGEST` sinks in each group of contexts, and by_group_row, which sinks these are; principal
+    (heads, d), principal_share (heads): the leading direction of each head's output, and its share of the variance.
+    """
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
     sums = torch.stack([sinks["difference"].sum(dim=1), sinks["value"]])
@@ -212,7 +196,7 @@ _trace = partial(Column, "traces")
     *_release_arrays("", "rows of traces"),
 )
 def traces(
-    state: State, written: Written, contexts: int, length: int, text: Callable[[int], str]
+    state: State, written: State, contexts: int, length: int, text: Callable[[int], str]
 ) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows."""
     sums = part_of(state, "by_sink")
@@ -220,7 +204,7 @@ def traces(
     layer, head, kind, token = keys.T
     columns_of_tags, arrays = _tagged(sums)
     sinks = sums["sinks"]
-    direction = written.direction
+    direction = written["direction"]
     caught = sums["caught"] / (contexts * (length - 1))
     columns = {
         "layer": layer,
@@ -237,8 +221,8 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": written.direction_se if contexts >= GROUPS else torch.full_like(sinks, torch.nan),
-        "alignment": _cosine(direction, written.value),
+        "direction_se": written["direction_se"] if contexts >= GROUPS else torch.full_like(sinks, torch.nan),
+        "alignment": _cosine(direction, written["value"]),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
         "tagged": caught * columns_of_tags["tag"],
@@ -248,10 +232,10 @@ def traces(
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
     sorted_arrays = {name: values[order] for name, values in arrays.items()}
-    place = torch.full_like(order, len(written.by_group))
-    place[written.by_group_row] = torch.arange(len(written.by_group))
-    none = written.by_group.new_full((1, *written.by_group.shape[1:]), torch.nan)
-    by_group = torch.cat([written.by_group, none])[place[order[:STRONGEST]]]
+    place = torch.full_like(order, len(written["by_group"]))
+    place[written["by_group_row"]] = torch.arange(len(written["by_group"]))
+    none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
+    by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
     directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.float()}
     return table.reset_index(drop=True), directions | sorted_arrays
 
@@ -267,7 +251,7 @@ def traces(
     *_release_arrays("head_", "rows of heads"),
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
-def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """One row a head that has a sink anywhere, and the arrays of these rows.
 
     η² is of the whole grouping: the tokens of each sink, and those that none caught.
@@ -281,10 +265,10 @@ def traced_heads(state: State, written: Written, contexts: int) -> tuple[pd.Data
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
         **columns_of_tags,
-        "principal_share": written.principal_share,
+        "principal_share": written["principal_share"],
     }
     of_heads = {f"head_{name}": values for name, values in arrays.items()}
-    return table_of(columns), of_heads | {"principal_direction": written.principal.float()}
+    return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
 
 
 def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

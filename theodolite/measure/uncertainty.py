@@ -7,9 +7,7 @@ its own.
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -89,13 +87,13 @@ def standard_errors(
     Returns:
         NaN in every row with fewer than eight contexts, and where a half has no such number.
     """
-    grouped = Grouped(means, sketches, outliers, sample, labels, context_cluster, leading, grid)
     halves = balanced_halves()
     # Below eight contexts some groups are empty: the names are still those of a row, the numbers none.
     drawn = halves if len(sample.slot) >= GROUPS else torch.ones(1, GROUPS, dtype=torch.float64)
     columns: Columns = {}
     for layer in range(len(means["contexts"])):
-        rows = grouped.statistics(layer, drawn)
+        known = means, sketches, outliers, sample, labels, context_cluster[layer]
+        rows = statistics(*known, layer, drawn, leading, grid)
         table = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
         errors = half_sample_error(table) if len(drawn) > 1 else torch.full_like(table[0], math.nan)
         for name, error in zip(rows[0], errors.tolist(), strict=True):
@@ -189,69 +187,62 @@ def leading_directions(
     return start @ torch.linalg.svd(matrix @ start, full_matrices=False).Vh.T
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """What the accumulators hold by group, and the numbers of any selection of groups.
+def statistics(
+    means: State,
+    sketches: State,
+    outliers: State,
+    sample: Sample,
+    labels: Int[Tensor, " sampled"],
+    found: Int[Tensor, " sampled"],
+    layer: int,
+    halves: Float[Tensor, "halves groups"],
+    leading: int = 1,
+    grid: Grid | None = None,
+) -> list[dict[str, float]]:
+    """Every column of one layer, for each row of weights 0 and 1 of the groups; arguments as of `standard_errors`.
 
     The definitions are those of `geometry`; singular values come from the smaller Gram matrix, which is several
     times faster and loses only those below 1e-8 of the largest, and cosines are taken in float32.
     """
+    end = positions_read(means)
+    groups = Groups(len(sample.slot)).of(sample.kept)
+    context_means, tokens = means["context_mean"][layer], means["context_tokens"][layer]
+    most = min(end - leading, context_means.shape[1])
 
-    means: State
-    sketches: State
-    outliers: State
-    sample: Sample
-    labels: Int[Tensor, " sampled"]
-    found: Int[Tensor, "layers sampled"]
-    leading: int = 1
-    grid: Grid | None = None
-
-    def statistics(self, layer: int, halves: Float[Tensor, "halves groups"]) -> list[dict[str, float]]:
-        """Every column of one layer, for each row of weights 0 and 1 of the groups."""
-        rows, squares = zip(
-            *parallel_map(functools.partial(self._statistics, layer), list(halves)), strict=True
-        )
-        ranks = _screenot_ranks(torch.stack(squares).sqrt(), self.means["position_sum"][layer, 0, self._kept])
-        return [{"rank": rank} | row for rank, row in zip(ranks, rows, strict=True)]
-
-    def _statistics(
-        self, layer: int, chosen: Float[Tensor, " groups"]
-    ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
+    def of_half(chosen: Float[Tensor, " groups"]) -> tuple[dict[str, float], Tensor]:
         """All columns but the rank, and the squares of the positional basis' singular values."""
-        contexts = chosen @ self.means["contexts"][layer]
         sums, readers = (
-            torch.tensordot(chosen, self.means[name][layer], dims=1) for name in ("position_sum", "readers")
+            torch.tensordot(chosen, means[name][layer], dims=1) for name in ("position_sum", "readers")
         )
-        groups = Groups(len(self.sample.slot)).of(self.sample.kept)
-        kept, labels = chosen[groups] > 0, self.labels[chosen[groups] > 0]
-        context_mean, tokens = (self.means[name][layer, kept] for name in ("context_mean", "context_tokens"))
-        _, pos, ctx = decomposed(sums, readers, context_mean, tokens, slice(self.leading, len(sums)))
+        kept = chosen[groups] > 0
+        text = slice(leading, len(sums))
+        _, pos, ctx = decomposed(sums, readers, context_means[kept], tokens[kept], text)
         # Where all contexts of a half are short, it has the first positions only.
-        kept_by_half = slice(self._kept.start, min(self._kept.stop, int((readers > 0).sum())))
-        p = pos[kept_by_half]
-        row, squares = positional(p, readers[kept_by_half], self._largest(layer, chosen), self.grid)
-        most = min(self._kept.stop - self._kept.start, p.shape[1])
-        squares = functional.pad(squares, (0, most - len(squares)))
-        row |= contextual(p.float(), ctx.float(), labels)
+        reached = slice(leading, min(end, int((readers > 0).sum())))
+        largest = _largest({name: values[layer] for name, values in sketches.items()}, chosen)
+        row, squares = positional(pos[reached], readers[reached], largest, grid)
+        row |= contextual(pos[reached].float(), ctx.float(), labels[kept])
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
-        row |= stream(self.means, self.outliers, layer, chosen, self.leading)
+        row |= stream(means, outliers, layer, chosen, leading)
+        contexts = means["contexts"][layer]
         for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
-            row[name] *= float(self.means["contexts"][layer].sum() / contexts)
-        return row | clusters(ctx, labels, self.found[layer, kept])[0], squares
+            row[name] *= float(contexts.sum() / (chosen @ contexts))
+        row |= clusters(ctx, labels[kept], found[kept])[0]
+        return row, functional.pad(squares, (0, most - len(squares)))
 
-    @property
-    def _kept(self) -> slice:
-        return slice(self.leading, positions_read(self.means))
+    rows, squares = zip(*parallel_map(of_half, list(halves)), strict=True)
+    ranks = _screenot_ranks(torch.stack(squares).sqrt(), means["position_sum"][layer, 0, leading:end])
+    return [{"rank": rank} | row for rank, row in zip(ranks, rows, strict=True)]
 
-    def _largest(self, layer: int, chosen: Float[Tensor, " groups"]) -> float:
-        """The largest eigenvalue of the chosen groups' centred second moment, as their sketches see it."""
-        count, mean, sketch = (self.sketches[name][layer] for name in ("count", "mean", "sketch"))
-        directions = self.sketches["directions"][layer]
-        weight = chosen * count
-        difference = mean - weight @ mean / weight.sum()
-        between = difference.T @ (weight[:, None] * (difference @ directions))
-        factor = low_rank(torch.tensordot(chosen, sketch, dims=1) + between, directions)
-        return float(torch.linalg.eigvalsh(factor.T @ factor)[-1])
+
+def _largest(sketches: State, chosen: Float[Tensor, " groups"]) -> float:
+    """The largest eigenvalue of the chosen groups' centred second moment, as their sketches of one layer see it."""
+    mean, directions = sketches["mean"], sketches["directions"]
+    weight = chosen * sketches["count"]
+    difference = mean - weight @ mean / weight.sum()
+    between = difference.T @ (weight[:, None] * (difference @ directions))
+    factor = low_rank(torch.tensordot(chosen, sketches["sketch"], dims=1) + between, directions)
+    return float(torch.linalg.eigvalsh(factor.T @ factor)[-1])
 
 
 def _screenot_ranks(values: Float[Tensor, "halves values"], p: Tensor) -> list[float]:

@@ -20,8 +20,7 @@ from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
-from theodolite.passes.provenance import versions
-from theodolite.passes.run import SCHEMA_VERSION
+from theodolite.passes.run import SCHEMA_VERSION, versions
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import Progress
 

@@ -5,47 +5,53 @@ Chunks and the order in which they are merged are those of one process, and so a
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.jobs.job import FINISHED, Job
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.unfinished import Tensors, Unfinished
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.chunks import Chunk, chunks_of
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.passes.provenance import describe_corpus
-from theodolite.passes.run import Run, finished_run
+from theodolite.passes.run import Run, describe_corpus, finished_run
 from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, opened, opening_of
-from theodolite.system.interrupt import starting_others
-from theodolite.system.progress import Progress, ShowStage
+from theodolite.system.progress import Progress, ShowStage, starting_others
 from theodolite.system.run_folders import is_run, provenance_at
+
+Call = TypeVar("Call")
+Answers = Callable[..., Iterator[tuple[Any, Any]]]
+"""`_answers` of the workers at hand."""
 
 LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
 
 TRIES = 3
-"""How often work is given to a worker process that dies of it."""
+"""How often a worker is given work that its process dies of; then another worker is given it as often."""
 
 SECONDS, LIMIT = 0.2, 600.0
 """How long the driver waits before it hears of Ctrl-C, and for a first worker."""
 
 PATIENCE = 60.0
-"""Seconds after which an idle worker gets work that another one has: its node may be gone."""
+"""Seconds after which an idle worker gets work that another one has.
+
+Ray restarts a worker whose node is gone where there is room for it, and else lets its calls wait for ever.
+"""
 
 ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints pages of each worker that dies, at any level of logs
@@ -86,7 +92,7 @@ def survey_on_ray(
     Raises:
         UsageError: as `survey`; Ray is missing, no cluster answers, or a node has another checkpoint or other packages;
             the model was changed after it was opened.
-        WorkError: as `survey`; or three worker processes died of the same contexts; or the cluster had room for none in
+        WorkError: as `survey`; or six worker processes died of the same contexts; or the cluster had room for none in
             ten minutes.
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
@@ -109,18 +115,26 @@ def survey_on_ray(
         if (finished := finished_run(work_on(made_on))) is not None:
             return finished
     with connected(address):
-        needs, room = _offered(torch.get_num_threads())
+        ray, threads, began = _imported_ray(), torch.get_num_threads(), time.monotonic()
+        needs, room = _offered(threads)
         device = "cuda" if "GPU" in needs else "cpu"
         work, chunks = work_on(device), chunks_of(len(corpus.contexts), plan.batch)
+        # However often a worker dies it is restarted; only what it dies of is given up.
+        how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(Worker).options(**how, num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))
+        opening |= {"device": device, "device_map": None}
+        task = opening, fingerprint_of(model) | {"device": device}, (corpus, batch, seed, extra)
         with work.claimed():
             work.check()
-            began = time.monotonic()
-            opening |= {"device": device, "device_map": None}
-            task = opening, fingerprint_of(model) | {"device": device}, (corpus, batch, seed, extra)
-            pool = _Pool(task, needs, min(room, actors or room, len(chunks)), say)
-            _read(chunks, work, pool, show_progress)
+            held = [ray.put(part) for part in task]  # so that Ray still has it when it restarts a worker
+            count = min(room, actors or room, len(chunks))
+            workers = {actor.remote(*held, threads): 0 for _ in range(count)}
+            answers = functools.partial(_answers, workers, needs, say)
+            _read(chunks, work, answers, show_progress)
             reading = time.monotonic() - began
-            run = _finish(work, pool, show_progress)
+            parts = {name: work.load(name) for name in work.names()}
+            whole = {"made the tables": (parts, work.fingerprint)}
+            [(_, run)] = answers("finish", whole, lambda: show_progress("finishing", 0, 1))
             seconds = run.provenance["wall_seconds"] + reading
             run = replace(run, provenance=run.provenance | {"wall_seconds": seconds})
             if work.out is not None:
@@ -129,10 +143,10 @@ def survey_on_ray(
             return run
 
 
-def _read(chunks: Sequence[Chunk], work: Unfinished, pool: _Pool, show_progress: ShowStage) -> None:
+def _read(chunks: Sequence[Chunk], work: Unfinished, answers: Answers, show_progress: ShowStage) -> None:
     """Have the chunks read that nobody has read yet, and save their sums."""
-    contexts = chunks[-1].last
-    saved = work.notes(TEXT)  # of one process, which may have begun a chunk: whoever merges reads its rest
+    contexts, saved = chunks[-1].last, work.notes(TEXT)
+    # One process may have begun a chunk: whoever merges reads its rest.
     begun = contexts if saved.get("finished") else saved.get("done", 0)
     missing = [chunk for chunk in chunks if chunk.first >= begun and not is_read(work, chunk)]
     left = sum(chunk.last - chunk.first for chunk in missing)
@@ -140,27 +154,17 @@ def _read(chunks: Sequence[Chunk], work: Unfinished, pool: _Pool, show_progress:
     def hear() -> None:
         show_progress(TEXT_TITLE, contexts - left, contexts)
 
-    hear()
-    doing = [f"read contexts {chunk.first} to {chunk.last - 1}" for chunk in missing]
-    for number, arrays in pool.answers("read", [(chunk,) for chunk in missing], doing, hear):
-        chunk = missing[number]
-        work.save(chunk.name, _tensors(arrays), FINISHED)
+    calls = {f"read contexts {chunk.first} to {chunk.last - 1}": chunk for chunk in missing}
+    for chunk, state in answers("read", calls, hear):
+        work.save(chunk.name, state, FINISHED)
         left -= chunk.last - chunk.first
-        hear()
-
-
-def _finish(work: Unfinished, pool: _Pool, show_progress: ShowStage) -> Run:
-    """Have one worker merge all parts, make the stages after the text, and then the tables."""
-    loaded = ((name, work.load(name) or ({}, {})) for name in work.names())
-    parts = {name: _imported_ray().put((_arrays(state), notes)) for name, (state, notes) in loaded}
-    calls, doing = [(parts, work.fingerprint)], ["made the tables"]
-    [(_, run)] = pool.answers("finish", calls, doing, lambda: show_progress("finishing", 0, 1))
-    finished: Run = run
-    return finished
+    hear()
 
 
 class Worker:
     """The actor. It opens the model with its first call, so that what is wrong with it is raised there.
+
+    Each method returns the id of the process that did the work, too.
 
     Args:
         opening, expected: what `opened` needs, and the fingerprint that the model must have.
@@ -174,12 +178,12 @@ class Worker:
         self.opening, self.expected, self.survey, self.threads = opening, expected, survey, threads
         self._plan: SurveyPlan | None = None
 
-    def ready(self) -> int:
-        """Return the process id: there was room for this worker."""
-        return os.getpid()
+    def ready(self) -> tuple[int, None]:
+        """Answer: there was room for this worker."""
+        return os.getpid(), None
 
     def plan(self) -> SurveyPlan:
-        """Open the model, once, check that it is the driver's, and return the survey's plan; errors name the node."""
+        """Return the survey of the model, which is opened once and must be the driver's; errors name the node."""
         if self._plan is not None:
             return self._plan
         node = _imported_ray().util.get_node_ip_address()
@@ -195,125 +199,115 @@ class Worker:
         self._plan = SurveyPlan(model, *self.survey)
         return self._plan
 
-    def read(self, chunk: Chunk) -> tuple[int, dict[str, Any]]:
-        """Read a chunk; return the process id and the sums."""
+    def read(self, chunk: Chunk) -> tuple[int, Tensors]:
+        """Read a chunk; return its sums."""
         steps = self.plan().chunk_pass(chunk)
         steps.run(Progress(steps.total))
-        return os.getpid(), _arrays(steps.state())
+        return os.getpid(), steps.state()
 
-    def finish(self, parts: dict[str, Any], fingerprint: dict[str, Any]) -> tuple[int, Run]:
-        """Make the run of what others have read; `parts` are references to the parts of unfinished work."""
+    def finish(self, unfinished: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, Run]:
+        """Make the run of the parts of unfinished work, and of its fingerprint."""
+        parts, fingerprint = unfinished
         work = Unfinished(None, fingerprint)
         for name, part in parts.items():
-            arrays, notes = _imported_ray().get(part)
-            work.save(name, _tensors(arrays), notes)
+            work.save(name, *part)
         plan = self.plan()
         return os.getpid(), plan.tables(Job(plan.stages(), work).run())
 
 
-def _arrays(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A state as it travels: NumPy's arrays, which Ray sends without a copy."""
-    return {name: tensor.contiguous().numpy() for name, tensor in state.items()}
-
-
-def _tensors(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor(array) for name, array in arrays.items()}  # copied: Ray's are read-only
-
-
-class _Pool:
-    """Workers: Ray restarts one that dies, and gives it its call again.
+def _answers(
+    workers: dict[Any, int],
+    needs: dict[str, int],
+    say: Callable[[str], None],
+    method: str,
+    calls: Mapping[str, Call],
+    hear: Callable[[], None],
+) -> Iterator[tuple[Call, Any]]:
+    """Yield each call with its answer, as they come. Ray restarts a worker that dies, and gives it its call again.
 
     Args:
-        task: a worker's arguments but for the threads. needs: the resources of one node that a worker takes.
+        workers: with the id of the process of each, 0 until it has started.
+        needs: the resources of one node that a worker takes.
+        say: told of every worker that died.
+        calls: the argument of `method` of each call, by what it does.
+        hear: called again and again; it may raise.
     """
-
-    def __init__(
-        self, task: tuple[Any, ...], needs: dict[str, int], count: int, say: Callable[[str], None]
-    ) -> None:
-        ray = _imported_ray()
-        self._needs, self._say = needs, say
-        # However often a worker dies it is restarted; only what it dies of is given up.
-        how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
-        how |= {f"num_{name.lower()}s": amount for name, amount in needs.items()}
-        actor = ray.remote(Worker).options(**how)
-        self._task = [
-            ray.put(part) for part in task
-        ]  # held, so that Ray still has it when it restarts a worker
-        workers = [actor.remote(*self._task, torch.get_num_threads()) for _ in range(count)]
-        self._starting = {worker.ready.remote(): worker for worker in workers}
-        self._processes: dict[Any, int] = {}  # of the workers that have started
-        self._idle: list[Any] = []
-
-    def answers(
-        self, method: str, calls: Sequence[tuple[Any, ...]], doing: Sequence[str], hear: Callable[[], None]
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the number and the answer of each call, as they come; `hear` is called repeatedly, and may raise."""
-        given, under_way = dict.fromkeys(range(len(calls)), -math.inf), dict[Any, Any]()
-        began = time.monotonic()
-        while given:
-            hear()
-            now = time.monotonic()
-            if not self._processes and now - began > LIMIT:
-                raise WorkError(
-                    f"waited {LIMIT / 60:g} minutes for a worker, {self._lacking()}: end what else runs there, give "
-                    "another address, or rerun when there is room"
-                )
-            due = [call for call in sorted(given, key=given.__getitem__) if now - given[call] > PATIENCE]
-            for call in due[: len(self._idle)]:
-                worker = self._idle.pop(0)
-                under_way[getattr(worker, method).remote(*calls[call])] = worker, call
-                given[call] = now
-            waiting = [*self._starting, *under_way]
-            for reference in _imported_ray().wait(waiting, timeout=SECONDS, fetch_local=False)[0]:
-                if worker := self._starting.pop(reference, None):
-                    self._processes[worker] = self._answer(reference, None)
-                    self._idle.append(worker)
-                    continue
-                worker, call = under_way.pop(reference)
-                self._idle.append(worker)
-                if call not in given:
-                    continue
-                answer = self._answer(reference, doing[call])
-                if answer is None:
-                    given[call] = -math.inf
-                    continue
-                del given[call]
-                before, self._processes[worker] = self._processes[worker], answer[0]
-                if answer[0] != before:
-                    self._say(f"the worker of process {before} died, and Ray restarted it")
-                yield call, answer[1]
-
-    def _lacking(self) -> str:
-        """Say what a worker needs, and what is free."""
-        free, there = _imported_ray().available_resources(), _imported_ray().cluster_resources()
-        needs = [
-            f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
-            for name, count in self._needs.items()
-        ]
-        return f"which needs of one node {' and '.join(needs)}"
-
-    def _answer(self, reference: Any, doing: str | None) -> Any:
-        """Return a worker's answer, None if it was lost with its node; what the worker raised is raised here."""
-        errors = _imported_ray().exceptions
-        try:
-            return _imported_ray().get(reference)
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, TheodoliteError | MemoryError | torch.OutOfMemoryError):
-                raise error.cause from error
-            why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
-            raise WorkError(f"a worker failed when it {doing}: {why}") from error
-        except errors.ObjectLostError:
-            return None
-        except errors.RayError as error:
-            if doing is None:
-                raise WorkError(
-                    f"a worker died before it did anything: try `python -c 'import {__name__}'` on the nodes of the "
-                    "Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
-                ) from error
+    ray = _imported_ray()
+    given = dict.fromkeys(calls, -math.inf)  # when
+    under_way = {worker.ready.remote(): (worker, "") for worker in workers}
+    idle: list[Any] = []
+    failed: set[str] = set()
+    began = time.monotonic()
+    while given:
+        hear()
+        now = time.monotonic()
+        if not any(workers.values()) and now - began > LIMIT:
             raise WorkError(
-                f"the same work ended {TRIES} worker processes, the last when it {doing}: if they ran out of memory, "
-                "use a smaller --batch or larger machines"
+                f"waited {LIMIT / 60:g} minutes for a worker, {_lacking(needs)}: end what else runs there, give "
+                "another address, or rerun when there is room"
+            )
+        due = [doing for doing in sorted(given, key=given.__getitem__) if now - given[doing] > PATIENCE]
+        for doing, worker in zip(due, idle.copy(), strict=False):
+            idle.remove(worker)
+            under_way[getattr(worker, method).remote(calls[doing])] = worker, doing
+            given[doing] = now
+        for reference in ray.wait([*under_way], timeout=SECONDS)[0]:
+            worker, doing = under_way.pop(reference)
+            if doing and doing not in given:
+                idle.append(worker)  # another one was faster
+                continue
+            answer = _answer(reference, doing, doing in failed)
+            if answer is None:  # another one does it, and this one is asked when it is there again
+                if doing:
+                    failed.add(doing)
+                    given[doing] = -math.inf
+                under_way[worker.ready.remote()] = worker, ""
+                continue
+            idle.append(worker)
+            if workers[worker] not in (0, answer[0]):
+                say(f"the worker of process {workers[worker]} died, and Ray restarted it")
+            workers[worker] = answer[0]
+            if doing:
+                del given[doing]
+                yield calls[doing], answer[1]
+
+
+def _lacking(needs: dict[str, int]) -> str:
+    """Say what a worker needs, and what is free."""
+    ray = _imported_ray()
+    free, there = ray.available_resources(), ray.cluster_resources()
+    resources = [
+        f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
+        for name, count in needs.items()
+    ]
+    return f"which needs of one node {' and '.join(resources)}"
+
+
+def _answer(reference: Any, doing: str, failed: bool) -> Any:
+    """Return what a worker returned; None where it cannot be reached, unless the same `failed` before.
+
+    What the worker raised is raised here.
+    """
+    ray = _imported_ray()
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TheodoliteError | MemoryError | torch.OutOfMemoryError):
+            raise error.cause from error
+        why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
+        raise WorkError(f"a worker failed when it {doing}: {why}") from error
+    except ray.exceptions.RayError as error:
+        if isinstance(error, ray.exceptions.ActorUnavailableError) and not failed:
+            return None  # its process died of it, again and again, or its node is gone
+        if not doing:
+            raise WorkError(
+                f"a worker died before it did anything: try `python -c 'import {__name__}'` on the nodes of the "
+                "Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
             ) from error
+        raise WorkError(
+            f"the same work ended {2 * TRIES} worker processes, the last when it {doing}: if they ran out of memory, "
+            "use a smaller --batch or larger machines"
+        ) from error
 
 
 @contextmanager

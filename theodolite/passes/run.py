@@ -4,58 +4,57 @@
     constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
-here is ever pickled. This module measures nothing and draws nothing; `run_into` is how jobs make a run.
+here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
+jobs make one.
 """
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow
+import torch
 from torch import Tensor
 
+import theodolite
+from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
-from theodolite.system.checksums import (
+from theodolite.system.files import (
     CHECKSUMS,
     CorruptFile,
     bytes_digest,
+    disk_errors,
+    folder_written_atomically,
     read_bytes_checked,
     read_checked,
     write_checked,
     write_json_checked,
+    write_text,
 )
-from theodolite.system.display import view_of
-from theodolite.system.files import disk_errors, folder_written_atomically, write_text
 from theodolite.system.progress import ShowStage
 from theodolite.system.run_folders import OUTPUTS, RUN, TRACE, check_out, differences, kind_of, provenance_at
 from theodolite.system.wording import tokens_of
+
+if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
 
 SCHEMA_VERSION = 5
 
 ARRAYS = "arrays.safetensors"
 
-TABLES_SINCE = {
-    "layers": 1,
-    "heads": 1,
-    "sinks": 1,
-    "outliers": 1,
-    "examples": 1,
-    "constituents": 2,
-    "attribution": 2,
-    "traces": 3,
-}
-"""The schema with which each table came; in a run of an older one it is empty."""
-
-TABLES = tuple(TABLES_SINCE)
+TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,24 +99,21 @@ class Run:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: health, key numbers, the strongest heads."""
-        return view_of("run")(self)
+        return theodolite.run_as_html(self)
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
         """Read a run folder.
 
         Raises:
-            UsageError: no run there, a damaged one, or one of a newer schema.
+            UsageError: no run there, a damaged one, or one of another schema.
         """
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
-        version = int(provenance["schema_version"])
         sums = provenance.pop(CHECKSUMS, None) or {}
         try:
             tables = {
-                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"])
-                for name, since in TABLES_SINCE.items()
-                if since <= version
+                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"]) for name in TABLES
             }
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -186,6 +182,75 @@ def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
         raise CorruptFile(f"{path.name}: {error}") from error
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide the numbers."""
+    return {
+        "theodolite": theodolite.__version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def describe_model(model: OpenModel) -> dict[str, Any]:
+    """Describe the model and the packages, for the provenance."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": {
+            "id": model.id,
+            **model.weights().described(),
+            "architecture": model.source.name,
+            "family": model.source.family,
+            "parameters": sum(p.numel() for p in model.root.parameters()),
+            "dtype": str(model.source.dtype).removeprefix("torch."),
+            "layers": model.layers,
+            "heads": model.heads,
+            "width": model.width,
+            "head_width": model.head_width,
+            "vocabulary": model.vocabulary,
+            "causal": model.causal,
+            "positions": model.positions,
+            **({"attention": model.source.attention} if model.source.attention else {}),
+        },
+        "device": model.device.type,
+    }
+
+
+def describe_corpus(corpus: Corpus) -> dict[str, Any]:
+    """Describe the corpus, for the provenance."""
+    contexts, length = corpus.contexts.shape
+    images = corpus.images
+    of_images = {} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "contexts": contexts,
+        "length": length,
+        **({} if corpus.lengths is None else {"shortest": int(corpus.lengths.min())}),
+        "labels": corpus.label_names,
+        "seed": corpus.seed,
+        **corpus.selection,
+        **of_images,
+    }
+
+
+def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Describe the corpus, the seed and the counts of a pass, for the provenance."""
+    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    return {
+        "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},
+        "counts": {
+            "contexts": len(corpus.contexts),
+            "tokens": len(corpus.tokens),
+            "unknown_tokens": 0 if unknown is None else int((corpus.tokens == unknown).sum()),
+        },
+        "seed": seed,
+        "fingerprint": fingerprint,
+    }
+
+
 TABLES_TITLE = "making tables"
 """What is said after the stages, while the tables are made."""
 
@@ -239,7 +304,7 @@ def finished_run(work: Unfinished) -> Run | None:
     """The run that the work becomes, if it is there already.
 
     Raises:
-        UsageError: something else has its name: another run, one of an older theodolite, or no run.
+        UsageError: something else has its name: another run, one of another schema, or no run.
     """
     out = work.out
     if out is None or not out.exists():
@@ -249,11 +314,6 @@ def finished_run(work: Unfinished) -> Run | None:
         return None
     check_out(out)
     run = Run.load(out)
-    if run.provenance["schema_version"] != SCHEMA_VERSION:
-        raise UsageError(
-            f"{out} holds a run of an older theodolite (schema {run.provenance['schema_version']}, now "
-            f"{SCHEMA_VERSION}): choose another --out, or remove it to survey again"
-        )
     there = run.provenance.get("fingerprint") or {}
     if there != work.fingerprint:
         differs = differences(there, work.fingerprint, run.provenance.get("corpus"), work.corpus)

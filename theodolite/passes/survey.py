@@ -30,8 +30,7 @@ from theodolite.models.token_texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chunks_of
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.passes.run import Run, finished_run, run_into
+from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
 from theodolite.passes.weights_pass import WeightsPass

@@ -46,16 +46,16 @@ from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
 from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already
-from theodolite.system.checksums import (
+from theodolite.system.files import (
     CHECKSUMS,
     bytes_digest,
+    folder_written_atomically,
     read_bytes_checked,
     read_checked,
     read_json_checked,
     write_checked,
     write_json_checked,
 )
-from theodolite.system.files import folder_written_atomically
 from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"

@@ -28,7 +28,7 @@ from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.lazy_weights import instead_of_offloaded
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
-from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
+from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
 from theodolite.prune.checkpoint import (
     LowRankOfFiles,

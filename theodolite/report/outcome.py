@@ -37,8 +37,12 @@ from theodolite.report.data import records
 from theodolite.report.drawing.grammar import Sketch
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
-from theodolite.system.checksums import read_json_checked, write_json_checked
-from theodolite.system.files import folder_written_atomically, write_text
+from theodolite.system.files import (
+    folder_written_atomically,
+    read_json_checked,
+    write_json_checked,
+    write_text,
+)
 from theodolite.system.wording import harmless, reading_order, visible
 
 RESULT = "result.json"

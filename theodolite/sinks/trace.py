@@ -23,7 +23,7 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.jobs.job import Rows, Stage, States
-from theodolite.measure.tags import Written, layers_with_sinks, traced_heads, traces, written
+from theodolite.measure.tags import layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
@@ -35,8 +35,7 @@ from theodolite.passes.corpus_pass import (
     fingerprint_of,
     refuse_nonfinite_stream,
 )
-from theodolite.passes.provenance import describe_corpus, describe_model, describe_pass
-from theodolite.passes.run import Run, run_into
+from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
@@ -206,7 +205,7 @@ def trace_sinks(
     def tabulated(states: States) -> Run:
         described = provenance["corpus"]
         length = described["length"] - described.get("trailing_special_tokens", 0)
-        state, in_stream = states.of("trace.tags"), Written(**states.of("written"))
+        state, in_stream = states.of("trace.tags"), states.of("written")
         table, arrays = traces(state, in_stream, described["contexts"], length, text)
         heads, head_arrays = traced_heads(state, in_stream, described["contexts"])
         return Run(

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
-from theodolite.system.checksums import CorruptFile, check_headers
-from theodolite.system.files import check_target
+from theodolite.system.files import CorruptFile, check_headers, check_target
 from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"

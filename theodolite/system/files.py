@@ -1,21 +1,31 @@
-"""Write files and folders as a whole, one process at a time, and report disk errors in one line."""
+"""Files and folders written as a whole, one process at a time, that say whether they are still what was written.
+
+A disk may return other bytes than it was given, and a file may be cut or overwritten; what is read then is refused
+rather than measured: safetensors have a checksum in the header, JSON has its own. Nothing here knows what the tensors
+or the numbers mean. What the disk refuses is said in one line.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 from filelock import FileLock, Timeout
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import UsageError, WorkError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEMPORARY = ".writing"
 """Suffix of a file or folder that is not complete yet."""
@@ -157,3 +167,152 @@ def locked(out: Path) -> Iterator[None]:
     finally:
         Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, so that nobody's lock is removed
         lock.release()
+
+
+HEADER = "sealed"
+"""The one entry of the header: safetensors writes several in any order, and the same run is to be the same bytes."""
+
+LONGEST_HEADERS = 1 << 26
+"""Of a checkpoint, in bytes: 500,000 tensors, four times as many as any model has, with 128 bytes for each."""
+
+SHA256 = "sha256"
+"""The entry of a JSON file that is the checksum of all others."""
+
+SECONDS = "wall_seconds"
+"""The entry of provenance that says how long the work took."""
+
+CHECKSUMS = "checksums"
+"""The entry of a JSON file that has the checksums of files beside it, by their names."""
+
+
+class CorruptFile(ValueError):
+    """A file is corrupt; the message says how."""
+
+
+def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> str:
+    """Write tensors, and notes that JSON can hold; return the checksum of the tensors."""
+    from safetensors.torch import save_file
+
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    written: dict[str, Any] = json.loads(json.dumps(dict(notes or {})))
+    sha256 = digest(whole)
+    entry = {"notes": written, "sha256": sha256, "notes_sha256": json_digest(written)}
+    save_file(whole, path, {HEADER: json.dumps(entry)})
+    return sha256
+
+
+def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read tensors and notes that `write_checked` wrote.
+
+    Args:
+        path: the file.
+        sha256: what `write_checked` returned, where it is known: another file of the same kind is then refused, too.
+
+    Raises:
+        CorruptFile: it has changed since.
+    """
+    with _opened(path) as (file, notes, inside):
+        # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if not digest(tensors) == inside == (inside if sha256 is None else sha256):
+        raise CorruptFile("its bytes are not those that were written")
+    return tensors, notes
+
+
+def read_notes_checked(path: Path) -> dict[str, Any]:
+    """Read the notes without the tensors; `CorruptFile` where they have changed since."""
+    with _opened(path) as (_, notes, _):
+        return notes
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str]]:
+    """Open a file; yield it, its checked notes, and the checksum of its tensors; or `CorruptFile`."""
+    try:
+        check_headers([path])
+        with safetensors.safe_open(path, "pt") as file:
+            entry: Any = json.loads((file.metadata() or {}).get(HEADER, "{}"))
+            if not entry:
+                raise CorruptFile("it has no checksum")
+            notes = entry["notes"]
+            if entry["notes_sha256"] != json_digest(notes):
+                raise CorruptFile("its notes are not those that were written")
+            yield file, notes, entry["sha256"]
+    except CorruptFile:
+        raise
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptFile(str(error)) from error
+
+
+def check_headers(paths: Iterable[Path]) -> None:
+    """Refuse safetensors files that list far more tensors than any model has, before the lists are read.
+
+    Raises:
+        OSError: one cannot be read.
+        CorruptFile: their headers together are longer than `LONGEST_HEADERS`.
+    """
+    total = 0
+    for path in paths:
+        with path.open("rb") as file:
+            length = file.read(8)
+        total += struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+        if total > LONGEST_HEADERS:
+            raise CorruptFile(
+                f"{path.name}: its header would have {total:,} bytes, which no list of tensors has"
+            )
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes."""
+    import torch
+
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def bytes_digest(written: bytes) -> str:
+    """Return the checksum that `read_bytes_checked` expects of a file with these bytes."""
+    return hashlib.sha256(written).hexdigest()
+
+
+def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
+    """Read a file's bytes; `CorruptFile` where its checksum is another."""
+    written = path.read_bytes()
+    if checksums.get(path.name) != bytes_digest(written):
+        raise CorruptFile(f"{path.name}: its bytes are not those that were written")
+    return written
+
+
+def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null.
+
+    How long the work took is not in the checksum, so that the same work gives the same one.
+    """
+    written: dict[str, Any] = json.loads(json_text(dict(values)))
+    write_text(path, json_text(written | {SHA256: json_digest(_timeless(written))}, indent) + "\n")
+
+
+def read_json_checked(path: Path) -> dict[str, Any]:
+    """Read what `write_json_checked` wrote, or raise `CorruptFile`."""
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        changed = values.pop(SHA256, None) != json_digest(_timeless(values))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{path.name}: {first_line(error)}") from error
+    if changed:
+        raise CorruptFile(f"{path.name} was changed after it had been written")
+    return values
+
+
+def _timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _timeless(each) for key, each in value.items() if key != SECONDS}
+    return [_timeless(each) for each in value] if isinstance(value, list) else value
+
+
+def json_digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what JSON says, however its keys are ordered and its lines are broken."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,15 @@
-"""Progress of a long computation, and when its state can be saved."""
+"""Progress of a long computation, when its state can be saved, and Ctrl-C that stops it at the next such point.
+
+SIGTERM and SIGHUP, from clusters and closed terminals, count as Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
@@ -59,3 +65,81 @@ class Progress:
         except BaseException:
             self._save(done, True)
             raise
+
+
+STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
+"""What is said at the first Ctrl-C: a step is a batch, a layer, a matrix, or the tables and the page as a whole."""
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""The signals that ask a process to end; Windows has no SIGHUP."""
+
+
+@contextmanager
+def handling(signals: list[Any], handler: Any) -> Iterator[None]:
+    """Give signals a handler for a while, and then the one that each had; only the main thread may."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextmanager
+def starting_others() -> Iterator[None]:
+    """Let a library start processes: they ignore SIGHUP, and our signal handlers stay as they are.
+
+    A terminal that is closed sends SIGHUP to all of its processes, which must live until this one has saved progress.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in ENDING if is_main}
+    for number in before:
+        if number.name == "SIGHUP":
+            signal.signal(number, signal.SIG_IGN)  # and so it is for whatever is started
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            if own is not None:  # it was set in C, and cannot be from here
+                signal.signal(number, own)
+
+
+@contextmanager
+def ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
+
+    Outside the main thread, or where one is ignored (`nohup`) or has a handler, it is left alone.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    left_to_the_system = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    with handling(left_to_the_system if is_main else [], signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
+
+    SIGTERM and SIGHUP count as Ctrl-C. Outside the main thread signals are left alone, as is each that is ignored or
+    has a custom handler.
+
+    Raises:
+        KeyboardInterrupt: it was pressed, and nobody who asked has stopped.
+    """
+    noted = False
+
+    def note(*_: Any) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+        with suppress(Exception):  # its terminal was closed, or it needs what was just being imported
+            say()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    with ended_as_by_ctrl_c():
+        ours = [number for number in ENDING if signal.getsignal(number) is signal.default_int_handler]
+        with handling(ours if is_main else [], note):
+            yield lambda: noted
+    if noted:
+        raise KeyboardInterrupt

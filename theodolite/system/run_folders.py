@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
-from theodolite.system.checksums import CorruptFile, read_json_checked
-from theodolite.system.files import check_target
+from theodolite.system.files import CorruptFile, check_target, read_json_checked
 
 RUN = "run.json"
 
@@ -51,11 +49,11 @@ def check_run(folder: str | Path) -> None:
         raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
 
 
-def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any]:
-    """The provenance of a run folder, with its `schema_version`, at most `newest`, and its `model`.
+def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
+    """The provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
 
     Raises:
-        UsageError: no run there, one that was damaged or changed, or one of a newer schema.
+        UsageError: no run there, one that was damaged or changed, or one of another schema.
     """
     check_run(folder)
     try:
@@ -65,11 +63,12 @@ def provenance_at(folder: str | Path, newest: float = math.inf) -> dict[str, Any
         raise UsageError(f"{folder} is damaged ({error}): run the survey again") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
-    if version > newest:
+    if schema not in (None, version):
         raise UsageError(
-            f"{folder} has schema {version}, this theodolite reads up to {newest}: upgrade theodolite"
+            f"{folder} has schema {version}, this theodolite reads {schema}: survey again, or take the version of "
+            "theodolite that wrote it"
         )
-    if version < 1 or not _is_provenance(provenance):
+    if not _is_provenance(provenance):
         raise UsageError(f"{folder}/run.json is damaged: run the survey again")
     return provenance
 

@@ -57,13 +57,9 @@ class AveragingModel:
     ) -> Float[Tensor, "*batch length 2"]:
         """Embed the numbers: E; what `numbers` has at the place of [SEP] is not read."""
         here = _places(numbers) == separator[..., None]
-        return torch.stack(
-            [
-                torch.where(here, self.s_num[..., None], numbers),
-                torch.where(here, -self.s_tag[..., None], -torch.ones_like(numbers)),
-            ],
-            -1,
-        )
+        values = torch.where(here, self.s_num[..., None], numbers)
+        tags = torch.where(here, -self.s_tag[..., None], -1.0)
+        return torch.stack([values, tags.expand_as(values)], -1)
 
     def __call__(
         self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int

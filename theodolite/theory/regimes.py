@@ -52,8 +52,7 @@ class RegimeMargins:
 
     name: as `regime` gives it.
     nearest: the other name that the smallest change of one quantity would give.
-    quantity: that quantity, one of `QUANTITIES`.
-    value, threshold: its value and the threshold that it would have to cross.
+    quantity, value, threshold: that quantity, one of `QUANTITIES`, its value, and the threshold it would have to cross.
     margin: |value − threshold|. All quantities are probabilities or shares of one, so margins compare between
         heads: 0.02 is a name by a hair, 0.3 a clear one.
     r: ξη = tr W/λ.
@@ -92,22 +91,15 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     Raises:
         UsageError: an η is negative.
     """
-    quantities = _quantities(xi, eta)
-    return _names(_decisions(quantities), np.asarray(np.isnan(quantities[0])))
+    return regime_margins(xi, eta).name
 
 
 def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
     """Name the regimes, and say what decided, by how much, and what Lemma 2's own limits say.
 
-    Every quantity is tried in turn: would the name change if it alone crossed its threshold, and how far is
-    that? The nearest such threshold gives the margin. An undefined head has NaN numbers and empty names.
-    A head with zero logits has the curve ρ = 1.
-
-    Args:
-        xi, eta: as for `regime`.
-
-    Raises:
-        UsageError: an η is negative.
+    Arguments and errors as of `regime`. Every quantity is tried in turn: would the name change if it alone crossed
+    its threshold, and how far is that? The nearest such threshold gives the margin. An undefined head has NaN numbers
+    and empty names. A head with zero logits has the curve ρ = 1.
     """
     quantities = _quantities(xi, eta)
     decisions, undefined = _decisions(quantities), np.asarray(np.isnan(quantities[0]))

@@ -19,7 +19,7 @@ _BISECTIONS = 54
 """Halvings of [1, √3]: more than the 53 bits of a float64."""
 
 _START_NOISE = 0.1
-"""Share of noise in the row weights that start the Lanczos process, see `_start`."""
+"""Share of noise in the row weights that start the Lanczos process."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +76,16 @@ def screenot_threshold(
 ) -> Float64[Tensor, "*batch"]:
     """Find ScreeNOT's threshold from the decreasing singular values of (n, m) matrices, with imputation "i".
 
-    It knows nothing of how the values are rounded: `screenot` takes no threshold below that.
+    It knows nothing of how the values are rounded: `screenot` takes no threshold below that. It is the root of
+    y D′(y)/D(y) = −4 above the noise's edge, 0 where there is no noise. In units of the edge the root lies in (1, √3]:
+    y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1.
     """
-    return _threshold(_pseudo_noise(values.double(), k), min(shape) / max(shape))
-
-
-def _pseudo_noise(values: Tensor, k: int) -> Tensor:
-    """Decreasing singular values with the k leading ones imputed from the next k + 1."""
-    if k == 0:
-        return values
-    edge, inner = values[..., k, None], values[..., 2 * k, None]
-    steps = torch.arange(k, dtype=values.dtype, device=values.device) / k
-    excess = (1 - steps ** (2 / 3)) / (2 ** (2 / 3) - 1)
-    return torch.cat([edge + excess * (edge - inner), values[..., k:]], dim=-1)
-
-
-def _threshold(noise: Tensor, ratio: float) -> Tensor:
-    """The root of y D′(y)/D(y) = −4 above the noise's edge, 0 where there is no noise.
-
-    In units of the edge the root lies in (1, √3]: y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at
-    y = √3, and y D′/D a weighted mean of 2 y φ′/φ and y φ′/φ − 1.
-    """
+    noise, ratio = values.double(), min(shape) / max(shape)
+    if k:  # the k leading values are imputed from the next k + 1
+        outer, inner = noise[..., k, None], noise[..., 2 * k, None]
+        steps = torch.arange(k, dtype=noise.dtype, device=noise.device) / k
+        excess = (1 - steps ** (2 / 3)) / (2 ** (2 / 3) - 1)
+        noise = torch.cat([outer + excess * (outer - inner), noise[..., k:]], dim=-1)
     edge = noise[..., 0]
     squares = (noise / torch.where(edge > 0, edge, 1.0)[..., None]).square()
     low, high = torch.ones_like(edge), torch.full_like(edge, math.sqrt(3))
@@ -142,21 +131,13 @@ def largest_singular_value(
     if x.ndim < 2 or 0 in x.shape[-2:]:
         raise UsageError(f"x has shape {tuple(x.shape)}: give non-empty (..., T, d)")
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
-    start = _start(x)
+    # The rows are summed by weights that start the process: the mean row, which hidden states lean to, and ten per cent
+    # of seeded noise, which keeps every direction in play where the mean is zero or another singular vector.
+    noise = torch.randn(x.shape[-2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = (1 + _START_NOISE * noise).to(x)
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     values = [_lanczos(matrix, start, tolerance, iterations) for matrix in matrices]
     return torch.tensor(values, dtype=torch.float64, device=x.device).reshape(x.shape[:-2])
-
-
-def _start(x: Tensor) -> Tensor:
-    """Give the row weights (T,) whose sum of rows starts the process: the mean row, which hidden states lean to.
-
-    Ten per cent of seeded noise keeps every singular direction in play when the mean is zero or a singular
-    vector other than the first.
-    """
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(x.shape[-2], generator=generator, dtype=torch.float64)
-    return (1 + _START_NOISE * noise).to(x)
 
 
 def _lanczos(x: Tensor, weights: Tensor, tolerance: float, iterations: int) -> float:

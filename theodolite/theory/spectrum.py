@@ -217,20 +217,16 @@ class ScaleBound:
 def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> TraceBound:
     """Compute both sides of eq. (7) of Bao et al. 2024: how |tr W| bounds norms of W_QK from below.
 
-    W_QK is never formed as a whole; its entries are summed in blocks of rows, O(d² d_h). The numbers are
-    differentiable in the factors except where the trace or an entry is zero and, for the spectral norm, where two
-    largest singular values meet.
-
-    Args:
-        w_q: query factors (..., d, d_h).
-        w_k: key factors, same shape.
-        covariance: symmetric Σ, (d, d) or with leading dimensions that broadcast; None: the identity.
+    Arguments as of `qk_moments`. W_QK is never formed as a whole; its entries are summed in blocks of rows,
+    O(d² d_h). Differentiable in the factors except where the trace or an entry is zero and, for the spectral norm,
+    where two largest singular values meet.
 
     Raises:
         UsageError: the shapes do not fit, numbers are complex, NaN or infinite, or Σ is not symmetric or has a
             negative eigenvalue.
     """
-    _check_covariance_finite(covariance)
+    if isinstance(covariance, Tensor):
+        check_finite("covariance", covariance)
     trace = qk_moments(w_q, w_k, covariance).trace.abs()
     frobenius = qk_moments(w_q, w_k).frobenius_squared.clamp_min(0).sqrt()
     spectral = qk_spectral_norm(w_q, w_k)
@@ -254,16 +250,11 @@ def trace_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> T
 def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> ScaleBound:
     """Compute both sides of eq. (10) of Bao et al. 2024: how the spectrum's scale bounds norms of W_QK from above.
 
-    Nothing d×d is formed besides Σ. Differentiable in the factors where the sides are positive and, for the
-    spectral norm, the largest singular value is simple.
-
-    Args:
-        w_q, w_k, covariance: as for `trace_bound`.
-
-    Raises:
-        UsageError: as for `trace_bound`.
+    Arguments and errors as of `trace_bound`. Nothing d×d is formed besides Σ. Differentiable in the factors where
+    the sides are positive and, for the spectral norm, the largest singular value is simple.
     """
-    _check_covariance_finite(covariance)
+    if isinstance(covariance, Tensor):
+        check_finite("covariance", covariance)
     moments = qk_moments(w_q, w_k, covariance)
     frobenius = qk_moments(w_q, w_k).frobenius_squared.clamp_min(0).sqrt()
     spectral = qk_spectral_norm(w_q, w_k)
@@ -286,11 +277,6 @@ def scale_bound(w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None) -> S
     above, last = _at_most(frobenius, by_norm), _at_most(spectral, frobenius)
     printed, corrected = [equal, above, last], [above, _at_most(frobenius, by_form), last]
     return ScaleBound(*sides, *(torch.stack(links, dim=-1) for links in (printed, corrected)))
-
-
-def _check_covariance_finite(covariance: Tensor | None) -> None:
-    if isinstance(covariance, Tensor):
-        check_finite("covariance", covariance)
 
 
 def _product(inverse: Tensor, norm: Tensor, frobenius: Tensor) -> Tensor:

@@ -536,7 +536,7 @@ class LookSums(Hooks):
         """
         # Rows of tokens differ from process to process, and no column is made of them.
         state = self.attention_statistics.state()
-        attention = {name: sums for name, sums in state.items() if not name.startswith("sink_tokens.")}
+        attention = {name: state[name] for name in state if not name.startswith("sink_tokens.")}
         names = ("entropy_spread", "squared_lengths", "squared_entropy")
         spread, weight, weighted = (attention[name] for name in names)
         parts = {"attention": attention}

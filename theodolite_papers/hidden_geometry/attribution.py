@@ -1,41 +1,59 @@
-"""Which constituent makes a head what it is (section 5.2), and which carries most logits (eq. 10, section 4.2)."""
+"""Logits by constituent: what makes a head what it is (section 5.2), what carries most (eq. 10), and on a prompt.
+
+Figs. 6, 19 and 30 to 34 of Song & Zhong 2024, and what the global mean does to them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from theodolite import Run
-from theodolite.judging import Criterion, Verdict, judge, untestable
-from theodolite.measure.attribution import ATTRIBUTED
-from theodolite.measure.constituents import DISJOINT, paired_groups
-from theodolite.measure.head_roles import ATTENTION_PATTERNS, RETAINED, STRONG
-from theodolite.report.data import Floats, blocks, heads_per_block, provenance
+from theodolite import Corpus, Run, constituents
+from theodolite.errors import UsageError, WorkError
+from theodolite.judging import untestable
+from theodolite.logits.attribution import CONTEXTS, repeated_patterns
+from theodolite.logits.constituents import whole_positional_basis
+from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
+from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
+from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
+from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
+from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
+from theodolite.measure.positional import qk_low_frequency
+from theodolite.models.prompts import REPEATED, prompt_ids
+from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.models.token_texts import token_texts
+from theodolite.report.data import Floats, blocks, evenly, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
+from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
-from theodolite.theory.decomposition import PARTS
+from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
+from theodolite_papers.hidden_geometry.addition import of_an_adder
+from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
 
-RETAINS = Criterion(
-    "at least", RETAINED, "of what the score has over uniform attention, and more than any other group (ours)"
-)
-MOST_HEADS = Criterion("at least", 0.5, "“determined by” read as: in half of the heads or more (ours)")
+RETAINS = criterion("geometry/retains")
 REFUSALS_SHOWN = 2
 
 
 @dataclass(frozen=True)
-class PatternClaims:
-    """The claims about one of `ATTENTION_PATTERNS`, in the paper's words and in ours.
+class PatternClaim:
+    """What the paper claims of one of `ATTENTION_PATTERNS`, and where in Fig. 6.
 
-    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias. `side`: of Fig. 6.
+    `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias.
     """
 
     name: str
@@ -45,22 +63,11 @@ class PatternClaims:
     strict: str
     group: str
 
-    @property
-    def claim(self) -> str:
-        """The paper's claim."""
-        place = f"section 5.2, Fig. 6, {self.side}"
-        return f"Attention to {self.tokens} is determined by the {self.strict} constituent ({place})"
-
-    @property
-    def ours(self) -> str:
-        """The claim with the pairs of a mean or a bias included."""
-        return f"Attention to {self.tokens} is determined by {self.group}, mean and bias included (ours)"
-
 
 CLAIMS = [
-    PatternClaims("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
-    PatternClaims("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
-    PatternClaims("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
+    PatternClaim("same", "identical tokens", "identical tokens", "left", "cvec-cvec", "context"),
+    PatternClaim("previous", "the previous token", "neighbouring tokens", "middle", "pos-pos", "position"),
+    PatternClaim("induction", "shifted tokens", "shifted tokens", "right", "cvec-cvec", "context"),
 ]
 
 
@@ -92,7 +99,7 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, pattern: PatternClaims, group: str) -> bool:
+    def determined_by(self, pattern: PatternClaim, group: str) -> bool:
         """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
         return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
 
@@ -135,26 +142,31 @@ def attributed_heads(run: Run, pattern: str) -> list[Head]:
     return sorted(heads, key=lambda head: -head.score)
 
 
-def pattern_verdicts(pattern: PatternClaims, heads: list[Head]) -> list[Verdict]:
+def judge_pattern(outcome: Outcome, pattern: PatternClaim, heads: list[Head]) -> None:
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
+    words = {"tokens": pattern.tokens, "side": pattern.side}
     if not followers:
         best = "0 heads attributed"
         if heads:
             best = f"the highest score is that of {heads[0].summary(pattern.strict)}"
         asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
-        return [untestable(pattern.claim, f"{best}; {asked}")]
-    verdicts = []
-    for claim, group in ((pattern.claim, pattern.strict), (pattern.ours, pattern.group)):
-        share = share_of_heads([head.determined_by(pattern, group) for head in followers], MOST_HEADS)
-        kept = percent(float(np.mean([head.groups.loc[group, "kept"] for head in followers])))
-        what = (
-            f"share of the {len(followers)} found of {len(heads)} attributed heads (score of at least {STRONG:g} and "
-            f"{TIMES_UNIFORM:g} times uniform attention) in which {group} alone retains at least half of the excess, "
-            f"and no other group more (it retains {kept} on average; {followers[0].summary(group)})"
+        outcome.cannot_judge("pattern.strict", f"{best}; {asked}", group=pattern.strict, **words)
+        return
+    for claim, group in (("pattern.strict", pattern.strict), ("pattern.group", pattern.group)):
+        kept = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
+        outcome.judge(
+            claim,
+            [head.determined_by(pattern, group) for head in followers],
+            found=len(followers),
+            attributed=len(heads),
+            strong=STRONG,
+            times=TIMES_UNIFORM,
+            group=group,
+            kept=percent(kept),
+            best=followers[0].summary(group),
+            **words,
         )
-        verdicts.append(judge(claim, what, share, MOST_HEADS))
-    return verdicts
 
 
 @declared("geometry/attribution")
@@ -165,7 +177,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
         followers = [head for head in heads if head.follows]
         top = f"; highest score {number(heads[0].score)}" if heads else ""
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
-        outcome.verdicts += pattern_verdicts(pattern, heads)
+        judge_pattern(outcome, pattern, heads)
         if heads:
             drawn = figures_constituents.attribution(run, pattern.name)
             target = ATTENTION_PATTERNS[pattern.name].target
@@ -205,7 +217,7 @@ def _largest(grids: dict[str, Floats]) -> dict[str, list[bool]]:
 
 
 @declared("geometry/constituents")
-def constituents(study: Study, outcome: Outcome) -> None:
+def constituent_shares(study: Study, outcome: Outcome) -> None:
     run = study.run
     grids = share_grids(run)
     if not np.nan_to_num(grids["additive"]).any():
@@ -225,13 +237,9 @@ def constituents(study: Study, outcome: Outcome) -> None:
             shown += f"; {percent(float(np.mean(largest[group])))} of the heads"
         outcome.read(named, shown, "“important, often dominant”" if group == "pos-pos" else "")
     read_refusals(outcome, run)
-    what = f"share of {counted(heads, 'head')} in which {{}} is the largest of {{}} groups (mean share {{}})"
-    dominant = "PWPᵀ is an important, often dominant, constituent of the QK matrix (section 4.2)"
-    ours = "Position is often dominant, mean and bias included (ours)"
-    for claim, group, wins in ((dominant, "pos-pos", largest_strict), (ours, "position", largest)):
-        often = criteria.above_chance(len(wins))
-        shown = what.format(group, len(wins), percent(means[group]))
-        outcome.claim(claim, shown, share_of_heads(wins[group], often), often)
+    for claim, group, wins in (("dominant", "pos-pos", largest_strict), ("ours", "position", largest)):
+        words = {"heads": counted(heads, "head"), "group": group, "share": percent(means[group])}
+        outcome.judge(claim, wins[group], limit=1 / len(wins), groups=len(wins), **words)
     outcome.tables["shares"] = pd.DataFrame(
         {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
         for layer in range(blocks(run))
@@ -241,10 +249,269 @@ def constituents(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
-    drawn = by_name("group", list(grids), draw, grid=True)
-    outcome.draw("shares", drawn, groups=listed([*apart]))
+    outcome.draw("shares", by_name("group", list(grids), draw, grid=True), groups=listed([*apart]))
     drawn = figures_constituents.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
         {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},
     )
     outcome.draw("by-layer", drawn)
+
+
+SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
+"""Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
+
+
+class _PositionalLogits:
+    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are."""
+
+    def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
+        self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)
+        self.end = run.arrays["positional_basis"].shape[1]
+        self.heads, self.shown = heads, shown
+        self.logits: dict[int, Floats] = {}
+        self.smooth: dict[int, Floats] = {}
+        self.refused: dict[int, str] = {}
+
+    def add(self, layer_pass: LayerPass) -> None:
+        """Add the contexts of a pass."""
+        parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
+        try:
+            dtype = working_dtype(layer_pass.stream)
+            split = split_queries_and_keys(layer_pass, parts, dtype, check_all=False)
+        except WorkError as error:
+            self.refused[layer_pass.layer] = str(error)
+            return
+        mean, pos = PARTS.index("mean"), PARTS.index("pos")
+        repeat = split.query.shape[2] // split.key.shape[2]
+        query = (split.query[mean] + split.query[pos])[:, self.heads][:, :, self.shown]
+        key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
+        logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
+        text = slice(1, self.end)
+        smooth = qk_low_frequency(split.query[pos][:, :, text], split.key[pos][:, :, text]).sum(0)
+        for sums, value in ((self.logits, logits), (self.smooth, smooth)):
+            added = value.double().cpu().numpy()
+            sums[layer_pass.layer] = sums[layer_pass.layer] + added if layer_pass.layer in sums else added
+
+
+def _sampled(study: Study) -> Tensor:
+    """A sample of the run's contexts; random ones of their length, where the text is not at hand."""
+    seed = study.provenance["seed"]
+    if study.corpus is not None:
+        return study.corpus.contexts[sample_of(study.corpus, seed)]
+    length = whole_positional_basis(study.run).shape[1]
+    vocabulary = study.require_model().required_vocabulary()
+    return Corpus.random_tokens(vocabulary, length, SPLIT_CONTEXTS, seed).contexts
+
+
+@declared("geometry/figure19")
+def figure_19(study: Study, outcome: Outcome) -> None:
+    run, model = study.run, study.require_model()
+    positions = run.arrays["positional_basis"].shape[1] - 1
+    heads = evenly(model.heads, SHOWN_HEADS)
+    shown = [1 + place for place in evenly(positions, SHOWN_POSITIONS)]
+    sums = _PositionalLogits(run, heads, shown)
+    sample = _sampled(study)
+    for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
+        visit_layers(model, batch, range(model.layers), sums.add)
+    if not sums.logits:
+        raise UsageError(f"no layer of this model can be split: {next(iter(sums.refused.values()))}")
+    layers = sorted(sums.logits)
+    columns = [f"low_frequency_{k}" for k in CUTOFFS]
+    of_layers = [pd.DataFrame(sums.smooth[layer] / len(sample), columns=columns) for layer in layers]
+    table = pd.concat(of_layers, keys=layers, names=["layer", "head"]).reset_index()
+    median = float(table["low_frequency_10"].median())
+    what = "share of energy at K = 10 of pos-pos, median over heads"
+    outcome.read(what, number(median), "“visibly discontinuous”")
+    if sums.refused:
+        reason = next(iter(sums.refused.values()))
+        outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
+    judge_rough(outcome, study, table["low_frequency_10"].to_numpy(), positions)
+    outcome.tables["smoothness"] = table
+    chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
+    tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
+    names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
+    drawn = by_name("block", blocks, lambda place: drawing.weight_maps(tiles[place], names, len(shown)))
+    outcome.draw("positional-logits", drawn, contexts=counted(len(sample), "context"))
+
+
+def judge_rough(outcome: Outcome, study: Study, shares: Floats, positions: int) -> None:
+    """Judge the shares of low frequencies of heads, where the model was trained on addition: of most of the heads."""
+    shares = shares[np.isfinite(shares)]
+    median = f"share of energy at K = 10 of pos-pos, median of {counted(len(shares), 'head')}"
+    median += f": {number(float(np.median(shares)))}"
+    rough, words = criterion("geometry/unlike-language"), {"median": median, "chance": (10 / positions) ** 2}
+    verdict = outcome.verdict("rough", rough.met(shares).tolist(), most=number(rough.limit), **words)
+    if positions < LEAST_UNSMOOTH_POSITIONS:
+        verdict = untestable(verdict.claim, f"{positions} positions have only {positions} frequencies")
+    outcome.verdicts.append(of_an_adder(study.model, study.run, verdict, median))
+
+
+MEAN_WITH_POSITION: Mapping[str, tuple[str, ...]] = {
+    "constant": ("bias",),
+    "pos": ("mean", "pos"),
+    "cvec": ("ctx", "resid"),
+}
+"""The split with P̃ = pos + μ in place of pos (appendix D.2)."""
+
+ChosenHeads = dict[tuple[int, int], list[PatternClaim]]
+"""(layer, head) → the patterns that it follows most of all heads; none for a head that was named."""
+
+
+def _top_heads(run: Run) -> dict[str, list[Head]]:
+    return {pattern.name: attributed_heads(run, pattern.name) for pattern in CLAIMS}
+
+
+def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
+    """The head that is asked for, or the ones that follow the patterns most."""
+    focus = study.focus
+    if focus.layer is not None and focus.head is not None:
+        return {(focus.layer, focus.head): []}
+    chosen: ChosenHeads = {}
+    for pattern in CLAIMS:
+        for head in top[pattern.name][:1]:
+            chosen.setdefault((head.layer, head.head), []).append(pattern)
+    if not chosen:
+        raise UsageError("this run has no attributed heads to choose from: name one with --layer and --head")
+    return chosen
+
+
+def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
+    """The logits of a layer on the prompt."""
+    model = study.require_model()
+    model.check_place(layer, head)
+    try:
+        return constituents(model, ids, layer, decomposition=study.run)
+    except WorkError as error:
+        raise UsageError(f"{error}; choose another --layer") from error
+
+
+def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
+    """The prompt's ids and the text of each."""
+    model = study.require_model()
+    longest = study.run.arrays["positional_basis"].shape[1]
+    ids = prompt_ids(model, study.focus.prompt, longest, study.provenance["seed"])
+    return ids, token_texts(model, ids)
+
+
+def _panel_caption(study: Study, length: int) -> str:
+    """Word what the panels were made of, for their captions."""
+    kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
+    shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
+    rotated = (
+        "This family rotates queries and keys, so relative position is within every panel, constant too: there the "
+        "rotated mean and biases differ by distance. "
+    )
+    caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
+    return caption + (rotated if study.provenance["model"].get("positions") == "rotary" else "")
+
+
+def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]]) -> dict[str, pd.DataFrame]:
+    shares = [
+        {"panels": name} | {panel.name: panel.share for panel in of_head if np.isfinite(panel.share)}
+        for name, of_head in panels.items()
+    ]
+    prompt = {"position": range(len(tokens)), "token_id": ids.tolist(), "token": tokens}
+    return {"shares": pd.DataFrame(shares), "prompt": pd.DataFrame(prompt)}
+
+
+@declared("geometry/figure6")
+def figure_6(study: Study, outcome: Outcome) -> None:
+    ids, tokens = _prompt_tokens(study)
+    top = _top_heads(study.run)
+    panels = {}
+    for (layer, head), followed in _chosen(study, top).items():
+        split = _split(study, ids, layer, head)
+        name = head_name(layer, head)
+        panels[name] = head_matrices(split, head)
+        largest = sorted(panels[name][:-2], key=lambda panel: -panel.share)[:2]
+        named = ", ".join(f"{panel.name} {percent(panel.share)}" for panel in largest)
+        outcome.read(f"{name}: largest shares of the logits' variance on this prompt", named)
+        most = [f"{pattern.title} ({number(top[pattern.name][0].score)})" for pattern in followed]
+        title = f"{name}: attends most to {listed(most)}" if most else name
+        drawn, prompt = qk_panels(split, head, tokens), _panel_caption(study, len(tokens))
+        outcome.draw(name, drawn, "head", title=title, prompt=prompt)
+    read_refusals(outcome, study.run)
+    for pattern in CLAIMS:
+        judge_pattern(outcome, pattern, top[pattern.name])
+    outcome.tables |= _tables(ids, tokens, panels)
+
+
+def _judge_mean(outcome: Outcome, run: Run) -> None:
+    """Judge whether the largest of the four constituents stays the largest when μ is counted as positional."""
+    table = run.constituents
+    if not len(table):
+        outcome.cannot_judge("unchanged", "this run has no constituent shares: survey the model again")
+        return
+    winners = []
+    for pos in (("pos",), ("mean", "pos")):
+        sides = dict.fromkeys(pos, "pos") | {"ctx": "cvec", "resid": "cvec"}
+        grouped = table.assign(q=table["query"].map(sides), k=table["key"].map(sides))
+        grouped = grouped.dropna(subset=["q", "k"])
+        sums = grouped.groupby(["layer", "head", "q", "k"])["share"].sum(min_count=1).unstack(["q", "k"])
+        winners.append(sums.dropna().idxmax(axis=1))
+    same = winners[0] == winners[1]
+    with_mean = (table["query"] == "mean") | (table["key"] == "mean")
+    carried = table[with_mean].groupby(["layer", "head"])["share"].sum().mean()
+    words = {"heads": counted(len(same), "head"), "carried": percent(float(carried))}
+    outcome.judge("unchanged", same.tolist(), **words)
+
+
+def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
+    """Measure what each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
+    longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
+    ids, patterns = repeated_patterns(study.require_model(), longest, CONTEXTS, study.provenance["seed"])
+    if not patterns:
+        return []
+    split = _split(study, ids, layer, head)
+    inputs = chosen_heads(split.inputs, [head])
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    mean, pos = PARTS.index("mean"), PARTS.index("pos")
+    rows: list[dict[str, Any]] = []
+    for within_pos in (False, True):
+        query, key = split.query[:, :, [head]].clone(), split.key[:, :, [head]].clone()
+        for side in (query, key) if within_pos else ():
+            side[pos] += side[mean]
+            side[mean] = 0
+        attributed = attribute(query, key, inputs, patterns)
+        for place, pattern in enumerate(patterns):
+            score, uniform = float(attributed.score[place, 0]), float(attributed.uniform[place, 0])
+            excess = score - uniform if score > uniform else math.nan
+            rows += [
+                {"layer": layer, "head": head, "pattern": pattern.name, "score": score, "uniform": uniform}
+                | {"mean": "within pos" if within_pos else "apart", "group": group}
+                | {"kept": (float(attributed.only[index, place, 0]) - uniform) / excess}
+                for index, group in enumerate(ATTRIBUTED)
+            ]
+    return rows
+
+
+@declared("geometry/figure30")
+def figure_30(study: Study, outcome: Outcome) -> None:
+    ids, tokens = _prompt_tokens(study)
+    panels, rows = {}, []
+    chosen = _chosen(study, _top_heads(study.run))
+    for layer, head in chosen:
+        split = _split(study, ids, layer, head)
+        rows += _retained_rows(study, layer, head)
+        for key, shown in (("with", split.coarse(MEAN_WITH_POSITION)), ("without", split)):
+            name = f"{head_name(layer, head)} {key} the global mean"
+            panels[name] = head_matrices(shown, head, raw=True)
+            largest = max(panels[name][:-2], key=lambda panel: panel.share)
+            outcome.read(f"{name}: largest share", largest.name)
+            drawn = qk_panels(shown, head, tokens, raw=True)
+            values = {"head": head_name(layer, head), "prompt": _panel_caption(study, len(tokens))}
+            outcome.draw(f"L{layer}H{head}-{key}", drawn, key, **values)
+    _judge_mean(outcome, study.run)
+    outcome.tables |= _tables(ids, tokens, panels)
+    if rows:
+        retained = outcome.tables["kept"] = pd.DataFrame(rows)
+        for (layer, head), followed in chosen.items():
+            for pattern in followed:
+                kept = retained.query("layer == @layer and head == @head and pattern == @pattern.name")
+                if (kept["score"] < TIMES_UNIFORM * kept["uniform"]).any():
+                    continue  # the head has no such pattern
+                shares = kept[kept["group"] == pattern.strict].set_index("mean")["kept"]
+                outcome.read(
+                    f"{head_name(layer, head)}, attention to {pattern.title}: retained by {pattern.strict} alone",
+                    f"{percent(shares['within pos'])} with μ within pos, {percent(shares['apart'])} with it apart",
+                )

@@ -1,19 +1,30 @@
-"""What several tables and figures share: quotients of columns, shares of heads, smoothness."""
+"""What several tables and figures share: numbers by layer, their errors and noise, from contexts drawn anew.
+
+A run keeps the basis of all contexts only, so that errors need the text once more, hidden states alone, in the survey's
+eight groups; without the model or the text no error is known.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite import Run
-from theodolite.estimates import Estimate, Estimates
+from theodolite import Corpus, OpenModel, Run
+from theodolite.accumulate.means import Means, Sample, decomposed
+from theodolite.corpus.groups import GROUPS
+from theodolite.corpus.spec import RANDOM
+from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -26,6 +37,10 @@ from theodolite.judging import (
     untestable,
 )
 from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
+from theodolite.measure.uncertainty import balanced_halves, half_sample_error
+from theodolite.models.structure import NoAttention
+from theodolite.models.weights.copies import NotAffine
+from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import (
     OF_GROUPS,
     Floats,
@@ -36,11 +51,197 @@ from theodolite.report.data import (
     need,
     value_of,
 )
+from theodolite.system.progress import ShowStage
 from theodolite.system.wording import listed, number
+from theodolite.theory import dct2
 from theodolite.theory.haar import haar_rotation
-from theodolite_papers.experiment import Study
-from theodolite_papers.hidden_geometry import criteria, resampling
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis
+from theodolite_papers.experiment import Outcome, Study, random_tokens_like
+
+READING = "reading contexts by group"
+
+
+@dataclass(frozen=True)
+class GroupedBasis:
+    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position."""
+
+    sums: Float64[Tensor, "layers groups positions width"]
+    readers: Float64[Tensor, "layers groups positions"]
+    end: int
+
+    def of(self, groups: Float[Tensor, " groups"]) -> Float64[Tensor, "layers positions_1_on width"]:
+        """The positional basis of the groups of weight 1."""
+        groups = groups.double()
+        text, width = slice(1, self.sums.shape[2]), self.sums.shape[3]
+        nothing = torch.empty(0, width, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        bases = [
+            decomposed(torch.tensordot(groups, sums, 1), groups @ readers, *nothing, text)[1][1 : self.end]
+            for sums, readers in zip(self.sums, self.readers, strict=True)
+        ]
+        return torch.stack(bases)
+
+
+class _SumsPass(CorpusPass):
+    """`Means` of the residual stream, and nothing else."""
+
+    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
+        super().__init__(model, corpus, 0, batch_of(corpus, None))
+        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        nothing = torch.empty(0, dtype=torch.int64)
+        sample = Sample(torch.full((self.total,), -1), nothing, nothing)
+        length = corpus.contexts.shape[1]
+        self.means = Means(model.layers + 1, length, model.width, sample, self.trailing)
+        self._first = 0
+
+    @property
+    def accumulators(self) -> dict[str, Means]:
+        """The means."""
+        return {"means": self.means}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Contexts `first …` come next."""
+        self._first = first
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream of one layer."""
+        self.means.update(layer, hidden, self._first)
+
+
+def read_by_group(model: OpenModel, corpus: Corpus, run: Run, show: ShowStage) -> GroupedBasis | None:
+    """Read the text of a run for the basis of its groups; None below 8 contexts, of which some groups are empty."""
+    if len(corpus.contexts) < GROUPS or corpus.leading != 1:
+        return None
+    reading = _SumsPass(model, corpus)
+    state = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
+    text = slice(corpus.contexts.shape[1] - reading.trailing)
+    end = run.arrays["positional_basis"].shape[1]
+    return GroupedBasis(state["position_sum"][:, :, text], state["readers"][:, :, text], end)
+
+
+def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
+    """The basis by group of the text of a run: the study's, or that on random tokens; read when first asked for."""
+    run = run or study.run
+    model, corpus = study.model, study.corpus
+    sha256 = run.provenance["corpus"].get("sha256")
+
+    def read() -> GroupedBasis | None:
+        text = corpus if corpus is not None and corpus.sha256 == sha256 else None
+        # Random tokens (`Study.random_run`) follow from their description.
+        if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
+            text = random_tokens_like(model, run)
+        if model is None or text is None or text.sha256 != sha256:
+            return None
+        return read_by_group(model, text, run, study.show)
+
+    return study.cached(f"basis by group of {sha256}", read)
+
+
+def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:
+    """Numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
+    return np.stack([np.asarray(numbers(basis.of(half)), dtype=np.float64) for half in balanced_halves()])
+
+
+def errors_of(
+    basis: GroupedBasis | None, numbers: Callable[[Tensor], Floats], like: Floats | float
+) -> Floats:
+    """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
+    if basis is None:
+        return np.full(np.shape(like), np.nan)
+    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
+
+
+QUARTERS = 4
+
+Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
+
+
+def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> Estimate:
+    """A number without noise and its error, by leaving out one group of contexts after the other (jackknife)."""
+    values = []
+    for left_out in range(GROUPS):
+        kept = (torch.arange(GROUPS) != left_out).double()
+        sums, readers = basis.sums * kept[:, None, None], basis.readers * kept[:, None]
+        values.append(number(replace(basis, sums=sums, readers=readers)))
+    return Estimate(number(basis), float(jackknife_error(values)), *OF_GROUPS)
+
+
+def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:
+    """The positional basis of each quarter of the contexts."""
+    return [basis.of((torch.arange(GROUPS) % QUARTERS == quarter).double()) for quarter in range(QUARTERS)]
+
+
+def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
+    """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise."""
+    whole = rows[0].new_zeros(rows[0].shape[:-2])
+    lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)
+    largest = max(cutoffs)
+    for one, two, three, four in permutations(range(QUARTERS)):
+        if one > three:  # the same product, with its factors in the other order
+            continue
+        first, second = rows[one] @ columns[two].mT, rows[three] @ columns[four].mT
+        whole = whole + (first * second).sum((-2, -1))
+        low = dct2(first, largest) * dct2(second, largest)
+        lowest = lowest + torch.stack([low[..., :k, :k].sum((-2, -1)) for k in cutoffs], -1)
+    share = (lowest / whole[..., None]).clamp(0, 1)
+    return torch.where(whole[..., None] > 0, share, torch.nan)
+
+
+def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
+    """The share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
+    lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
+    quarters = [quarter / lengths for quarter in quarters_of(basis)]
+    return shares(quarters, quarters, (cutoff,))[..., 0].numpy()
+
+
+def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
+    """The shares of PPᵀ, (layers, cutoffs)."""
+    quarters = quarters_of(basis)
+    return np.asarray(shares(quarters, quarters, cutoffs))
+
+
+def product_shares(basis: GroupedBasis, model: OpenModel, cutoffs: Sequence[int]) -> Floats:
+    """The shares of PWPᵀ, W = W_q W_kᵀ of every head that has one, (heads of all layers, cutoffs)."""
+    quarters = quarters_of(basis)
+    parts = []
+    for layer in range(model.layers):
+        try:
+            weights = model.head_weights(layer)
+        except (NotAffine, NoAttention):
+            continue
+        if weights.w_q.shape[1] == quarters[0].shape[-1]:
+            w_q, w_k = (w.double().cpu() for w in (weights.w_q, weights.w_k))
+            queries, keys = ([quarter[layer] @ w for quarter in quarters] for w in (w_q, w_k))
+            parts.append(shares(queries, keys, cutoffs))
+    return np.concatenate(parts) if parts else np.empty((0, len(cutoffs)))
+
+
+def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions positions"]:
+    """PPᵀ on average over pairs of quarters, in which no error meets itself."""
+    quarters = quarters_of(basis)
+    total = sum(quarters)
+    assert isinstance(total, Tensor)
+    own = sum(quarter @ quarter.mT for quarter in quarters)
+    return (total @ total.mT - own) / (QUARTERS * (QUARTERS - 1))
+
+
+def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions width"]:
+    """Estimate what sampling alone puts into a positional basis: half the difference of two halves of the contexts.
+
+    One for each balanced half and its complement; of equal groups the noise is as large as in the whole basis.
+    """
+    halves = balanced_halves()
+    pairs = zip(*halves.chunk(2), strict=True)
+    return torch.stack([(basis.of(half) - basis.of(complement)) / 2 for half, complement in pairs])
+
+
+def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
+    """Relative norms of the positional basis less what sampling noise alone has, squares subtracted: lower bounds."""
+    noise = torch.linalg.matrix_norm(noise_bases(basis), ord=2).square().mean(0)
+    share = noise / torch.linalg.matrix_norm(basis.of(torch.ones(GROUPS)), ord=2).square()
+    left = norms.values * np.sqrt(np.clip(1 - share.numpy(), 0, None))
+    errors = np.full(left.shape, np.nan) if norms.errors is None else norms.errors
+    # d√(r² − s²) = r dr/√(r² − s²); where nothing is left, as large as all that was there.
+    grown = errors * norms.values / np.maximum(left, np.maximum(errors, 1e-300))
+    return replace(norms, values=left, errors=grown)
 
 
 def found_ranks(run: Run) -> Floats:
@@ -70,65 +271,68 @@ def noise_share(run: Run) -> Floats:
     return np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
 
 
+LEAST_RANKED = 42
+"""Rows and columns below which ScreeNOT's upper bound of 20 has no room (it needs 2·20 + 1 values below it)."""
+
+LEAST_POSITIONS = 32
+"""Positions below which the 10 × 10 lowest frequencies are more than a tenth of all, and smoothness says little."""
+
+LEAST_UNSMOOTH_POSITIONS = 20
+"""The same where a low share is claimed: above it, positions in random order reach a quarter."""
+
+
 def no_room(run: Run) -> str | None:
     """Why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
-    if min(positions - 1, width) >= criteria.LEAST_RANKED:
+    if min(positions - 1, width) >= LEAST_RANKED:
         return None
     return (
         f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of {SCREENOT_RANK} no room: use "
-        f"contexts of {criteria.LEAST_RANKED + 1} or more"
+        f"contexts of {LEAST_RANKED + 1} or more"
     )
 
 
-def low_rank_verdict(study: Study, claim: str, *, every: bool) -> Verdict:
+def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
     """Judge the rank and the energy within it: of `every` layer, or their means over layers."""
     run = study.run
     if why := no_room(run):
-        return untestable(claim, why)
+        outcome.cannot_judge("low-rank", why)
+        return
     ranks, layers = found_ranks(run), len(run.layers)
     missing = np.flatnonzero(np.isnan(ranks)).tolist()
     basis = torch.from_numpy(need(run, "positional_basis")[0, 1:])
     cap = f"ScreeNOT looks for at most {screenot_bound(basis)} directions"
     if len(missing) == layers:
-        return untestable(claim, f"{cap} and found none in any of {layers} layers: no rank found")
+        outcome.cannot_judge("low-rank", f"{cap} and found none in any of {layers} layers: no rank found")
+        return
     if missing:
         cap += f" and found none at layer {listed([str(layer) for layer in missing])}"
-    parts = [_of_rank(run, claim, ranks, every, cap), _of_energy(study, claim, every)]
-    if missing and (every or 2 * len(missing) >= layers):
-        parts.append(untestable(claim, "no rank found: not testable there"))
-    return all_of(claim, parts)
-
-
-def _of_rank(run: Run, claim: str, ranks: Floats, every: bool, cap: str) -> Verdict:
-    count, possible = int(np.isfinite(ranks).sum()), min(need(run, "positional_basis")[0, 1:].shape)
     errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
-    if every:
-        worst = int(np.nanargmax(ranks))
-        what = f"highest rank of {count} layers, at layer {worst}"
-        rank, error = float(ranks[worst]), float(errors[worst])
-    else:
-        what = f"mean rank over {count} layers"
-        rank, _, error = mean_over_layers(ranks, errors)
-    what += f", of {possible} possible ({cap})"
-    return judge(claim, what, Estimate(rank, error, *OF_GROUPS), criteria.RANK)
+    worst = int(np.nanargmax(ranks))
+    mean, _, mean_error = mean_over_layers(ranks, errors)
+    rank = (float(ranks[worst]), float(errors[worst])) if every else (mean, mean_error)
+    words = {"layers": layers - len(missing), "worst": worst, "possible": min(basis.shape), "cap": cap}
+    parts = [
+        outcome.verdict("low-rank.rank", Estimate(*rank, *OF_GROUPS), **words),
+        _energy_within_rank(outcome, study, np.nanmin if every else np.nanmean),
+    ]
+    if missing and (every or 2 * len(missing) >= layers):
+        parts.append(untestable(parts[0].claim, "no rank found: not testable there"))
+    outcome.verdicts.append(all_of(parts[0].claim, parts))
 
 
-def _of_energy(study: Study, claim: str, every: bool) -> Verdict:
+def _energy_within_rank(outcome: Outcome, study: Study, over_layers: Callable[[Floats], float]) -> Verdict:
     """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
-    run, ranks = study.run, found_ranks(study.run)
+    run, ranks, key = study.run, found_ranks(study.run), "low-rank.energy"
     shares, noise = energy_within_rank(run), noise_share(run)
-    summary_name, summary = ("lowest of", np.nanmin) if every else ("mean over", np.nanmean)
-    value, without_noise = float(summary(shares)), min(float(summary(shares + noise)), 1.0)
-    count = int(np.isfinite(shares).sum())
-    what = f"share of the energy of P within its rank, {summary_name} {count} layers"
+    value, without_noise = float(over_layers(shares)), min(float(over_layers(shares + noise)), 1.0)
+    error = errors_of(grouped_basis(study), lambda p: np.asarray(over_layers(energy_within(p, ranks))), value)
+    layers = int(np.isfinite(shares).sum())
+    verdict = outcome.verdict(key, Estimate(value, float(error), *OF_GROUPS), layers=layers)
     contexts = run.provenance["corpus"]["contexts"]
     noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-    explanation = noisy if criteria.WITHIN_RANK.met(without_noise) else ""
-    basis = resampling.grouped_basis(study)
-    error = resampling.errors_of(basis, lambda p: np.asarray(summary(energy_within(p, ranks))), value)
-    estimate = Estimate(value, float(error), *OF_GROUPS)
-    return unless_explained(judge(claim, what, estimate, criteria.WITHIN_RANK), FAILS, explanation)
+    met = outcome.criterion(key).met(without_noise)
+    return unless_explained(verdict, FAILS, noisy if met else "")
 
 
 ROTATIONS = 100
@@ -136,13 +340,6 @@ QUANTILE = 0.975
 """Of the rotations: the upper end of their 95 % interval."""
 
 _SEED = 0
-
-AS_RANDOM = Criterion(
-    "at most",
-    1.0,
-    f"the {QUANTILE:.1%} quantile over {ROTATIONS} random rotations of the positional basis: “random baseline” "
-    "(section 5)".replace("%", "\u00a0%"),
-)
 
 
 @dataclass(frozen=True)
@@ -229,7 +426,7 @@ def beyond_random_order(
     return beyond, error
 
 
-def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None:
+def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
     """Why low frequencies of so few positions say nothing; None: they do."""
     positions = need(run, "positional_basis").shape[1] - 1
     why = (
@@ -239,11 +436,7 @@ def few_positions(run: Run, least: int = criteria.LEAST_POSITIONS) -> str | None
 
 
 def smooth_verdict(
-    study: Study,
-    run: Run,
-    claim: str,
-    criterion: Criterion = criteria.SMOOTH,
-    least: int = criteria.LEAST_POSITIONS,
+    outcome: Outcome, study: Study, run: Run, key: str = "smooth", least: int = LEAST_POSITIONS
 ) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
 
@@ -251,29 +444,29 @@ def smooth_verdict(
     """
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
-    chance = (10 / positions) ** 2
     if why := few_positions(run, least):
-        return untestable(claim, f"share of energy at K = 10: {mean.value:.3f}, but {why}")
-    what = f"share of energy at K = 10, mean over {len(run.layers)} layers (positions in random order: {chance:.2g})"
+        return untestable(outcome.sentence(key), f"share of energy at K = 10: {mean.value:.3f}, but {why}")
+    verdict = outcome.verdict(key, mean, layers=len(run.layers), chance=(10 / positions) ** 2)
+    criterion = outcome.criterion(key)
     unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
 
     def without_noise(basis: GroupedBasis) -> float:
-        return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=unknown).mean())
+        return float(np.nan_to_num(low_frequency_without_noise(basis), nan=unknown).mean())
 
-    return unless_noise(study, run, judge(claim, what, mean, criterion), criterion, without_noise)
+    return unless_noise(study, run, verdict, criterion, without_noise)
 
 
-def significant_verdict(study: Study, claim: str) -> Verdict:
+def judge_significant(outcome: Outcome, study: Study) -> None:
     """Judge the relative norms of all layers."""
     norms = layer_estimates(study.run, "relative_norm")
-    verdict = judge(claim, "relative norm", norms, criteria.SIGNIFICANT)
-    if verdict.answer != HOLDS or (basis := resampling.grouped_basis(study)) is None:
-        return verdict
-    left = judge(claim, "", resampling.norms_beyond_noise(norms, basis), criteria.SIGNIFICANT)
-    contexts = study.run.provenance["corpus"]["contexts"]
-    holding = sum(row.answer == HOLDS for row in left.parts)
-    noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
-    return unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
+    verdict = outcome.verdict("significant", norms)
+    if verdict.answer == HOLDS and (basis := grouped_basis(study)) is not None:
+        left = outcome.verdict("significant", norms_beyond_noise(norms, basis))
+        holding = sum(row.answer == HOLDS for row in left.parts)
+        contexts = study.run.provenance["corpus"]["contexts"]
+        noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
+        verdict = unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
+    outcome.verdicts.append(verdict)
 
 
 def unless_noise(
@@ -283,9 +476,9 @@ def unless_noise(
 
     The text is read again for that.
     """
-    if verdict.answer in OPEN or (basis := resampling.grouped_basis(study, run)) is None:
+    if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
         return verdict
-    without_noise = resampling.estimated(basis, number)
+    without_noise = estimated(basis, number)
     noisy = f"{without_noise} without the sampling noise of {run.provenance['corpus']['contexts']} contexts"
     same = judge(verdict.claim, noisy, without_noise, criterion).answer == verdict.answer
     return unless_explained(verdict, verdict.answer, "" if same else noisy)

@@ -1,7 +1,8 @@
-"""Models trained here: the positional basis while it is learned (sections 2 and 7), and the accuracy of addition."""
+"""The positional basis while it is learned (sections 2 and 7): every checkpoint of a training run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from theodolite import Corpus, OpenModel, Run, open_model
 from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
-from theodolite.judging import OPEN, Criterion, Verdict, all_of, judge, opposite_of, untestable
-from theodolite.report.data import OF_GROUPS, Floats, error_of, evenly, layer_estimates, need, value_of
-from theodolite.system.wording import counted, listed, number, with_error
+from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of, untestable
+from theodolite.report.data import OF_GROUPS, error_of, evenly, layer_estimates, need, value_of
+from theodolite.system.wording import listed, number, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, declared
-from theodolite_papers.hidden_geometry import addition_check, criteria
+from theodolite_papers.hidden_geometry.addition import of_an_adder
+from theodolite_papers.hidden_geometry.layer_columns import LEAST_POSITIONS, norms_beyond_noise, read_by_group
 from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
-from theodolite_papers.hidden_geometry.resampling import norms_beyond_noise, read_by_group
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64
@@ -36,23 +37,6 @@ MEASURES = {
     "turns": "turns about the centre",
     "incoherence_mean": "incoherence, mean",
 }
-SMOOTH_CURVE = {
-    "low_frequency_10": criteria.SMOOTH,
-    "smooth_roughness": criteria.CONTINUOUS,
-    "relative_norm_beyond_noise": criteria.SIGNIFICANT,
-}
-SPIRAL = SMOOTH_CURVE | {"turns": criteria.SPIRAL_TURNS}
-"""What the positions of a layer must meet, all of them, to be a smooth, significant curve; and a spiral."""
-
-ACCURATE = Criterion("at least", 0.99, "section 4.3: “above 99%”")
-NO_GENERALISATION = Criterion(
-    "at most", 0.2, "section 4.3: “less than 20% accuracy on average on digits of length smaller than 5”"
-)
-PAPER_ACCURACY = {
-    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
-    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
-}
-"""Appendix D.3, on 1, 2, 3 and 4 digits."""
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
@@ -100,19 +84,14 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
     return runs, table
 
 
-def met_at(rows: pd.DataFrame, needed: dict[str, Criterion]) -> list[bool]:
+def needed_for(outcome: Outcome, key: str) -> dict[str, Criterion]:
+    """What the positions of a layer must meet for a claim, all of it: measure → criterion."""
+    return {name: outcome.criterion(f"{key}.{name}") for name in outcome.parts(key)}
+
+
+def met_at(rows: pd.DataFrame, needed: Mapping[str, Criterion]) -> list[bool]:
     """Return whether each row, one step of a layer, meets all criteria."""
     return np.all([rule.met(rows[name].to_numpy()) for name, rule in needed.items()], axis=0).tolist()
-
-
-def _verdict_at(row: pd.Series, needed: dict[str, Criterion]) -> Verdict:
-    """Judge whether a layer at one step meets all criteria, with the standard errors of its measures."""
-    claim = f"all criteria are met at step {row['step']:g}"
-    parts = [
-        judge(claim, MEASURES[name], Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS), rule)
-        for name, rule in needed.items()
-    ]
-    return all_of(claim, parts)
 
 
 def _when(steps: list[int], met: list[bool]) -> str:
@@ -127,27 +106,28 @@ def _when(steps: list[int], met: list[bool]) -> str:
     return f"first at step {steps[start]}, {stays}"
 
 
-def appears(
-    table: pd.DataFrame, layer: int, claim: str, needed: dict[str, Criterion], *, expected: bool = True
-) -> Verdict:
-    """Judge whether a layer comes to meet all criteria in training: not at the first step, and at the last."""
-    claim = f"{claim}: layer {layer}"
+def appears(outcome: Outcome, key: str, table: pd.DataFrame, layer: int, *, expected: bool = True) -> Verdict:
+    """Judge whether a layer comes to meet all parts of a claim in training: not at the first step, and at the last."""
+    claim, needed = outcome.sentence(key, layer=layer), needed_for(outcome, key)
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    first, last = (
-        ", ".join(
-            f"{MEASURES[name]} {with_error(float(row[name]), float(row[f'{name}_se']))}" for name in needed
-        )
-        for row in (rows.iloc[0], rows.iloc[-1])
-    )
-    before, after = (_verdict_at(rows.iloc[place], needed) for place in (0, -1))
+    ends, shown = [], []
+    for _, row in rows.iloc[[0, -1]].iterrows():
+        numbers = {name: (float(row[name]), float(row[f"{name}_se"])) for name in needed}
+        shown.append(", ".join(f"{MEASURES[name]} {with_error(*each)}" for name, each in numbers.items()))
+        verdicts = [
+            outcome.verdict(f"{key}.{name}", Estimate(*each, *OF_GROUPS), layer=layer)
+            for name, each in numbers.items()
+        ]
+        ends.append(all_of(f"all criteria are met at step {row['step']:g}", verdicts))
+    before, after = ends
     if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
         noise = f"sampling noise of {SURVEYED_CONTEXTS} contexts"
-        return untestable(claim, f"half of the curve at step {steps[-1]} or more is {noise}; {last}")
+        return untestable(claim, f"half of the curve at step {steps[-1]} or more is {noise}; {shown[-1]}")
     limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
     evidence = (
-        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {first}; step {steps[-1]}: {last}; criteria, "
-        f"as in tables 2 and 6 and figure 1: {limits}"
+        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {shown[0]}; step {steps[-1]}: {shown[-1]}; "
+        f"criteria, as in tables 2 and 6 and figure 1: {limits}"
     )
     for step, verdict in ((steps[0], before), (steps[-1], after)):
         if verdict.answer in OPEN:
@@ -161,19 +141,15 @@ def judge_layer(
     outcome: Outcome, table: pd.DataFrame, layer: int, run: Run, model: OpenModel | None = None
 ) -> None:
     """On one layer of the series whose last checkpoint, `model`, gave `run`."""
-    learned = "A smooth, significant positional basis is learned, not predefined (section 2)"
     positions = need(run, "positional_basis").shape[1] - 1
-    if positions < criteria.LEAST_POSITIONS:
-        why = f"{positions} positions; at least {criteria.LEAST_POSITIONS} can be judged"
-        outcome.cannot_test(f"{learned}: layer {layer}", why)
+    if positions < LEAST_POSITIONS:
+        why = f"{positions} positions; at least {LEAST_POSITIONS} can be judged"
+        outcome.cannot_judge("learned", why, layer=layer)
     elif digits_of(run.provenance["corpus"]["name"]):
-        claim = "A model trained on addition learns no smooth positional curve (section 4.3)"
-        verdict = appears(table, layer, claim, SMOOTH_CURVE, expected=False)
-        outcome.verdicts.append(addition_check.of_an_adder(model, run, verdict, verdict.evidence))
+        verdict = appears(outcome, "not-on-addition", table, layer, expected=False)
+        outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
     else:
-        spiral = "The positional basis comes to form a spiral (abstract: “often”)"
-        outcome.verdicts.append(appears(table, layer, learned, SMOOTH_CURVE))
-        outcome.verdicts.append(appears(table, layer, spiral, SPIRAL))
+        outcome.verdicts += [appears(outcome, claim, table, layer) for claim in ("learned", "spiral")]
 
 
 @declared("geometry/training")
@@ -198,54 +174,7 @@ def training(study: Study, outcome: Outcome) -> None:
     drawn_steps = [steps[place] for place in evenly(len(steps), SHOWN_STEPS)]
     layers = evenly(len(need(run, "positional_pca")), SHOWN_LAYERS)
     curves = np.stack([need(runs[step], "positional_pca")[layers, 1:, :2] for step in drawn_steps])
-    drawn = drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64))
-    outcome.draw("curves", drawn)
-    limits = {MEASURES[name]: criterion.limit for name, criterion in SPIRAL.items()}
-    drawn = drawing.measures_by_step(steps, grids, limits)
-    outcome.draw("measures", drawn)
+    outcome.draw("curves", drawing.curves_by_step(drawn_steps, layers, curves.astype(np.float64)))
+    limits = {MEASURES[name]: rule.limit for name, rule in needed_for(outcome, "spiral").items()}
+    outcome.draw("measures", drawing.measures_by_step(steps, grids, limits))
     outcome.runs |= {f"step {step}": each.provenance for step, each in runs.items()}
-
-
-def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
-    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
-    in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
-    what = f"exact-match accuracy on {count} sums of {trained}"
-    outcome.claim("Addition is learned in distribution (section 4.3)", what, in_distribution, ACCURATE)
-    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
-    shorter = judge(
-        "Length generalisation fails (section 4.3, appendix D.3)",
-        f"mean exact-match accuracy on sums of 1, 2, 3 and 4 digits, {count} each",
-        Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True),
-        NO_GENERALISATION,
-    )
-    if unknown := addition_check.why_not_known_to_add(what, in_distribution):
-        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
-    outcome.verdicts.append(shorter)
-
-
-@declared("geometry/addition")
-def addition(study: Study, outcome: Outcome) -> None:
-    model = study.require_model()
-    if not addition_check.is_adder(model):
-        raise UsageError(
-            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
-            "--corpus addition"
-        )
-    task = addition_check.task_of(study.run)
-    trained = addition_check.digits_in_words(task.digits)
-    measured = task.measure(addition_check.on_cpu(model))
-    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
-    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
-    values = np.array([measured["accuracy"], *by_digits.values()])
-    errors = np.array([addition_check.binomial_error(float(value), count) for value in values])
-    absolute, rotary = PAPER_ACCURACY.values()
-    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
-    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
-        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
-    outcome.read("positions of this model", model.positions, "absolute; rotary")
-    judge_accuracy(outcome, values, errors, count, trained)
-    outcome.tables["accuracy"] = pd.DataFrame(
-        {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
-    )
-    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
-    outcome.draw("accuracy", drawing.accuracies(names, (values, errors), paper), count=count)

@@ -13,7 +13,6 @@ from scipy.optimize import linear_sum_assignment
 from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, jackknife_error
-from theodolite.judging import Criterion
 from theodolite.report import published
 from theodolite.report.data import (
     Floats,
@@ -31,7 +30,7 @@ from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import criteria, layer_columns
+from theodolite_papers.hidden_geometry import layer_columns
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
@@ -150,18 +149,10 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     outcome.read("mean cosine within a label", cosine["within"])
     outcome.read("mean cosine between labels", cosine["between"])
     outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    smooth = layer_columns.smooth_verdict(study, run, "The position–position part is smooth (Fig. 2, i)")
-    outcome.verdicts.append(smooth)
-    claim = "The position–context part has values close to 0 (Fig. 2, ii)"
-    what = "mean |cosine|, over that of random directions"
-    outcome.claim(claim, what, layer_columns.over_random(study, "mean"), layer_columns.AS_RANDOM)
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
+    outcome.judge("incoherent", layer_columns.over_random(study, "mean"))
     gap = (blocks["within"] - blocks["between"]).to_numpy()
-    outcome.claim(
-        "The context–context part shows strong cluster patterns (Fig. 2, iii)",
-        "mean cosine within labels less that between",
-        Estimates(gap, gap_errors(grams, len(positions), of), len(of), "contexts"),
-        criteria.CLUSTERS,
-    )
+    outcome.judge("clusters", Estimates(gap, gap_errors(grams, len(positions), of), len(of), "contexts"))
     _deepens(outcome, gap)
     outcome.tables["blocks"] = blocks
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
@@ -176,14 +167,12 @@ def figure_2(study: Study, outcome: Outcome) -> None:
 
 def _deepens(outcome: Outcome, gap: Floats) -> None:
     """Layers lean on each other, as the places of a random walk do: only its steps are independent."""
-    claim = "The blocks become progressively clear with depth (appendix C.3)"
     if not np.isfinite(gap).all():
-        outcome.cannot_test(claim, "no label has two contexts")
+        outcome.cannot_judge("deepens", "no label has two contexts")
     elif len(gap) < LEAST_LAYERS:
-        outcome.cannot_test(claim, f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
+        outcome.cannot_judge("deepens", f"{len(gap)} layers show no trend; at least {LEAST_LAYERS} can")
     else:
-        what = f"mean step of (within − between) from layer to layer, over {len(gap)} layers"
-        outcome.claim(claim, what, Estimate.mean(np.diff(gap), "steps"), criteria.DEEPENS)
+        outcome.judge("deepens", Estimate.mean(np.diff(gap), "steps"), layers=len(gap))
 
 
 SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
@@ -191,13 +180,6 @@ SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
 
 LISTED_LABELS = 24
 """Of the table of labels and clusters."""
-
-OWN_LABEL = Criterion(
-    "more than", 0.0, "above 0 a context is nearer to its own label than to the next one (ours)"
-)
-RECOVERED = Criterion(
-    "at least", 0.5, "“strong” read as: half of the way from chance to the labels themselves (ours)"
-)
 
 
 def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
@@ -253,20 +235,12 @@ def clusters(study: Study, outcome: Outcome) -> None:
         raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
     _read_means(outcome, run, COMPARED)
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
-    claim = "Contexts of one document or topic are nearer to each other than to others (claim 2, section 2)"
-    outcome.claim(claim, "silhouette of the labels", layer_estimates(run, "silhouette"), OWN_LABEL)
-    claim = "The context basis has strong cluster patterns (claim 2, section 2)"
-    index = "adjusted Rand index of k-means against the labels"
-    outcome.claim(claim, index, layer_estimates(run, "cluster_ari"), RECOVERED)
+    outcome.judge("nearer", layer_estimates(run, "silhouette"))
+    outcome.judge("clusters", layer_estimates(run, "cluster_ari"))
     pair = ("similarity_within", "similarity_between")
     columns = (find(run, name) for name in pair for find in (value_of, error_of))
     ratio, errors = layer_columns.quotient(*columns)
-    outcome.claim(
-        "Inter-cluster similarity is far below intra-cluster similarity (Table 1), layer by layer",
-        "similarity within over between labels",
-        replace(layer_estimates(run, pair[0]), values=ratio, errors=errors),
-        criteria.SEPARATION,
-    )
+    outcome.judge("separated", replace(layer_estimates(run, pair[0]), values=ratio, errors=errors))
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
@@ -275,14 +249,11 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.draw("gram", drawn, places=len(places), of=len(set(of)))
     listed = frequent[:LISTED_LABELS]
     shares, rows = [cluster_shares(labels, each, listed) for each in of_layers], [names[i] for i in listed]
-    drawn = by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows))
-    outcome.draw("clusters", drawn)
+    outcome.draw("clusters", by_layer(len(shares), lambda layer: cluster_table(shares[layer], rows)))
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
-    drawn = drawing.two_texts(layers, _curves(run, indices), "index")
-    outcome.draw("agreement", drawn)
+    outcome.draw("agreement", drawing.over_layers(layers, _curves(run, indices), "index"))
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
-    drawn = drawing.two_texts(layers, _curves(run, similarity), "mean |cosine|")
-    outcome.draw("similarity", drawn)
+    outcome.draw("similarity", drawing.over_layers(layers, _curves(run, similarity), "mean |cosine|"))
 
 
 @declared("geometry/incoherence")
@@ -292,15 +263,11 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     _read_means(outcome, run, INCOHERENCES, "|cosine|, ")
     over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
     outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
-    for name, claim in (
-        ("mean", "Positional basis and context basis are nearly orthogonal (claim 3, section 2)"),
-        ("largest", "The largest |cosine| of a position and a context is typically small (section 5)"),
-    ):
-        what = f"{name} |cosine|, over that of random directions"
-        outcome.claim(claim, what, layer_columns.over_random(study, name), layer_columns.AS_RANDOM)
+    for name in ("mean", "largest"):
+        outcome.judge(name, layer_columns.over_random(study, name))
     chance = layer_columns.chance_cosines(study)
     outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
         **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
     )
-    drawn = drawing.layer_lines(layer_numbers(run), _curves(run, titles), "|cosine|")
+    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "|cosine|", baselines=True)
     outcome.draw("incoherence", drawn)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
 from theodolite.estimates import Estimate
-from theodolite.judging import judge
+from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
 from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
@@ -22,10 +22,15 @@ from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.hidden_geometry import criteria, resampling
-from theodolite_papers.hidden_geometry.addition_check import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import smooth_verdict, unless_noise
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis
+from theodolite_papers.hidden_geometry import layer_columns
+from theodolite_papers.hidden_geometry.addition import of_an_adder
+from theodolite_papers.hidden_geometry.layer_columns import (
+    LEAST_POSITIONS,
+    LEAST_UNSMOOTH_POSITIONS,
+    GroupedBasis,
+    smooth_verdict,
+    unless_noise,
+)
 
 
 class _Streams(Hooks):
@@ -75,19 +80,11 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     others = cosines[0, 1:]
     between = f"{number(others.min())} to {number(others.max())}"
     outcome.read("mean cosine of layer 0 with the others", between, "“close to 0”")
-    outcome.claim(
-        "Embedding norms increase significantly across layers (appendix B.2, Fig. 8)",
-        f"norm at layer {last} over layer 0, {length - 1} random tokens",
-        Estimate(float(ratios[last]), float(ratio_errors[last]), length - 1, "tokens"),
-        criteria.TENFOLD,
-    )
+    grown = Estimate(float(ratios[last]), float(ratio_errors[last]), length - 1, "tokens")
+    outcome.judge("growing", grown, last=last, tokens=length - 1)
     far = int(np.abs(others).argmax()) + 1
-    outcome.claim(
-        "The cosine between layer 0 and any other layer is close to 0 (appendix B.2, Fig. 8)",
-        f"mean cosine with layer 0 that is largest in size, at layer {far}",
-        Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), length - 1, "tokens"),
-        criteria.UNRELATED,
-    )
+    cosine = Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), length - 1, "tokens")
+    outcome.judge("unrelated", cosine, layer=far)
     layers = range(len(norms))
     columns = {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
     outcome.tables["norms"] = pd.DataFrame(columns)
@@ -132,7 +129,7 @@ def measures(bases: Tensor) -> Floats:
 
 def spike_without_noise(basis: GroupedBasis) -> float:
     """The spike, mean over layers, of sums: a position hardly seen above its noise has no length to divide by."""
-    gram = resampling.gram_without_noise(basis)
+    gram = layer_columns.gram_without_noise(basis)
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
     nearby = gram.diagonal(distance, -2, -1).mean(-1)
@@ -141,62 +138,41 @@ def spike_without_noise(basis: GroupedBasis) -> float:
 
 def directions_without_noise(basis: GroupedBasis) -> float:
     """The directions needed, mean over layers."""
-    energy = torch.linalg.eigvalsh(resampling.gram_without_noise(basis)).flip(-1).clamp_min(0)
+    energy = torch.linalg.eigvalsh(layer_columns.gram_without_noise(basis)).flip(-1).clamp_min(0)
     return float(_holding(energy).double().mean())
 
 
 def share_without_noise(basis: GroupedBasis) -> float:
     """The share of low frequencies, mean over layers."""
-    return float(np.nan_to_num(resampling.low_frequency_without_noise(basis), nan=1.0).mean())
+    return float(np.nan_to_num(layer_columns.low_frequency_without_noise(basis), nan=1.0).mean())
 
 
-_DIRECTIONS = f"directions that hold {percent(ENERGY)} of the energy"
-_SHARE = "share of energy at K = 10"
 DIFFERENCES = {
-    "spike": (
-        "how far the diagonal stands out",
-        "1 − cosine at a 32nd of the positions from the diagonal",
-        "“large spiky values”, “smooth”",
-        "The learned Gram matrix is smooth where the fixed one spikes at the diagonal",
-        criteria.SMALLER,
-        spike_without_noise,
-    ),
+    "spike": ("how far the diagonal stands out", "“large spiky values”, “smooth”", spike_without_noise),
     "directions": (
-        _DIRECTIONS,
-        _DIRECTIONS,
+        f"directions that hold {percent(ENERGY)} of the energy",
         "“a sharper drop”",
-        "The learned basis is more pronouncedly low-rank",
-        criteria.SMALLER,
         directions_without_noise,
     ),
-    "low_frequency_10": (
-        _SHARE,
-        _SHARE,
-        "“more low-frequency”",
-        "The learned basis has more low-frequency coefficients",
-        criteria.LARGER,
-        share_without_noise,
-    ),
+    "low_frequency_10": ("share of energy at K = 10", "“more low-frequency”", share_without_noise),
 }
-"""Of appendix B.1: how a reading and a verdict call it, the paper's words, claim and criterion; without noise."""
+"""Of the claims of appendix B.1: how a reading calls it, the paper's words, and the learned number without noise."""
 
 
 def _judge_difference(study: Study, outcome: Outcome, name: str, of_bases: Floats, error: float) -> None:
     """A number of the fixed encoding, centred and as printed, against that of every layer."""
-    what, measure, words, claim, criterion, without_noise = DIFFERENCES[name]
+    what, words, without_noise = DIFFERENCES[name]
     (fixed, uncentred), of_layers = of_bases[:2], of_bases[2:]
     learned = float(np.mean(of_layers))
     outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed)}, {number(learned)}", words)
-    claim += " (appendix B.1), both centred"
-    values = (
-        f"{measure}: learned {number(learned)} (mean over {len(of_layers)} layers), sinusoidal {number(fixed)} "
+    numbers = (
+        f"learned {number(learned)} (mean over {len(of_layers)} layers), sinusoidal {number(fixed)} "
         f"({number(uncentred)} uncentred)"
     )
-    if need(study.run, "positional_basis").shape[1] - 1 < criteria.LEAST_POSITIONS:
-        outcome.cannot_test(claim, f"{values}; fewer than {criteria.LEAST_POSITIONS} positions")
-        return
-    difference = Estimate(learned - fixed, error, *OF_GROUPS)
-    verdict = judge(claim, f"{values}; difference", difference, criterion)
+    verdict = outcome.verdict(name, Estimate(learned - fixed, error, *OF_GROUPS), numbers=numbers)
+    if need(study.run, "positional_basis").shape[1] - 1 < LEAST_POSITIONS:
+        verdict = untestable(verdict.claim, f"{numbers}; fewer than {LEAST_POSITIONS} positions")
+    criterion = outcome.criterion(name)
     free = unless_noise(study, study.run, verdict, criterion, lambda basis: without_noise(basis) - fixed)
     outcome.verdicts.append(free)
 
@@ -227,17 +203,15 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     numbers = measures(torch.cat([centred[None], fixed[None], learned]))
     outcome.tables["bases"] = pd.DataFrame({"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True)))
     # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
-    basis = resampling.grouped_basis(study)
-    errors = resampling.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
+    basis = layer_columns.grouped_basis(study)
+    errors = layer_columns.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
     for name, of_bases, error in zip(DIFFERENCES, numbers, errors, strict=True):
         _judge_difference(study, outcome, name, of_bases, float(error))
     bases = torch.cat([centred[None], learned])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    drawn = by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True)
-    outcome.draw("gram", drawn)
+    outcome.draw("gram", by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True))
     values = torch.linalg.svdvals(bases).numpy()
-    drawn = drawing.singular_values_against(values[1:], values[0], "sinusoidal")
-    outcome.draw("singular-values", drawn)
+    outcome.draw("singular-values", drawing.singular_values_against(values[1:], values[0], "sinusoidal"))
     outcome.draw("frequencies", by_name("basis", options, lambda place: geometry.dct(pictured, place)))
 
 
@@ -249,17 +223,13 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         with_error(mean.value, mean.error),
         f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
     )
-    claim = (
-        "A model trained on addition has a positional basis that is not smooth (section 4.3, appendix D.3)"
-    )
     share = f"its share of energy at K = 10 is {mean.value:.3f}"
-    verdict = smooth_verdict(study, run, claim, criteria.UNLIKE_LANGUAGE, criteria.LEAST_UNSMOOTH_POSITIONS)
+    verdict = smooth_verdict(outcome, study, run, "rough", LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
-    drawn = by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True)
-    outcome.draw("gram", drawn)
+    outcome.draw("gram", by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True))
     outcome.draw("frequencies", by_layer(layers, lambda layer: geometry.dct(pictured, layer)))
     outcome.draw("smoothness", figures_layers.low_frequency(run))

@@ -1,8 +1,13 @@
-"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29)."""
+"""Trained weights as a positional part plus a diagonal plus noise: eq. (9) for every head (Figs. 4 and 26 to 29).
+
+W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, V the right singular vectors of the positional basis P, and D diagonal.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,40 +18,152 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import OpenModel, Run
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
+from theodolite.theory import qk_moments
+from theodolite.theory.haar import haar_rotation
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry.decoupling import CORNERS, Decoupling, corner_energy, decouple
-from theodolite_papers.hidden_geometry.resampling import grouped_basis, noise_bases
+from theodolite_papers.hidden_geometry.layer_columns import grouped_basis, noise_bases
+
+CORNERS = (5, 10, 20, 40, 60)
+"""Sizes K of the corner; the paper sees K ≈ 20 in its figure 4."""
+
+SHOWN = 60
+"""Side of the maps: `top_num` of the published code, the axes of figures 4 and 26–29."""
+
+_SEED = 0
+"""Of the random rotations: every layer and every run is compared with the same ones."""
+
+
+@dataclass(frozen=True)
+class RotatedEnergy:
+    """Where the energy Σ entries² of W_rot = Vᵀ(W − D)V lies, for each head; float64.
+
+    threshold: τ = √(2 ln d²) · std of W_rot's entries (the published code rounds the deviation to three decimals).
+    surviving, surviving_energy: how many entries exceed τ, and their share of the energy. corner_surviving: share of
+    theirs in the K × K corner, NaN where none survives. corner_energy: of all energy, without threshold.
+    """
+
+    threshold: Float64[Tensor, "*stack"]
+    surviving: Float64[Tensor, "*stack"]
+    surviving_energy: Float64[Tensor, "*stack"]
+    corner_surviving: Float64[Tensor, "*stack corners"]
+    corner_energy: Float64[Tensor, "*stack corners"]
+
+
+@dataclass(frozen=True)
+class Decoupling:
+    """Eq. (9) of Song & Zhong 2024 for the heads of one layer, against random rotations.
+
+    diagonal: share of ‖W‖_F² in D = diag(W). diagonal_random: the same expected in a Haar-random basis,
+    ((tr W)² + ‖W‖_F² + tr W²)/((d + 2)‖W‖_F²). aligned: with V as given, (heads, …). random: with random rotations in
+    its place, (rotations, heads, …). rotated_map, diagonal_map: |W_rot| above the threshold, and |D|: figure 4, blue
+    and red.
+    """
+
+    diagonal: Float64[Tensor, " heads"]
+    diagonal_random: Float64[Tensor, " heads"]
+    aligned: RotatedEnergy
+    random: RotatedEnergy
+    rotated_map: Float64[Tensor, "heads shown shown"]
+    diagonal_map: Float64[Tensor, "heads shown"]
+
+
+def decouple(
+    w_q: Tensor, w_k: Tensor, v: Tensor, scaling: float, corners: Sequence[int] = CORNERS, rotations: int = 5
+) -> Decoupling:
+    """Energy of every head in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
+
+    A random corner holds K²/d² of the energy. `corner_energy` is the number to compare: few entries survive at random.
+
+    w_q, w_k: factors of W, (H, d, d_h). v: orthogonal (d, d), the right singular vectors of P. scaling: of the logit.
+    corners: K. rotations: how many random bases, at least 2.
+
+    Raises:
+        UsageError: V is not orthogonal, or there are too few rotations for a standard deviation.
+    """
+    w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
+    if not torch.allclose(v.mT @ v, torch.eye(len(v), dtype=v.dtype, device=v.device), rtol=0.0, atol=1e-4):
+        raise UsageError("v is not orthogonal: give all right singular vectors as columns")
+    if rotations < 2:
+        raise UsageError(f"rotations is {rotations}: a standard deviation needs at least 2")
+    heads, width = w_q.shape[:2]
+    moments = qk_moments(w_q, w_k)
+    w_q = w_q * scaling
+    diagonal = (w_q * w_k).sum(-1)
+
+    shown = min(SHOWN, width)
+    rotated_map = w_q.new_empty(heads, shown, shown)
+    aligned = []
+    for head in range(heads):
+        rotated = _rotate(w_q[head], w_k[head], diagonal[head], v)
+        energy = _energy(rotated, corners)
+        aligned.append(energy)
+        corner = rotated[:shown, :shown].abs()
+        rotated_map[head] = torch.where(corner > energy.threshold, corner, 0.0)
+
+    generator = torch.Generator().manual_seed(_SEED)
+    random = []
+    for _ in range(rotations):
+        basis = haar_rotation(width, generator, w_q.device)
+        energies = [_energy(_rotate(w_q[h], w_k[h], diagonal[h], basis), corners) for h in range(heads)]
+        random.append(_stack(energies))
+    expected = moments.trace.square() + moments.frobenius_squared + moments.trace_of_square
+    return Decoupling(
+        diagonal=diagonal.square().sum(-1) / (moments.frobenius_squared * scaling**2),
+        diagonal_random=expected / ((width + 2) * moments.frobenius_squared),
+        aligned=_stack(aligned),
+        random=_stack(random),
+        rotated_map=rotated_map,
+        diagonal_map=diagonal[:, :shown].abs(),
+    )
+
+
+def corner_energy(
+    w_q: Float64[Tensor, "heads width d_h"],
+    w_k: Float64[Tensor, "heads width d_h"],
+    v: Float64[Tensor, "*bases width corner"],
+) -> Float64[Tensor, "*bases heads"]:
+    """Share of the energy of W − D in the corner of other bases, as `RotatedEnergy.corner_energy`."""
+    diagonal = (w_q * w_k).sum(-1)
+    corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
+    whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
+    return corner.square().sum((-2, -1)) / whole
+
+
+def _rotate(w_q: Tensor, w_k: Tensor, diagonal: Tensor, v: Tensor) -> Tensor:
+    """Vᵀ(W − D)V, without W."""
+    rotated = (v.mT @ w_q) @ (v.mT @ w_k).mT
+    return rotated.sub_(v.mT @ (diagonal[..., None] * v))
+
+
+def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:
+    threshold = math.sqrt(2 * math.log(rotated.numel())) * rotated.std(correction=0)
+    squares = rotated.square()
+    survivors = torch.where(rotated.abs() > threshold, squares, 0.0)
+    energy, surviving = squares.sum(), survivors.sum()
+    return RotatedEnergy(
+        threshold=threshold,
+        surviving=survivors.count_nonzero().double(),
+        surviving_energy=surviving / energy,
+        corner_surviving=torch.stack([survivors[:k, :k].sum() for k in corners]) / surviving,
+        corner_energy=torch.stack([squares[:k, :k].sum() for k in corners]) / energy,
+    )
+
+
+def _stack(parts: Sequence[RotatedEnergy]) -> RotatedEnergy:
+    names = [field.name for field in dataclasses.fields(RotatedEnergy)]
+    return RotatedEnergy(**{name: torch.stack([getattr(part, name) for part in parts]) for name in names})
+
 
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""
-
-MANY_HEADS = Criterion("at least", 0.43, "section 4.2: “more than 43% heads in GPT-2”")
-TOGETHER = Criterion(
-    "more than", 0.0, "“consequence” read as: heads that have the property more attend more locally (ours)"
-)
-EARLIER = Criterion("less than", 0.0, "“especially among early layers” read as: falling with depth (ours)")
-
-TRENDS = {
-    "layer": (
-        "its layer",
-        "The argmax property is satisfied especially in early layers (appendix D.2)",
-        EARLIER,
-    ),
-    "previous_token": (
-        "the attention that it pays to the previous token",
-        "Local attention is a consequence of smoothness (section 4.2)",
-        TOGETHER,
-    ),
-}
-"""Column of the heads table → its name, claim and criterion of the rank correlation over heads."""
 
 LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
 
@@ -96,29 +213,24 @@ def figure_25(study: Study, outcome: Outcome) -> None:
     for name, measure, correlation, _ in correlations.itertuples(index=False):
         if label := LOCALITY.get(measure):
             outcome.read(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
-    outcome.claim(
-        "Many heads satisfy the argmax property at most positions (section 4.2, appendix D.2)",
-        f"share of {len(published)} heads above {MOSTLY:g}",
-        share_of_heads((published[np.isfinite(published)] > MOSTLY).tolist(), MANY_HEADS),
-        MANY_HEADS,
-    )
+    has_it = (published[np.isfinite(published)] > MOSTLY).tolist()
+    outcome.judge("many", has_it, heads=len(published), most=MOSTLY)
     of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
-    for measure, (named, claim, criterion) in TRENDS.items():
-        correlation, count = of_published.loc[measure, ["rank_correlation", "heads"]]
-        what = f"rank correlation of the head's share with {named}"
-        if measure == "layer" and not (published > MOSTLY).any():
-            outcome.cannot_test(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
+    for claim in ("layer", "previous_token"):
+        correlation, count = of_published.loc[claim, ["rank_correlation", "heads"]]
+        if claim == "layer" and not any(has_it):
+            outcome.cannot_judge(claim, f"no head has it at more than {percent(MOSTLY)} of the positions")
         elif math.isnan(correlation):
-            outcome.cannot_test(claim, f"{what}: {count:g} heads with both, or no difference between them")
+            why = f"{count:g} heads with both, or no difference between them"
+            outcome.cannot_judge(claim, f"{outcome.sentence(claim, 'what')}: {why}")
         else:
-            outcome.claim(claim, what, _by_layers(run, float(correlation)), criterion)
+            outcome.judge(claim, _by_layers(run, float(correlation)))
     outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
     outcome.tables["correlations"] = correlations
     for name in shares:
         grid = head_grid(run, name)
         assert grid is not None
-        drawn = drawing.head_values(grid, "share of positions")
-        outcome.draw(name.replace("_", "-"), drawn)
+        outcome.draw(name.replace("_", "-"), drawing.head_values(grid, "share of positions"))
     drawn = drawing.head_scatter(
         published,
         need_column(run.heads, "previous_token"),
@@ -140,17 +252,6 @@ TIMES, DEVIATIONS = 2.0, 2.0
 
 LEAST_SURVIVING = 10
 """Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
-
-MAJORITY = Criterion(
-    "at least",
-    0.5,
-    f"“the majority of attention heads”; {TIMES:g} times the random energy as the sign of a part is ours",
-)
-CONCENTRATED = Criterion(
-    "at least",
-    0.5,
-    "“for many heads … concentrated” read as: more than half of their energy in half of the heads (ours)",
-)
 
 
 @dataclass(frozen=True)
@@ -226,45 +327,36 @@ def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
 
 def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -> None:
     low_rank = (table["corner_ratio"] >= TIMES) & (table["corner_z"] >= DEVIATIONS)
-    diagonal = table["diagonal_ratio"] >= TIMES
     # Where hardly anything survives, where it lies is chance.
-    inside, some = table[f"corner_surviving_{corner}"], table["surviving"] >= LEAST_SURVIVING
-    concentrated = (inside >= CONCENTRATED.limit) & some
+    concentrated = (table[f"corner_surviving_{corner}"] >= 0.5) & (table["surviving"] >= LEAST_SURVIVING)
     median = table.median(numeric_only=True)
-    energy = percent(median[f"corner_energy_{corner}"])
-    heads = f"share of {len(table)} heads{shortened}"
-    claim = (
-        "Low-rank structure aligned with positions in the majority of attention heads (eq. 9, section 5.1)"
-    )
-    what = (
-        f"{heads} whose {corner} × {corner} corner holds {TIMES:g} times the off-diagonal energy that it holds in "
-        f"random rotations, and more by {DEVIATIONS:g} of their sd (median of that energy {energy}, "
-        f"{number(median['corner_ratio'])} times that of random rotations)"
-    )
-    aligned = judge(claim, what, share_of_heads(low_rank.tolist(), MAJORITY), MAJORITY)
-    outcome.verdicts.append(unless_explained(aligned, HOLDS, _noise_explains(table, corner, low_rank)))
-    claim = "A diagonal component in the majority of attention heads (eq. 9, section 5.1)"
-    what = (
-        f"{heads} whose diagonal holds {TIMES:g} times the energy that it holds in random bases (median share "
-        f"{percent(median['diagonal'])}, at random {percent(median['diagonal_random'])})"
-    )
-    outcome.claim(claim, what, share_of_heads(diagonal.tolist(), MAJORITY), MAJORITY)
-    claim = f"The surviving large values are concentrated in the top left, K ≈ {CORNER} (section 5.1, Fig. 4)"
-    what = (
-        f"{heads} with at least {LEAST_SURVIVING} entries above the threshold, and half of their energy in the "
-        f"{corner} × {corner} corner"
-    )
-    outcome.claim(claim, what, share_of_heads(concentrated.tolist(), CONCENTRATED), CONCENTRATED)
+    words = {
+        "heads": f"{len(table)} heads{shortened}",
+        "corner": corner,
+        "times": TIMES,
+        "deviations": DEVIATIONS,
+        "entries": LEAST_SURVIVING,
+        "energy": percent(median[f"corner_energy_{corner}"]),
+        "ratio": number(median["corner_ratio"]),
+        "diagonal": percent(median["diagonal"]),
+        "random": percent(median["diagonal_random"]),
+    }
+    aligned = outcome.verdict("low-rank", low_rank.tolist(), **words)
+    if aligned.answer == HOLDS:
+        explanation = _noise_explains(table, corner, low_rank, outcome.criterion("low-rank"))
+        aligned = unless_explained(aligned, HOLDS, explanation)
+    outcome.verdicts.append(aligned)
+    outcome.judge("diagonal", (table["diagonal_ratio"] >= TIMES).tolist(), **words)
+    outcome.judge("concentrated", concentrated.tolist(), **words)
 
 
-def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
+def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series, criterion: Criterion) -> str:
     """Word what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"
     beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
-    share = share_of_heads(beyond.tolist(), MAJORITY)
-    if judge("", "", share, MAJORITY).answer == HOLDS:
+    if judge("", "", share_of_heads(beyond.tolist(), criterion), criterion).answer == HOLDS:
         return ""
     return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
 
@@ -338,5 +430,4 @@ def figure_4(study: Study, outcome: Outcome) -> None:
         )
     drawn = drawing.head_values(over_corner, "times random", decades=True, notes=notes)
     outcome.draw("corner", drawn, corner=corner)
-    drawn = drawing.head_values(over_diagonal, "times random", decades=True, notes=notes)
-    outcome.draw("diagonal", drawn)
+    outcome.draw("diagonal", drawing.head_values(over_diagonal, "times random", decades=True, notes=notes))

@@ -33,16 +33,17 @@ from theodolite.corpus.documents import Document
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
-from theodolite.system.checksums import read_checked, write_checked
 from theodolite.system.files import (
     check_target,
     disk_errors,
     json_text,
+    read_checked,
     write_atomically,
+    write_checked,
     write_text,
 )
-from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.processor import multiplies_halves, using_threads
+from theodolite.system.progress import STOPPING, interruptible
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt

@@ -23,15 +23,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
-from theodolite.system.checksums import check_headers
 from theodolite.system.files import (
+    check_headers,
     check_target,
     disk_errors,
     folder_written_atomically,
     locked,
 )
-from theodolite.system.interrupt import STOPPING, interruptible
 from theodolite.system.processor import using_threads
+from theodolite.system.progress import STOPPING, interruptible
 from theodolite.system.run_folders import differences
 from theodolite_papers.training.models import ModelConfig, TaskModelConfig
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from theodolite.errors import WorkError
 from theodolite.models.stored.factored import PrunedMatrix, packed, packed_block, read_matrices, unpacked
-from theodolite.system.checksums import read_checked, write_checked
+from theodolite.system.files import read_checked, write_checked
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,8 +14,7 @@ from theodolite.models import OpenModel
 from theodolite.models.stored.weights_checksum import weights_checksum
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.on_ray import survey_on_ray
-from theodolite.passes.provenance import describe_model
-from theodolite.passes.run import Run
+from theodolite.passes.run import Run, describe_model
 from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.interventions import without_low_rank
 

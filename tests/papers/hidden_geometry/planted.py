@@ -8,7 +8,7 @@ from torch import Tensor
 from theodolite.corpus.groups import GROUPS
 from theodolite.passes.run import Run
 from theodolite_papers import Study
-from theodolite_papers.hidden_geometry.resampling import GroupedBasis
+from theodolite_papers.hidden_geometry.layer_columns import GroupedBasis
 
 
 def grouped(basis: Tensor, noise: Tensor | None = None) -> GroupedBasis:

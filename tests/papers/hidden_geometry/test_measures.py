@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.papers.shared import answers
 from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.theory.smoothness import normalised_gram, sinusoidal
+from theodolite_papers import EXPERIMENTS, Study
 from theodolite_papers.hidden_geometry.positional_basis import roughness, turns
 from theodolite_papers.hidden_geometry.separation import CONTEXTS_PER_DOCUMENT, chosen_contexts
 from theodolite_papers.hidden_geometry.smoothness import (
@@ -18,6 +23,7 @@ from theodolite_papers.hidden_geometry.smoothness import (
     random_stream,
     spike,
 )
+from theodolite_papers.hidden_geometry.weights import _over_heads
 
 
 def test_roughness_is_one_in_random_order_and_small_on_a_curve():
@@ -86,3 +92,50 @@ def test_streams_are_the_hidden_states_of_the_model(opened):
     assert cosines[0, 1] == pytest.approx(np.mean(both))
     assert cosine_errors[1, 0] == pytest.approx(np.std(both, ddof=1) / math.sqrt(23))
     np.testing.assert_allclose(np.diag(cosines), 1)
+
+
+FIGURE_25 = EXPERIMENTS["geometry/figure25"]
+FALLING, ALTERNATING = np.linspace(1.0, 0.75, 20), np.tile([0.9, 0.1], 10)
+
+
+@pytest.mark.parametrize(
+    ("share", "previous_token", "expected"),
+    [
+        (FALLING, FALLING**3, [HOLDS, HOLDS, HOLDS]),  # 16 of 20 heads above 0.8, falling with depth
+        (FALLING[::-1] * 0.79, FALLING, [FAILS, UNTESTABLE, FAILS]),
+        (FALLING[::-1], FALLING, [HOLDS, FAILS, FAILS]),
+        # 10 of 20 heads, 0.07 above 0.43: the share of 20 drawn at 0.43 has an sd of 0.11. Alternating shares have a
+        # rank correlation near 0 with anything monotone.
+        (ALTERNATING, np.linspace(0, 1, 20), [UNDECIDED, UNDECIDED, UNDECIDED]),
+    ],
+)
+def test_heads_laid_down_are_judged(run, share, previous_token, expected):
+    """Oracle: heads whose order is laid down, so that shares and rank correlations are known."""
+    heads = run.heads.assign(argmax_property=share, previous_token=previous_token, entropy=-share)
+    outcome = Study(replace(run, heads=heads)).outcome(FIGURE_25)
+    assert answers(outcome) == expected
+    assert f"20 heads above 0.8: {np.mean(share > 0.8):.2g}" in outcome.verdicts[0].evidence
+    correlations = outcome.tables["correlations"].set_index("with")["rank_correlation"]
+    assert correlations["entropy"] == pytest.approx(-1)
+    if share is FALLING:
+        assert correlations["previous_token"] == pytest.approx(1)
+        assert correlations["layer"] < -0.9
+
+
+def test_a_run_without_the_column_says_so(run):
+    bare = replace(run, heads=run.heads.drop(columns="argmax_property", errors="ignore"))
+    with pytest.raises(UsageError, match="'argmax_property', which this run lacks"):
+        Study(bare).outcome(FIGURE_25)
+
+
+def test_over_heads_is_that_of_the_ranks():
+    """Oracle: Pearson's correlation of the ranks, by numpy; heads without a value are left out."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=30), generator.normal(size=30)
+    x[3] = np.nan
+    ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
+    correlation, count = _over_heads(x, y)
+    assert correlation == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert count == 29
+    assert np.isnan(_over_heads(x[:6], y[:6])[0])
+    assert np.isnan(_over_heads(np.ones(30), y)[0])

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.papers.shared import answers, quiet, verdicts_of
+from tests.papers.shared import answers, outcome_of, quiet, verdicts_of
 from theodolite.corpus.addition_task import full_length
 from theodolite.corpus.named import addition_corpus
 from theodolite.errors import UsageError
@@ -17,14 +17,14 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
 from theodolite_papers import EXPERIMENTS, Study, experiment
-from theodolite_papers.hidden_geometry import addition_check
+from theodolite_papers.hidden_geometry import addition
 from theodolite_papers.hidden_geometry import positions_while_learned as training
-from theodolite_papers.hidden_geometry.addition_check import binomial_error, is_adder
+from theodolite_papers.hidden_geometry.addition import binomial_error, is_adder, judge_accuracy
 from theodolite_papers.hidden_geometry.positions_while_learned import (
     appears,
-    judge_accuracy,
     judge_layer,
     met_at,
+    needed_for,
     series_of,
     some_contexts,
 )
@@ -56,8 +56,12 @@ def _of(run, model):
     return replace(run, provenance=run.provenance | {"model": described})
 
 
-def _answers(fill, *evidence) -> list[str]:
-    return answers(verdicts_of(fill, *evidence))
+def _answers(fill, *evidence, of="geometry/training") -> list[str]:
+    return answers(verdicts_of(fill, *evidence, of=of))
+
+
+def _spiral(table: pd.DataFrame, *, expected: bool = True):
+    return appears(outcome_of("geometry/training"), "spiral", table, 1, expected=expected)
 
 
 def _table(*rows: dict[str, float]) -> pd.DataFrame:
@@ -83,10 +87,10 @@ def _table(*rows: dict[str, float]) -> pd.DataFrame:
 )
 def test_when_a_spiral_appears(rows, expected, said):
     """Oracle: series written down, in which it is there or not."""
-    verdict = appears(_table(*rows), 1, "a claim", training.SPIRAL)
+    verdict = _spiral(_table(*rows))
     assert verdict.answer == expected
     assert said in verdict.evidence
-    opposite = appears(_table(*rows), 1, "a claim", training.SPIRAL, expected=False)
+    opposite = _spiral(_table(*rows), expected=False)
     assert opposite.answer == {HOLDS: FAILS, FAILS: HOLDS}.get(expected, UNTESTABLE)
 
 
@@ -98,10 +102,10 @@ def test_the_last_step_is_judged_with_its_standard_error(step, error, expected):
     """Oracle: 0.95 lies 0.248 above Table 2's 0.702, between 2.365 × 0.11 and × 0.10 (t, 7); a cloud far below."""
     table = _table(CLOUD, SPIRAL, SPIRAL)
     table.loc[table["step"] == step, "low_frequency_10_se"] = error
-    verdict = appears(table, 1, "a claim", training.SPIRAL)
+    verdict = _spiral(table)
     assert verdict.answer == expected
     assert ("at step 100 not decided" in verdict.evidence) == (expected == UNDECIDED)
-    opposite = appears(table, 1, "a claim", training.SPIRAL, expected=False)
+    opposite = _spiral(table, expected=False)
     assert opposite.answer == (UNDECIDED if expected == UNDECIDED else FAILS)
 
 
@@ -111,8 +115,9 @@ def test_every_criterion_is_needed(name):
     worst = {"low_frequency_10": 0.0, "smooth_roughness": 1.0, "turns": 0.0}
     worst |= {"relative_norm_beyond_noise": 0.0}
     table = _table(SPIRAL, SPIRAL | {name: worst[name]})
-    assert met_at(table, training.SPIRAL) == [True, False]
-    assert met_at(table, training.SMOOTH_CURVE) == [True, name == "turns"]
+    outcome = outcome_of("geometry/training")
+    assert met_at(table, needed_for(outcome, "spiral")) == [True, False]
+    assert met_at(table, needed_for(outcome, "learned")) == [True, name == "turns"]
 
 
 def test_claims_go_by_the_text_and_few_positions_decide_nothing(run, monkeypatch):
@@ -124,11 +129,11 @@ def test_claims_go_by_the_text_and_few_positions_decide_nothing(run, monkeypatch
     assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no text of additions, and no model
     additions = replace(additions, examples=pd.DataFrame({"token": list("12345+678=\n")}))
     assert _answers(judge_layer, table, 1, additions) == [UNTESTABLE]  # no model
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: None)
+    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: None)
     assert _answers(judge_layer, table, 1, additions) == [FAILS]
     rough = _table(CLOUD, CLOUD)
     assert _answers(judge_layer, rough, 1, additions) == [HOLDS]
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: "this model adds nothing")
+    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: "this model adds nothing")
     assert _answers(judge_layer, rough, 1, additions) == [UNTESTABLE]
     short = run.arrays | {"positional_basis": run.arrays["positional_basis"][:, :20]}
     assert _answers(judge_layer, table, 1, replace(run, arrays=short)) == [UNTESTABLE]
@@ -201,7 +206,7 @@ def test_accuracies_are_judged_with_their_errors(accuracies, expected):
     """Oracle: the paper's own numbers hold by its own words."""
     values = np.array(accuracies)
     errors = np.array([binomial_error(value, 1000) for value in accuracies])
-    assert _answers(judge_accuracy, values, errors, 1000, "10 digits") == expected
+    assert _answers(judge_accuracy, values, errors, 1000, "10 digits", of="geometry/addition") == expected
 
 
 def test_the_error_of_a_share_is_binomial():

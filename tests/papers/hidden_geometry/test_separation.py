@@ -15,7 +15,7 @@ from theodolite.measure.clusters import clusters
 from theodolite.measure.geometry import contextual, random_maximum
 from theodolite_papers import Study, reproduce
 from theodolite_papers.catalogue import EXPERIMENTS
-from theodolite_papers.hidden_geometry import criteria
+from theodolite_papers.experiment import criterion
 from theodolite_papers.hidden_geometry.layer_columns import quotient
 from theodolite_papers.hidden_geometry.separation import _deepens, cluster_shares
 
@@ -93,7 +93,10 @@ def test_random_directions_are_incoherent_and_shared_ones_are_not(run):
 @pytest.mark.parametrize(("error", "expected"), [(0.001, FAILS), (0.1, UNDECIDED)])
 def test_the_table_and_the_layers_know_the_same_errors_of_the_ratio(run, error, expected):
     """Oracle: a ratio a tenth below the criterion at every layer, by many errors or by a fraction of one."""
-    columns = {"similarity_within": 0.9 * criteria.SEPARATION.limit * 0.3, "similarity_between": 0.3}
+    columns = {
+        "similarity_within": 0.9 * criterion("geometry/separation").limit * 0.3,
+        "similarity_between": 0.3,
+    }
     columns |= {f"{name}_se": error for name in columns}
     measured = _measured(run, 0.1)
     measured = replace(measured, layers=measured.layers.assign(**columns))
@@ -110,15 +113,19 @@ def test_the_error_of_a_quotient_is_that_of_drawn_ones():
     assert error[0] == pytest.approx(drawn.std(), rel=0.03)
 
 
+def _deepening(gap) -> list[str]:
+    return answers(verdicts_of(_deepens, gap, of="geometry/figure2"))
+
+
 @pytest.mark.parametrize(
     ("gap", "expected"),
     [([0.1, 0.19, 0.31, 0.4, 0.52, 0.6, 0.71], HOLDS), ([0.1, 0.2, 0.3, 0.4], UNTESTABLE)],
 )
 def test_a_clear_trend_deepens_and_few_layers_show_none(gap, expected):
-    assert answers(verdicts_of(_deepens, np.array(gap))) == [expected]
+    assert _deepening(np.array(gap)) == [expected]
 
 
 def test_a_random_walk_over_layers_deepens_by_chance_alone():
     """Oracle: 2000 random walks over 7 layers; at one in twenty by chance, 100 hold, with an sd of 10."""
     walks = np.random.default_rng(0).normal(size=(2000, 7)).cumsum(axis=1)
-    assert sum(answers(verdicts_of(_deepens, walk)) == [HOLDS] for walk in walks) <= 100
+    assert sum(_deepening(walk) == [HOLDS] for walk in walks) <= 100

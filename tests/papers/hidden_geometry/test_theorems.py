@@ -18,15 +18,15 @@ from theodolite.theory.smoothness import normalised_gram, smoothness_bound
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import theorems
-from theodolite_papers.hidden_geometry.kernel_factorisation import (
+from theodolite_papers.hidden_geometry.theorems import (
     KernelSetting,
     _directions,
     _tilted,
     factorisation_bound,
     factorisation_log_ratio,
     kernel_factorisation,
+    premise_without_noise,
 )
-from theodolite_papers.hidden_geometry.theorems import premise_without_noise
 
 THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
 

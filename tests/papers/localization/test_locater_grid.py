@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import read_checked
+from theodolite.system.files import read_checked
 from theodolite_papers.localization import locater_training as locater_command
 from theodolite_papers.localization import locater_training as module
 from theodolite_papers.localization.locater_training import (

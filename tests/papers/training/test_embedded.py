@@ -71,17 +71,12 @@ def few_sources() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config() -> EmbeddedConfig:
-    return WITH_TASKS
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, config):
+def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("trained") / "model"
-    return out, train_embedded_model(out, config=config, threads=1, console=quiet())
+    return out, train_embedded_model(out, config=WITH_TASKS, threads=1, console=quiet())
 
 
-def test_the_folder_opens_and_gives_the_losses_of_the_result(trained, config):
+def test_the_folder_opens_and_gives_the_losses_of_the_result(trained):
     out, result = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.dtype == torch.float32
@@ -161,7 +156,7 @@ def test_an_existing_folder_a_broken_loss_and_a_full_disk(tmp_path, monkeypatch)
     assert not (tmp_path / "m").exists()
 
 
-def test_the_card_states_data_steps_losses_and_the_call(trained, config):
+def test_the_card_states_data_steps_losses_and_the_call(trained):
     out, result = trained
     text = (out / "README.md").read_text(encoding="utf-8")
     for name in ("first", "second"):

@@ -16,8 +16,7 @@ import torch
 from tests.papers.shared import hashes, quiet
 from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.checksums import read_checked
-from theodolite.system.files import locked
+from theodolite.system.files import locked, read_checked
 from theodolite_papers.training.models import LearningRate
 from theodolite_papers.training.tasks import Additions, train_task_model
 
@@ -82,13 +81,6 @@ def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted,
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted
     assert not partial.exists()
-
-
-def test_a_folder_that_does_not_say_what_it_is_of_is_refused(tmp_path):
-    """Nobody knows whose the series is."""
-    (tmp_path / "n.partial" / "series" / "000000").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"n\.partial does not say what it holds: remove it to start afresh"):
-        adder(tmp_path / "n")
 
 
 def test_ctrl_c_saves_the_last_whole_step(tmp_path, uninterrupted, monkeypatch):

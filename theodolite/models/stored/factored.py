@@ -27,7 +27,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from theodolite.errors import WorkError, first_line
 from theodolite.models.guard import MAKING
-from theodolite.system.checksums import read_checked
+from theodolite.system.files import read_checked
 
 DENSE = "dense.safetensors"
 BLOCK = "block-{:03d}.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from theodolite.models.stored.dequantised import has_own_class
 from theodolite.models.weights.weight_map import own_parameter
-from theodolite.system.checksums import digest
+from theodolite.system.files import digest
 from theodolite.system.processor import parallel_map
 
 

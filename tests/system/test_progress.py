@@ -10,8 +10,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from theodolite.system.interrupt import ended_as_by_ctrl_c, interruptible, starting_others
-from theodolite.system.progress import Progress, shown
+from theodolite.system.progress import Progress, ended_as_by_ctrl_c, interruptible, shown, starting_others
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

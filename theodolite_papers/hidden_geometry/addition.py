@@ -1,4 +1,4 @@
-"""Does the model add? What the paper says of models trained on addition can be judged only of one that does."""
+"""Models trained on addition: does one add, which every claim about them supposes, and how well (appendix D.3)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from theodolite import OpenModel, Run
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
+from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
-from theodolite.report.data import provenance
-from theodolite.system.wording import counted
-from theodolite_papers.hidden_geometry import criteria
+from theodolite.report.data import Floats, provenance
+from theodolite.system.wording import counted, with_error
+from theodolite_papers import drawing
+from theodolite_papers.experiment import Outcome, Study, criterion, declared
 from theodolite_papers.training.tasks import QUICK_TEST, Additions
+
+PAPER_ACCURACY = {
+    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
+    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
+}
+"""Appendix D.3, on 1, 2, 3 and 4 digits."""
 
 
 def reads_additions(run: Run) -> bool:
@@ -66,7 +77,7 @@ def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
 
 def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
     """Why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
-    verdict = judge("", what, accuracy, criteria.ADDS)
+    verdict = judge("", what, accuracy, criterion("geometry/adds"))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 
@@ -79,3 +90,45 @@ def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: s
     if verdict.answer != UNTESTABLE and (unknown := why_not_an_adder(model, run)):
         return untestable(verdict.claim, f"{unknown} ({measured})")
     return verdict
+
+
+def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
+    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
+    in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
+    words = {"count": count, "trained": trained}
+    outcome.judge("in-distribution", in_distribution, **words)
+    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
+    of_shorter = Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True)
+    shorter = outcome.verdict("shorter", of_shorter, **words)
+    what = outcome.sentence("in-distribution", "what", **words)
+    if unknown := why_not_known_to_add(what, in_distribution):
+        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
+    outcome.verdicts.append(shorter)
+
+
+@declared("geometry/addition")
+def addition(study: Study, outcome: Outcome) -> None:
+    model = study.require_model()
+    if not is_adder(model):
+        raise UsageError(
+            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
+            "--corpus addition"
+        )
+    task = task_of(study.run)
+    trained = digits_in_words(task.digits)
+    measured = task.measure(on_cpu(model))
+    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
+    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
+    values = np.array([measured["accuracy"], *by_digits.values()])
+    errors = np.array([binomial_error(float(value), count) for value in values])
+    absolute, rotary = PAPER_ACCURACY.values()
+    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
+    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
+    outcome.read("positions of this model", model.positions, "absolute; rotary")
+    judge_accuracy(outcome, values, errors, count, trained)
+    outcome.tables["accuracy"] = pd.DataFrame(
+        {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
+    )
+    paper = {name: np.array([np.nan, *row]) for name, row in PAPER_ACCURACY.items()}
+    outcome.draw("accuracy", drawing.accuracies(names, (values, errors), paper), count=count)

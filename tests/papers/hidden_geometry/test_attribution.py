@@ -13,7 +13,7 @@ import transformers
 
 from tests.calls import call
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
-from tests.papers.shared import answers
+from tests.papers.shared import answers, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
@@ -22,17 +22,16 @@ from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus
 from theodolite.models.query_key_parts import visit_layers
 from theodolite.passes.survey import survey
-from theodolite.report.outcome import Outcome
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce
-from theodolite_papers.hidden_geometry import addition_check
-from theodolite_papers.hidden_geometry import prompt_logits as experiment
-from theodolite_papers.hidden_geometry.attribution import share_grids
-from theodolite_papers.hidden_geometry.prompt_logits import (
+from theodolite_papers.hidden_geometry import addition
+from theodolite_papers.hidden_geometry import attribution as experiment
+from theodolite_papers.hidden_geometry.attribution import (
     _judge_mean,
     _PositionalLogits,
     _retained_rows,
-    rough_verdict,
+    judge_rough,
+    share_grids,
 )
 
 LENGTH = 24
@@ -156,7 +155,7 @@ def test_the_mean_changes_the_largest_constituent_or_not(run):
     """Oracle: a table; μ × pos of 0.5 lifts pos-pos above a cvec-cvec of 0.4."""
     calm = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("bias", "pos"): 0.5}] * 60
     moved = [{("pos", "pos"): 0.1, ("ctx", "ctx"): 0.4, ("mean", "pos"): 0.5}] * 15
-    outcome = Outcome()
+    outcome = outcome_of("geometry/figure30")
     nothing = replace(run, constituents=pd.DataFrame())
     for surveyed in (_shares(run, calm), _shares(run, calm[15:] + moved), nothing):
         _judge_mean(outcome, surveyed)
@@ -258,15 +257,17 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
 
 def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     """Oracle: shares on either side of 0.6, and text that is no addition."""
-    monkeypatch.setattr(addition_check, "why_not_an_adder", lambda model, run: None)
+    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: None)
     additions = Study(replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")})))
     rough, smooth = np.full(16, 0.5), np.full(16, 0.7)
-    assert rough_verdict(additions, rough, 32).answer == HOLDS
-    assert rough_verdict(additions, smooth, 32).answer == FAILS
-    # 11 of 16: p = 0.1.
-    assert rough_verdict(additions, np.r_[rough[:11], smooth[:5]], 32).answer == UNDECIDED
-    assert rough_verdict(additions, rough, 12).answer == UNTESTABLE
-    assert rough_verdict(Study(run), rough, 32).answer == UNTESTABLE
+    for study, shares, positions, answer in (
+        (additions, rough, 32, HOLDS),
+        (additions, smooth, 32, FAILS),
+        (additions, np.r_[rough[:11], smooth[:5]], 32, UNDECIDED),  # 11 of 16: p = 0.1
+        (additions, rough, 12, UNTESTABLE),
+        (Study(run), rough, 32, UNTESTABLE),
+    ):
+        assert answers(verdicts_of(judge_rough, study, shares, positions, of="geometry/figure19")) == [answer]
 
 
 def test_calls_that_cannot_work_are_one_line(surveyed, monkeypatch):
