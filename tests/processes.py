@@ -38,23 +38,25 @@ def together(work: Callable[..., Any], args: tuple[Any, ...], processes: int, se
             raise TimeoutError(f"processes still ran after {seconds} s, and were ended")
 
 
-def ranks(work: Callable[..., Any], *args: Any, processes: int = 2) -> list[Any]:
-    """What work(rank, *args) returns in each of several processes of one group (gloo).
+def ranks(work: Callable[..., Any], *args: Any, processes: int = 2, backend: str = "gloo") -> list[Any]:
+    """What work(rank, *args) returns in each of several processes of one group.
 
     They meet over a file: a free port that was looked up may be taken by the time it is used.
     """
     with tempfile.TemporaryDirectory() as folder:
-        together(_rank, (Path(folder), processes, work, args), processes)
+        together(_rank, (Path(folder), processes, backend, work, args), processes)
         return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(processes)]
 
 
-def _rank(rank: int, folder: Path, processes: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, folder: Path, processes: int, backend: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it
     torch.set_num_threads(1)
     torch.manual_seed(0)
     distributed.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=processes,

@@ -31,26 +31,6 @@ if TYPE_CHECKING:
     from theodolite.sinks.trace import trace_sinks as trace_sinks
     from theodolite.theory.decomposition import decompose as decompose
 
-_HOMES = {
-    "Corpus": "theodolite.corpus.corpus",
-    "Exclusions": "theodolite.sinks.exclusions",
-    "OpenModel": "theodolite.models",
-    "Run": "theodolite.passes.run",
-    "TheodoliteError": "theodolite.errors",
-    "compare": "theodolite.comparison",
-    "constituents": "theodolite.logits.constituents",
-    "decompose": "theodolite.theory.decomposition",
-    "find_outliers": "theodolite.sinks.outliers",
-    "merge": "theodolite.passes.survey",
-    "open_model": "theodolite.models",
-    "open_module": "theodolite.models",
-    "spectra": "theodolite.passes.survey",
-    "survey": "theodolite.passes.survey",
-    "trace_sinks": "theodolite.sinks.trace",
-    "view_head": "theodolite.explore.one_head",
-    "write_report": "theodolite.report.page",
-}
-
 _MODULES = {
     "interventions": "theodolite.sinks.interventions",
     "prune": "theodolite.prune",
@@ -58,10 +38,8 @@ _MODULES = {
     "train": "theodolite.train",
 }
 
-__all__ = ["__version__", *_HOMES]
-
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)
+_names, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+__all__ = ["__version__", *_names]
 
 
 def run_as_html(run: Any) -> str:

@@ -14,8 +14,7 @@ from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import intervened, tapped
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.weights.head_weights import read_head_weights
-from theodolite.models.weights.output_weights import read_output_weights
+from theodolite.models.weights.head_weights import read_head_weights, read_output_weights
 
 LAYER = 1
 

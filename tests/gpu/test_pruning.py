@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from tests.prune.test_model import ITERATIONS, METHODS, corpus_of, slowly_pruned
+from tests.prune import corpus_of
+from tests.prune.test_model import ITERATIONS, METHODS, slowly_pruned
 from theodolite.models import open_model
 from theodolite.prune import prune_model
 

@@ -19,11 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.chaos.tampering import header
+from tests.checkpoints import edited, with_tensors
 
 MARK = "remote-code-ran"
 """The file that remote code and pickles write beside the checkpoint, if anything runs them."""
 
 WEIGHTS = "model.safetensors"
+
+Change = Callable[[Path], object]
 
 
 class Bomb:
@@ -36,40 +39,29 @@ class Bomb:
         return open, (str(self.mark), "w")
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def config(**changes: Any) -> Change:
     """A config.json with other values."""
-
-    def write(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(values | changes))
-
-    return write
+    return lambda folder: edited(folder, **changes)
 
 
-def text_of(name: str, data: bytes | Callable[[], bytes]) -> Callable[[Path], None]:
+def text_of(name: str, data: bytes) -> Change:
     """A file of the checkpoint with other bytes."""
-    return lambda folder: (folder / name).write_bytes(data() if callable(data) else data) and None
+    return lambda folder: (folder / name).write_bytes(data)
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Other weights."""
+def _json(name: str, **changes: Any) -> Change:
+    """A file of JSON with other values."""
 
     def write(folder: Path) -> None:
-        weights = load_file(folder / WEIGHTS)
-        change(weights)
-        save_file(weights, folder / WEIGHTS, {"format": "pt"})
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
     return write
 
 
-def length(claim: int) -> Callable[[Path], None]:
+def length(claim: int) -> Change:
     """A safetensors file that claims a header of so many bytes (as two's complement where negative)."""
-
-    def write(folder: Path) -> None:
-        data = (folder / WEIGHTS).read_bytes()
-        (folder / WEIGHTS).write_bytes(struct.pack("<q", claim) + data[8:])
-
-    return write
+    claimed = struct.pack("<q", claim)
+    return lambda folder: (folder / WEIGHTS).write_bytes(claimed + (folder / WEIGHTS).read_bytes()[8:])
 
 
 def _sparse_claim(folder: Path) -> None:
@@ -84,7 +76,7 @@ def _pickle_only(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / MARK)))
 
 
-def _remote(values: dict[str, Any]) -> Callable[[Path], None]:
+def _remote(values: dict[str, Any]) -> Change:
     def write(folder: Path) -> None:
         for name in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
             (folder / name).write_text(
@@ -105,13 +97,11 @@ AUTO_MAP = {
 
 def _remote_tokenizer(folder: Path) -> None:
     _remote({})(folder)
-    told = json.loads((folder / "tokenizer_config.json").read_text())
-    told["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Config", "tokenization_evil.Config"]}
-    told["tokenizer_class"] = "EvilTokenizer"
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    auto_map = {"AutoTokenizer": ["tokenization_evil.Config", "tokenization_evil.Config"]}
+    _json("tokenizer_config.json", auto_map=auto_map, tokenizer_class="EvilTokenizer")(folder)
 
 
-def _index(shard: str) -> Callable[[Path], None]:
+def _index(shard: str) -> Change:
     def write(folder: Path) -> None:
         names = list(load_file(folder / WEIGHTS))
         (folder / WEIGHTS).rename(folder / "part-1.safetensors")
@@ -128,7 +118,7 @@ def _index_to_pickle(folder: Path) -> None:
     torch.save(weights, folder / "weights.bin")
 
 
-def _moved(to: str) -> Callable[[Path], None]:
+def _moved(to: str) -> Change:
     """Sound weights, elsewhere: what lies there could change, and the hash of the checkpoint would be the same."""
 
     def write(folder: Path) -> None:
@@ -140,15 +130,10 @@ def _moved(to: str) -> Callable[[Path], None]:
     return write
 
 
-def _endless_pattern(folder: Path) -> None:
-    told = json.loads((folder / "tokenizer.json").read_text())
-    told["pre_tokenizer"] = {
-        "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
-    }  # fmt: skip
-    (folder / "tokenizer.json").write_text(json.dumps(told))
+ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 
 
-def _loop(name: str) -> Callable[[Path], None]:
+def _loop(name: str) -> Change:
     def write(folder: Path) -> None:
         (folder / name).unlink()
         (folder / name).symlink_to(folder / name)
@@ -156,16 +141,16 @@ def _loop(name: str) -> Callable[[Path], None]:
     return write
 
 
-def _first(weights: dict[str, torch.Tensor], part: str) -> str:
-    return next(name for name in weights if part in name)
+def _put(part: str, make: Callable[[torch.Tensor], torch.Tensor] | None) -> Change:
+    """Another tensor in place of the first of that name; None: none."""
 
-
-def _put(part: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     def change(weights: dict[str, torch.Tensor]) -> None:
-        name = _first(weights, part)
-        weights[name] = make(weights[name]).contiguous()
+        name = next(name for name in weights if part in name)
+        before = weights.pop(name)
+        if make is not None:
+            weights[name] = make(before).contiguous()
 
-    return tensors(change)
+    return lambda folder: with_tensors(folder, change)
 
 
 def _overlap(told: dict[str, Any], size: int) -> None:
@@ -173,9 +158,9 @@ def _overlap(told: dict[str, Any], size: int) -> None:
     told[names[1]]["data_offsets"] = told[names[0]]["data_offsets"]
 
 
-HOSTILE: dict[str, Callable[[Path], object]] = {
+HOSTILE: dict[str, Change] = {
     "a wrong shape": _put("c_attn.weight", lambda t: t[:-1]),
-    "a missing tensor": tensors(lambda weights: weights.pop(_first(weights, "c_attn.weight"))),
+    "a missing tensor": _put("c_attn.weight", None),
     "NaN": _put("c_attn.weight", lambda t: t * torch.nan),
     "a tensor of size zero": _put("c_attn.weight", lambda t: t[:0]),
     "a width of −1": config(n_embd=-1),
@@ -203,7 +188,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a header of brackets": text_of(WEIGHTS, struct.pack("<Q", 100_000) + b"[" * 100_000),
     "overlapping tensors": lambda folder: header(_overlap)(folder / WEIGHTS, random.Random(0)),
     "a config nested deeply": text_of("config.json", b'{"a":' * 100_000),
-    "a config of 100 MB": text_of("config.json", lambda: b'{"a": "' + b"x" * 100_000_000 + b'"'),
+    "a config of 100 MB": lambda folder: text_of("config.json", b'{"a": "%b"' % (b"x" * 10**8))(folder),
     "an index that leads outside": _index("../../../../../../../etc/passwd"),
     "an index to a pickle": _index_to_pickle,
     "an index to sound weights in a folder of it": _moved("parts/part-1.safetensors"),
@@ -219,7 +204,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 """Name → what makes a sound checkpoint hostile. Opening each must fail; tests/chaos/files.py has simpler damage."""
 
-HARMLESS: dict[str, Callable[[Path], object]] = {
+HARMLESS: dict[str, Change] = {
     "a pickle beside": lambda folder: (folder / "pytorch_model.bin").write_bytes(
         pickle.dumps(Bomb(folder / MARK))
     ),
@@ -228,7 +213,7 @@ HARMLESS: dict[str, Callable[[Path], object]] = {
     "quantised by who knows": config(quantization_config={"quant_method": "evil"}),
     "integers as weights": _put("c_attn.weight", lambda t: t.round().to(torch.int64)),
     "attention from a hub": config(_attn_implementation="evil/kernel", attn_implementation="evil/kernel"),
-    "a tokenizer whose pattern never ends": _endless_pattern,
+    "a tokenizer whose pattern never ends": _json("tokenizer.json", pre_tokenizer=ENDLESS),
     "a tokenizer of rubbish": text_of("tokenizer.json", b"\x00rubbish"),
     "a tokenizer that is a list": text_of("tokenizer.json", b"[]"),
     "a tokenizer config that is a list": text_of("tokenizer_config.json", b"[]"),

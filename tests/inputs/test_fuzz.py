@@ -66,7 +66,8 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 @given(st.lists(st.tuples(CELLS, NUMBERS), max_size=5), CELLS, NUMBERS)
 def test_tables_come_back_as_they_were(rows: list[tuple[str, float]], name: str, value: float) -> None:
     table = pd.DataFrame(rows, columns=["token", "share"]).astype({"token": object, "share": float})
-    table = table.assign(context=0, position=0)
+    places = dict.fromkeys(("context", "position", "token_id", "layer", "head"), 0)
+    table = table.assign(**places, received=0.0, sink=False)
     tables = dict.fromkeys(TABLES, pd.DataFrame())
     tables |= {"examples": table, "heads": pd.DataFrame({"layer": [0], "head": [0], "entropy": [value]})}
     provenance = {

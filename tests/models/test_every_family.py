@@ -95,6 +95,21 @@ def eager(model: nn.Module) -> Iterator[None]:
     model.set_attn_implementation(before)
 
 
+@contextmanager
+def softmax_arguments() -> Iterator[list[Tensor]]:
+    """While open, what eager attention takes the softmax of, layer by layer, in float64."""
+    own, arguments = nn.functional.softmax, []
+
+    def keep(values: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if values.ndim == 4:  # not that of a router
+            arguments.append(values.double().clone())
+        return own(values, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "softmax", keep)
+        yield arguments
+
+
 class Seen(Hooks):
     """Keeps streams, what enters each attention module, what the tap gets, and what the heads answer."""
 
@@ -128,8 +143,7 @@ def check_facts(family: str, model: OpenModel) -> None:
     width = 12 if family in ("qwen3", "gemma2", "gpt_oss") else 8
     assert (model.layers, model.heads, model.head_width, model.width) == (3, HEADS, width, 32)
     assert model.vocabulary == (None if family == "vit" else checkpoints.VOCABULARY)
-    assert model.sha256 is not None
-    assert len(model.sha256) == 64
+    assert len(model.sha256 or "") == 64
 
 
 def check_passes(family: str, model: OpenModel) -> None:
@@ -175,17 +189,15 @@ def check_weights(family: str, model: OpenModel) -> None:
             rows = through_tap(model.structure.attention_at(layer), model.calls[layer])
         assert rows is not None
         assert (rows.scaling, rows.projection) == (weights.scaling, weights.projection)
-        for part in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
-            atol = 1e-6 if family in IN_FLOAT32 else 1e-13
-            torch.testing.assert_close(getattr(weights, part), getattr(rows, part), rtol=0, atol=atol)
+        atol = 1e-6 if family in IN_FLOAT32 else 1e-13
+        torch.testing.assert_close(_parts(weights), _parts(rows), rtol=0, atol=atol)
         if family == "gpt_oss":
             # YaRN multiplies cosines and sines, and so queries and keys, by 0.1 ln(factor) + 1.
             expected[:2] = [w * (0.1 * math.log(32.0) + 1) for w in expected[:2]]
-        for got, w in zip((weights.w_q, weights.w_k, weights.w_v), expected, strict=True):
-            torch.testing.assert_close(got, w, rtol=0, atol=1e-7 if family in IN_FLOAT32 else 1e-12)
-        torch.testing.assert_close(
-            model.output_weights(layer), named_output(family, model.hf, layer), rtol=0, atol=1e-12
-        )
+        atol = 1e-7 if family in IN_FLOAT32 else 1e-12
+        torch.testing.assert_close(_parts(weights)[:3], expected, rtol=0, atol=atol)
+        output = named_output(family, model.hf, layer)
+        torch.testing.assert_close(model.output_weights(layer), output, rtol=0, atol=1e-12)
         assert weights.projection == ("projection before norm" if family == "qwen3" else "projection")
         if family == "qwen3":
             continue
@@ -199,6 +211,10 @@ def check_weights(family: str, model: OpenModel) -> None:
             whole = torch.einsum("btd,hdw->bhtw", seen.entered[layer], w) + b[None, :, None]
             repeated = got.repeat_interleave(HEADS // got.shape[1], dim=1).double()
             torch.testing.assert_close(repeated, whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+def _parts(weights: HeadWeights) -> list[Tensor]:
+    return [getattr(weights, part) for part in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")]
 
 
 def _read(model: OpenModel) -> HeadWeights:
@@ -255,20 +271,11 @@ def check_constituents(family: str, model: OpenModel, tolerance: float = 2e-6) -
     """Oracle: the argument of the softmax in `transformers`' eager attention."""
     if family == "vit":
         return
-    ids, arguments = sample(family)["input_ids"], []
-    own_softmax = nn.functional.softmax
-
-    def keep(values: Tensor, *args: object, **kwargs: object) -> Tensor:
-        if values.ndim == 4:
-            arguments.append(values.double().clone())
-        return own_softmax(values, *args, **kwargs)
-
+    ids = sample(family)["input_ids"]
     with eager(model.hf):
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(nn.functional, "softmax", keep)
-            model.hf(input_ids=ids)
+        with torch.no_grad(), softmax_arguments() as arguments:
             matrices = model.hf(input_ids=ids, output_attentions=True).attentions
-        splits = [constituents(model, ids, layer) for layer in LAYERS]
+        splits = [constituents(model, ids, layer) for layer in range(model.layers)]
     for layer, (own, split) in enumerate(zip(arguments, splits, strict=False)):
         torch.testing.assert_close(split.attention, matrices[layer].double(), rtol=1e-5, atol=2e-6)
         summed = split.logits.sum(dim=(2, 3)) + split.additive
@@ -287,18 +294,19 @@ def check_constituents(family: str, model: OpenModel, tolerance: float = 2e-6) -
         assert error < tolerance, f"layer {layer}: {error}"
 
 
+def opened_whole(line: str) -> None:
+    """What is told so by `open_weights` fails."""
+    raise AssertionError(f"opened whole: {line}")
+
+
 def check_read_by_layers(model: OpenModel, folder: Path) -> None:
     """Oracle: the model opened whole. Weights, spectra and provenance are equal to the bit."""
 
-    def refused(line: str) -> None:
-        raise AssertionError(f"opened whole: {line}")
-
-    weights = open_weights(folder, say=refused)
+    weights = open_weights(folder, say=opened_whole)
     assert all(p.is_meta for p in weights.hf.parameters())
     for layer in range(model.layers):
         got, expected = weights.head_weights(layer), model.head_weights(layer)
-        for part in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v"):
-            assert torch.equal(getattr(got, part), getattr(expected, part))
+        assert all(map(torch.equal, _parts(got), _parts(expected)))
         assert (got.scaling, got.projection) == (expected.scaling, expected.projection)
     assert all(p.is_meta for p in weights.hf.parameters())
     same_run(spectra(weights), spectra(model))
@@ -361,16 +369,14 @@ def test_constituents_sum_to_the_logits_to_the_last_digits_in_float64(family, ch
     check_constituents(family, open_model(checkpoint(family), dtype="float64"), 1e-12)
 
 
-def test_half_precision_weights_are_read_exactly(tmp_path):
+def test_half_precision_weights_are_read_exactly(anew):
     """A bfloat16 module is read in float64, so that subtracting the bias costs no digit."""
     for family in ("gpt2", "bert"):
-        model = open_model(checkpoints.write(family, tmp_path / family, dtype=torch.bfloat16))
+        model = anew(family, "bfloat16")
         assert model.hf.dtype == torch.bfloat16
         state = {name: value.double() for name, value in model.hf.state_dict().items()}
-        weights = model.head_weights(2)
         expected = named_weights(family, state, 2)
-        for got, w in zip((weights.w_q, weights.w_k, weights.w_v), expected, strict=True):
-            torch.testing.assert_close(got, w, rtol=0, atol=1e-14)
+        torch.testing.assert_close(_parts(model.head_weights(2))[:3], expected, rtol=0, atol=1e-14)
         assert torch.equal(model.output_weights(2), named_output(family, model.hf, 2))
         (projections,) = find_projections(model.hf, model.structure, model.calls, [2])
         for got, w in zip(projections.factors(), expected, strict=False):

@@ -5,7 +5,7 @@ The oracle of every number is the same call in a state that nobody has touched, 
 
 from __future__ import annotations
 
-import operator
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.chaos.entries import CORPUS, ENTRIES, IDS, difference
 from tests.chaos.settings import OTHERS, STATES, seen, set_to
 from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
-from theodolite.models import open_model
+from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import between_passes, guarded, measures
 from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import survey
@@ -36,16 +36,18 @@ TOGETHER = (
 )
 
 
+@contextmanager
+def all_states(model: OpenModel) -> Iterator[None]:
+    with ExitStack() as states:
+        for state in TOGETHER:
+            states.enter_context(STATES[state](model))
+        yield
+
+
 @pytest.fixture(scope="module")
 def clean(opened):
-    known: dict[tuple[str, str], Any] = {}
-
-    def result(family: str, entry: str) -> Any:
-        if (family, entry) not in known:
-            known[family, entry] = ENTRIES[entry](opened(family))
-        return known[family, entry]
-
-    return result
+    """clean(family, entry) → what it gives in a state that nobody has touched."""
+    return functools.cache(lambda family, entry: ENTRIES[entry](opened(family)))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +55,7 @@ def clean(opened):
 )
 def test_all_states_at_once_change_no_number(entry, family, opened, clean):
     model, expected = opened(family), clean(family, entry)
-    with ExitStack() as states:
-        for state in TOGETHER:
-            states.enter_context(STATES[state](model))
+    with all_states(model):
         before = seen(model)
         ours = ENTRIES[entry](model)
         assert seen(model) == before
@@ -73,25 +73,20 @@ def test_each_state_changes_no_survey_and_stays(state, opened, clean):
 
 
 @pytest.mark.parametrize(
-    ("backend", "said", "given", "inside", "after"),
+    ("backend", "name", "given", "inside"),
     [
-        (torch.backends.mkldnn, "matmul.fp32_precision", "bf16", "ieee", "bf16"),
-        (torch.backends.cudnn, "allow_tf32", True, False, True),
-        (torch.backends.cudnn, "allow_tf32", False, False, False),
-        (torch.backends.cudnn, "rnn.fp32_precision", "ieee", "ieee", "ieee"),
+        (torch.backends.mkldnn.matmul, "fp32_precision", "bf16", "ieee"),
+        (torch.backends.cudnn, "allow_tf32", True, False),
+        (torch.backends.cudnn, "allow_tf32", False, False),
+        (torch.backends.cudnn.rnn, "fp32_precision", "ieee", "ieee"),
     ],
 )
-def test_rounding_is_kept_in_whichever_of_two_ways_it_was_said(backend, said, given, inside, after):
+def test_rounding_is_kept_in_whichever_of_two_ways_it_was_said(backend, name, given, inside):
     """PyTorch refuses to answer in one of its two ways what was said in the other."""
-    *path, name = said.split(".")
-    try:
-        holder = operator.attrgetter(*path)(backend) if path else backend
-    except AttributeError:
-        pytest.skip("this PyTorch has one way")
-    with set_to(lambda: getattr(holder, name), lambda value: setattr(holder, name, value), given):
+    with set_to(lambda: getattr(backend, name), lambda value: setattr(backend, name, value), given):
         with guarded(torch.nn.Linear(2, 2)):
-            assert getattr(holder, name) == inside
-        assert getattr(holder, name) == after
+            assert getattr(backend, name) == inside
+        assert getattr(backend, name) == given
 
 
 def test_states_are_as_they_were_after_an_error(opened):
@@ -101,9 +96,7 @@ def test_states_are_as_they_were_after_an_error(opened):
         if what == "reading contexts" and done:
             raise KeyboardInterrupt
 
-    with ExitStack() as states:
-        for state in TOGETHER:
-            states.enter_context(STATES[state](model))
+    with all_states(model):
         before = seen()
         with pytest.raises(KeyboardInterrupt):
             survey(model, CORPUS, batch=1, show_progress=stop)
@@ -124,10 +117,9 @@ def test_threads_measure_one_model(opened, clean):
 
 def test_two_threads_measure_two_models_while_the_default_dtype_is_another(opened, clean):
     """The setting is of the process: the first who leaves must not put it back under the other one's feet."""
-    names = FAMILIES
-    expected = [clean(name, "survey") for name in names]
+    expected = [clean(name, "survey") for name in FAMILIES]
     with STATES["bfloat16"](opened("gpt2")):
-        ours = in_threads(*(lambda name=name: survey(opened(name), CORPUS) for name in names))
+        ours = in_threads(*(lambda name=name: survey(opened(name), CORPUS) for name in FAMILIES))
         assert not difference(ours, expected)
 
 
@@ -233,12 +225,7 @@ def test_the_model_that_is_measured_is_the_one_that_the_call_names(opened):
     first.hf.train()
     second.hf.train()
     try:
-        for call in (
-            lambda: modes(first, second),
-            lambda: modes(first, model=second),
-            lambda: Holder().modes(first),
-        ):
-            assert call() == (True, False)
+        assert modes(first, second) == modes(first, model=second) == Holder().modes(first) == (True, False)
         assert modes(first) == (True, False)  # none is given: the function itself says so
         assert second.hf.training
     finally:

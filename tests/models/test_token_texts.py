@@ -40,43 +40,32 @@ def sentence_piece() -> PreTrainedTokenizerFast:
     """As Llama 2's: ▁ where a word begins, bytes for what is unknown."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [*["▁", "a", "▁a", "s", "▁as", "▁ga", "me"]]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {piece: number for number, piece in enumerate(pieces)},
-            [("▁", "a"), ("▁a", "s")],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁a", "s")]
+    tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "tokens", "shown"),
-    [
-        (
-            word_piece(),
-            ["[CLS]", "as", "express", "##ed", "through", "gael", "##ic", "game", "##s", "[SEP]"],
-            ["[CLS]", " as", " express", "ed", " through", " gael", "ic", " game", "s", "[SEP]"],
-        ),
-        (
-            sentence_piece(),
-            ["<s>", "▁as", "▁ga", "me", "s", "▁a", "<0xC3>", "<0xA9>"],
-            ["<s>", " as", " ga", "me", "s", " a", "é₁", "é₂"],
-        ),
-    ],
-    ids=["WordPiece", "SentencePiece"],
-)
-def test_words_stand_apart_and_their_pieces_together(opened, tokenizer, tokens, shown):
+PIECES = {
+    word_piece: "[CLS] as express ##ed through gael ##ic game ##s [SEP]",
+    sentence_piece: "<s> ▁as ▁ga me s ▁a <0xC3> <0xA9>",
+}
+SHOWN = {
+    word_piece: ["[CLS]", " as", " express", "ed", " through", " gael", "ic", " game", "s", "[SEP]"],
+    sentence_piece: ["<s>", " as", " ga", "me", "s", " a", "é₁", "é₂"],
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_words_stand_apart_and_their_pieces_together(opened, kind):
     """Oracle: the words that the marks of both kinds of vocabularies stand for, by hand."""
-    model = replace(opened("gpt2"), tokenizer=tokenizer)
-    ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
-    assert token_texts(model, ids) == shown
+    model = replace(opened("gpt2"), tokenizer=kind())
+    ids = torch.tensor(model.tokenizer.convert_tokens_to_ids(PIECES[kind].split()))
+    assert token_texts(model, ids) == SHOWN[kind]
 
 
 def test_a_prompt_is_read_as_the_model_reads_it(opened):

@@ -11,16 +11,12 @@ import torch
 from torch import nn
 
 from tests.checkpoints import WITH_EXPERTS
+from tests.prune import corpus_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, one_expert_at_a_time
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
-from theodolite.prune.methods import factor_hessian
-
-
-def corpus_of(contexts: int = 5, length: int = 24) -> Corpus:
-    return Corpus.random_tokens(300, length, contexts)
 
 
 def recorded(model, layer: int, run: Callable[[], object]) -> list[torch.Tensor]:
@@ -40,17 +36,30 @@ def entering(model, corpus: Corpus, layer: int) -> torch.Tensor:
     return recorded(model, layer, lambda: model.hf.base_model(input_ids=corpus.contexts, use_cache=False))[0]
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_each_block_gets_what_the_changed_ones_before_it_give(family, anew):
-    """Oracle: a hook in a whole pass of the model, whose first blocks are changed. The last batch is smaller."""
-    model, corpus = anew(family), corpus_of()
+ALIKE, UNLIKE = (24,) * 5, (20, 7, 20)
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [(family, ALIKE) for family in WITH_EXPERTS]
+    + [(family, UNLIKE) for family in ("gpt2", "bloom", "gemma2", "mixtral")],
+)
+def test_each_block_gets_what_the_changed_ones_before_it_give(family, lengths, anew):
+    """Oracle: a hook in a whole pass over each context alone, of the model whose first blocks are changed."""
+    model, corpus = anew(family), corpus_of(len(lengths), max(lengths))
+    if lengths == UNLIKE:
+        seen = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        corpus = Corpus.from_ids(corpus.contexts, attention_mask=seen)
     with one_expert_at_a_time(model.hf):
         stream = BlockByBlock(model, corpus, 2, lambda: None)
         for layer, block in enumerate(model.structure.blocks):
-            seen = recorded(model, layer, lambda layer=layer: stream.read(layer))
-            assert [len(hidden) for hidden in seen] == [2, 2, 1]
-            expected = entering(model, corpus, layer)
-            torch.testing.assert_close(torch.cat(seen), expected, rtol=1e-5, atol=1e-5)
+            batches = recorded(model, layer, lambda layer=layer: stream.read(layer))
+            assert lengths == UNLIKE or [len(hidden) for hidden in batches] == [2, 2, 1]
+            contexts = [hidden for batch in batches for hidden in batch]
+            for place, hidden in enumerate(contexts):
+                alone = corpus.subset(torch.tensor([place]))
+                torch.testing.assert_close(hidden, entering(model, alone, layer)[0], rtol=1e-5, atol=1e-5)
+            assert len(contexts) == len(lengths)
             with torch.no_grad():
                 for parameter in block.parameters():
                     parameter *= 0.9
@@ -63,7 +72,7 @@ def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(anew)
     """Oracle: by count: one pass over 3 batches, then two blocks over each; how blocks are called, a witness shows."""
     model, told, read = anew("gpt2"), [], []
     model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
-    stream = BlockByBlock(model, corpus_of(), 2, lambda: told.append(1))
+    stream = BlockByBlock(model, corpus_of(5), 2, lambda: told.append(1))
     assert len(told) == 3
     assert read == [1, 1]
     stream.read(0)
@@ -85,14 +94,14 @@ def test_blocks_that_are_called_by_what_others_give_get_whole_passes(anew):
 
     second.register_forward_pre_hook(tell, with_kwargs=True)
     second.mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
-    BlockByBlock(model, corpus_of(), 2, lambda: None)
+    BlockByBlock(model, corpus_of(5), 2, lambda: None)
     assert read == [1, 1, 2, 2, 1]
 
 
 def test_arguments_that_are_alike_are_kept_once(anew):
     """Oracle: the masks of Mistral's window, one a block and batch, of which two have one shape and one another."""
     model = anew("mistral")
-    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    stream = BlockByBlock(model, corpus_of(5), 2, lambda: None)
     masks = [kwargs["attention_mask"] for calls in stream._calls for _, kwargs in calls]
     assert len(masks) == 9
     assert len({mask.data_ptr() for mask in masks}) == 2
@@ -112,43 +121,23 @@ def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(anew
     with pytest.raises(
         WorkError, match=r"GPT2LMHeadModel: running its blocks one by one differs .* by 1\.9e-01"
     ):
-        BlockByBlock(model, corpus_of(), 2, lambda: None)
+        BlockByBlock(model, corpus_of(5), 2, lambda: None)
 
 
 def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_are_none_stop_the_work(anew):
     model = anew("gpt2")
-    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    stream = BlockByBlock(model, corpus_of(5), 2, lambda: None)
     stream.advance(0)
     stream.advance(1)
     with torch.no_grad():
         model.hf.transformer.h[0].mlp.c_proj.weight *= 0
     with pytest.raises(WorkError, match="differs from the model's own pass"):
         stream.verify_end()
-    stream = BlockByBlock(model, corpus_of(), 2, lambda: None)
+    stream = BlockByBlock(model, corpus_of(5), 2, lambda: None)
     with torch.no_grad():
         model.hf.transformer.h[0].mlp.c_proj.bias[0] = float("nan")
     with pytest.raises(WorkError, match="hidden states of layer 1 hold NaN or infinite values"):
         stream.advance(0)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "mixtral"])
-def test_contexts_of_unlike_lengths_enter_each_block_as_in_a_pass_of_their_own(family, anew):
-    """Oracle: a hook in a whole pass over each context alone."""
-    model = anew(family)
-    rows, places = torch.arange(3 * 20).reshape(3, 20) % 290, torch.arange(20)
-    corpus = Corpus.from_ids(rows, attention_mask=places < torch.tensor([20, 7, 20])[:, None])
-    with one_expert_at_a_time(model.hf):
-        stream = BlockByBlock(model, corpus, 2, lambda: None)
-        for layer in range(model.layers):
-            seen = recorded(model, layer, lambda layer=layer: stream.read(layer))
-            ours = [own for hidden in seen for own in hidden]
-            for place, own in enumerate(ours):
-                alone = corpus.subset(torch.tensor([place]))
-                torch.testing.assert_close(own, entering(model, alone, layer)[0], rtol=1e-5, atol=1e-5)
-            assert len(ours) == 3
-            if layer + 1 < model.layers:
-                stream.advance(layer)
-        stream.verify_end()
 
 
 def _ids(contexts: int = 6, length: int = 20) -> torch.Tensor:
@@ -244,18 +233,6 @@ def test_experts_are_calibrated_on_the_tokens_that_are_sent_to_them(anew):
     unseen = InputMoments(matrices, damping=0.1).of(experts[0])
     assert unseen.count == 0
     np.testing.assert_allclose(gram_of(unseen), np.eye(32), rtol=0, atol=1e-15)
-
-
-def test_squared_norms():
-    """Oracle: the vectors themselves. ‖M x‖² on average, and with the correlations between inputs left out."""
-    generator = torch.Generator().manual_seed(0)
-    rows, matrix = (torch.randn(shape, generator=generator).double() for shape in ((50, 4), (3, 4)))
-    rows[:, 1] += rows[:, 0]
-    full = rows.T @ rows / 50
-    exact, scaled = Moments(50, full.diagonal(), factor_hessian(full)).squared_norms(matrix)
-    assert math.isclose(exact, float((rows @ matrix.T).square().sum() / 50), rel_tol=1e-12)
-    assert math.isclose(scaled, float((matrix * full.diagonal().sqrt()).square().sum()), rel_tol=1e-12)
-    assert math.isnan(Moments(50, full.diagonal(), None).squared_norms(matrix)[0])
 
 
 @pytest.mark.parametrize("damping", [None, 0.1], ids=["diagonal", "full"])

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.prune import corpus_of
 from theodolite import open_model
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.jobs import unfinished
 from theodolite.models.stored.lazy_weights import open_weights
@@ -22,19 +22,23 @@ from theodolite.prune.model import _Pruning
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
 
 
-def corpus_of(seed: int = 0) -> Corpus:
-    return Corpus.random_tokens(300, 24, 10, seed)
-
-
 @pytest.fixture(scope="module")
 def pruned(checkpoint):
     """pruned(family, out, method, seed, **options) → a model opened anew and pruned into `out`."""
 
     def prune(family: str, out: Path, method: str = "oats", seed: int = 0, **options: object) -> Pruned:
         model = open_model(checkpoint(family))
-        return prune_model(model, corpus_of(seed), method, 0.5, iterations=4, out=out, batch=4, **options)
+        return prune_model(
+            model, corpus_of(seed=seed), method, 0.5, iterations=4, out=out, batch=4, **options
+        )
 
     return prune
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Tensors to the bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def stop_after(matrices: int):
@@ -75,9 +79,7 @@ def test_stopped_in_any_block_it_goes_on_to_the_same_bytes(
         blocks = sorted(path.name for path in partial.glob("block-*"))
         assert blocks == [f"block-{number:03d}.safetensors" for number in range(block)]
     own, layers = _Pruning.prune, []
-    monkeypatch.setattr(
-        _Pruning, "prune", lambda s, matrix, m: layers.append(matrix.layer) or own(s, matrix, m)
-    )
+    monkeypatch.setattr(_Pruning, "prune", lambda s, m, of: layers.append(m.layer) or own(s, m, of))
     pruned(family, parts, method, form=form)
     assert layers == [2] * matrices  # what is done is not pruned again
     assert contents(parts) == contents(whole)
@@ -99,10 +101,9 @@ def test_another_pruning_is_refused_where_one_is_unfinished(tmp_path, anew, prun
     model = anew("gpt2")
     for options, seed in (({"pattern": "2:4"}, 0), ({"batch": 5}, 0), ({}, 1)):
         asked = {"sparsity": 0.5, "iterations": 4, "batch": 4, "out": tmp_path / "out"} | options
-        with pytest.raises(
-            UsageError, match=r"out\.partial holds an unfinished pruning of another model, corpus"
-        ):
-            prune_model(model, corpus_of(seed), "oats", **asked)
+        words = r"out\.partial holds an unfinished pruning of another model, corpus"
+        with pytest.raises(UsageError, match=words):
+            prune_model(model, corpus_of(seed=seed), "oats", **asked)
     assert model.interventions == ()
     with pytest.raises(UsageError, match="unfinished pruning of another model"):
         pruned("llama2", tmp_path / "out")
@@ -126,9 +127,7 @@ def test_a_finished_pruning_is_read_and_not_made_again(family, form, tmp_path, m
     assert contents(out) == before
     assert not (tmp_path / "out.partial").exists()
     assert models[1].interventions == models[0].interventions
-    theirs = models[0].hf.state_dict()
-    for name, tensor in models[1].hf.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
+    assert_equal(models[1].hf.state_dict(), models[0].hf.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -184,9 +183,8 @@ def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, what, full)
-    with pytest.raises(
-        WorkError, match=r"cannot write .*: No space left on device: free space there and rerun"
-    ):
+    words = r"cannot write .*: No space left on device: free space there and rerun"
+    with pytest.raises(WorkError, match=words):
         pruned("gpt2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.writing").exists()
@@ -260,11 +258,7 @@ def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path, anew):
         prune_model(model, corpus_of(), "oats", 0.5, iterations=4, out=tmp_path / form, form=form)
     opened, merged = open_model(tmp_path / "adapter"), open_model(tmp_path / "merged")
     assert type(opened.hf) is type(merged.hf)
-    theirs = merged.hf.state_dict()
-    mine = opened.hf.state_dict()
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name]), name
+    assert_equal(opened.hf.state_dict(), merged.hf.state_dict())
     assert opened.sha256 != merged.sha256
     for form in ("merged", "adapter"):  # no loader takes anything beside the weights for weights
         assert [path.name for path in (tmp_path / form).glob("*.safetensors")] == ["model.safetensors"]
@@ -272,9 +266,8 @@ def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path, anew):
     lazily = open_weights(tmp_path / "adapter", say=lines.append)
     assert lines == ["opened whole, since an adapter lies beside its weights"]
     assert torch.equal(lazily.head_weights(1).w_q, merged.head_weights(1).w_q)
-    assert (
-        Pruned.load(tmp_path / "adapter").low_rank.keys() == Pruned.load(tmp_path / "merged").low_rank.keys()
-    )
+    keys = [Pruned.load(tmp_path / form).low_rank.keys() for form in ("merged", "adapter")]
+    assert keys[0] == keys[1]
 
 
 def test_an_adapter_that_was_trained_on_counts(tmp_path, pruned):
@@ -282,17 +275,14 @@ def test_an_adapter_that_was_trained_on_counts(tmp_path, pruned):
     pruned("llama3", tmp_path / "adapter", form="adapter")
     folder = tmp_path / "adapter"
     before = open_model(folder)
-    model = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder), folder / "adapter", is_trainable=True
-    )
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
     name = "model.layers.1.mlp.up_proj"
     layer = model.base_model.model.get_submodule(name)
     with torch.no_grad():
         layer.lora_A["default"].weight.mul_(2)
-        by_hand = (
-            layer.base_layer.weight.double()
-            + layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
-        )
+        low_rank = layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+        by_hand = layer.base_layer.weight.double() + low_rank
     model.save_pretrained(folder / "adapter")
     after = open_model(folder)
     assert after.sha256 != before.sha256

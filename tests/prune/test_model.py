@@ -17,6 +17,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.checkpoints import WITH_EXPERTS
+from tests.prune import corpus_of
+from tests.prune.test_checkpoint import assert_equal
 from tests.prune.test_methods import slow_sparsegpt
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -32,10 +34,6 @@ from theodolite.system.files import write_checked
 METHODS = ("magnitude", "wanda", "sparsegpt", "oats")
 ITERATIONS = 6
 """Of OATS; what they converge to is tested where one matrix is."""
-
-
-def corpus_of(contexts: int = 10, length: int = 24) -> Corpus:
-    return Corpus.random_tokens(300, length, contexts)
 
 
 # The slow pruning: matrices by hand, whole forward passes of a live model, all inputs kept, numpy.
@@ -131,10 +129,8 @@ def test_the_table_says_what_was_done(method, anew):
         scaled = np.linalg.norm((before - after) * rms) / np.linalg.norm(before * rms)
         assert math.isclose(row.error_scaled, scaled, rel_tol=1e-6)
         if method == "sparsegpt":
-            lost = inputs[path] @ (before - after).T
-            assert math.isclose(
-                row.error, np.linalg.norm(lost) / np.linalg.norm(inputs[path] @ before.T), rel_tol=1e-4
-            )
+            lost, whole = (np.linalg.norm(inputs[path] @ of.T) for of in (before - after, before))
+            assert math.isclose(row.error, lost / whole, rel_tol=1e-4)
             assert row.damping >= 0.1
         else:
             assert math.isnan(row.error)
@@ -173,10 +169,8 @@ def test_a_pruned_checkpoint_of_every_family_opens_in_transformers(family, tmp_p
         assert ((matrix.read() == 0).sum(dim=1) == matrix.shape[1] // 2).all(), matrix.key
     if family != "bert":
         ids = torch.tensor([[5, 6, 7]])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
-        )
-        assert generated.shape[1] <= 7
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+        assert model.generate(ids, **options).shape[1] <= 7
     tied = dense.hf.config.tie_word_embeddings
     head = model.get_output_embeddings()
     assert head is None or (head.weight is model.get_input_embeddings().weight) == tied
@@ -195,9 +189,7 @@ def test_factored_and_merged_are_the_same_model(family, tmp_path, anew):
     pruned = prune_model(model, corpus_of(), "oats", 0.5, iterations=2, out=out, form="factored")
     factored = open_model(out).hf
     assert type(factored) is type(model.hf)
-    merged, found = model.hf.state_dict(), factored.state_dict()
-    assert merged.keys() == found.keys()
-    assert [name for name, tensor in merged.items() if not torch.equal(tensor, found[name])] == []
+    assert_equal(factored.state_dict(), model.hf.state_dict())
     head = factored.get_output_embeddings()
     tied = factored.config.tie_word_embeddings
     assert head is None or (head.weight is factored.get_input_embeddings().weight) == tied
@@ -245,14 +237,10 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path, anew):
 def test_rank_goes_where_it_is_asked_for(anew):
     """Oracle: r = ⌊κ(1 − ρ) · outputs · inputs / (outputs + inputs)⌋, by hand."""
     model = anew("gpt2")
-    table = prune_model(
-        model,
-        corpus_of(),
-        "oats",
-        [0.4, 0.5, 0.6],
-        iterations=3,
-        rank_ratio=lambda layer, name: {(1, "q"): 0.5, (2, "mlp.c_fc"): 0.0}.get((layer, name), 0.25),
-    ).table.set_index(["layer", "matrix"])
+    ratios = {(1, "q"): 0.5, (2, "mlp.c_fc"): 0.0}
+    options = {"iterations": 3, "rank_ratio": lambda *place: ratios.get(place, 0.25)}
+    table = prune_model(model, corpus_of(), "oats", [0.4, 0.5, 0.6], **options).table
+    table = table.set_index(["layer", "matrix"])
     assert table["rank"][0, "q"] == int(0.25 * 0.6 * 16)
     assert table["rank"][1, "q"] == int(0.5 * 0.5 * 16) == 4
     assert table["rank"][1, "k"] == int(0.25 * 0.5 * 16) == 2
@@ -370,14 +358,10 @@ def test_the_half_that_is_pruned_is_named_and_read_back(tmp_path, attention, hal
         pruned = prune_model(model, corpus_of(), "magnitude", 0.5, out=tmp_path / "out")
     assert all(name.startswith(f"{half}.") for name in pruned.table["parameter"])
     assert json.loads((tmp_path / "out" / "pruning.json").read_text())["pruning"]["half"] == half
-    said = {
-        reading.quantity: reading.here for reading in pruned_outcome(Pruned.load(tmp_path / "out")).readings
-    }
-    assert (
-        said["pruned half"] == f"{half} alone; the {other} is dense (--attention {other} prunes it instead)"
-    )
-    theirs = again.hf.state_dict()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in first.hf.state_dict().items())
+    readings = pruned_outcome(Pruned.load(tmp_path / "out")).readings
+    (said,) = (reading.here for reading in readings if reading.quantity == "pruned half")
+    assert said == f"{half} alone; the {other} is dense (--attention {other} prunes it instead)"
+    assert_equal(again.hf.state_dict(), first.hf.state_dict())
 
 
 def test_the_model_says_that_it_was_pruned_and_how(anew):
@@ -404,10 +388,7 @@ def test_a_pruned_model_is_refused(tmp_path, anew):
     with pytest.raises(UsageError, match=r"33% of the weights .* are 0, as if it had been pruned"):
         prune_model(sparse, corpus_of(), "wanda", 0.5)
     model = anew("gpt2")
-    with (
-        interventions.without_low_rank(model, 0, 2),
-        pytest.raises(UsageError, match="the opened model was modified"),
-    ):
+    with interventions.without_low_rank(model, 0, 2), pytest.raises(UsageError, match="model was modified"):
         prune_model(model, corpus_of(), "wanda", 0.5)
 
 
@@ -425,9 +406,7 @@ BAD = {
     "2 sparsities for 3 blocks": {"sparsity": [0.5, 0.5]},
     "unknown method lottery: use oats, sparsegpt, wanda, magnitude": {"method": "lottery"},
     "rank ratio 1.5 of q in block 0 is not between 0 and 1": {"rank_ratio": 1.5},
-    "rank ratio -1 of v in block 2": {
-        "rank_ratio": lambda layer, name: -1 if (layer, name) == (2, "v") else 0.25
-    },
+    "rank ratio -1 of v in block 2": {"rank_ratio": lambda *at: -1 if at == (2, "v") else 0.25},
     "--skip mlp.down: no matrix of": {"skip": ["mlp.c_fc", "mlp.down"]},
     "--skip *: nothing is left to prune": {"skip": ["*"]},
     "q of block 0 is a part of transformer.h.0.attn.c_attn.weight": {"skip": ["q"], "form": "factored"},
@@ -450,11 +429,9 @@ BAD = {
     "unknown format zip: use one of merged, factored, adapter": {"form": "zip"},
     "120 tokens do not calibrate": {"method": "sparsegpt", "corpus": corpus_of(5)},
     "contexts of 3 tokens are too short": {
-        "corpus": replace(corpus_of(5, 4), contexts=corpus_of(5, 4).contexts[:, :3])
+        "corpus": replace(corpus_of(5, 4), contexts=torch.ones(5, 3).long())
     },
-    "token id 999 does not fit": {
-        "corpus": Corpus("ids", torch.full((4, 24), 999), torch.full((4,), -1), [], 0)
-    },
+    "token id 999 does not fit": {"corpus": Corpus.from_ids(torch.full((4, 24), 999))},
 }
 
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from tests import checkpoints
 from tests.checkpoints import with_tensors
+from tests.prune import corpus_of
+from tests.prune.test_checkpoint import assert_equal
 from tests.test_larger import split_map
-from theodolite import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.stored.lazy_weights import open_streamed
@@ -31,11 +32,6 @@ PRUNINGS = (
 )
 
 
-def corpus_of(contexts: int = 8) -> Corpus:
-    ids = torch.randint(3, 250, (contexts, 20), generator=torch.Generator().manual_seed(0))
-    return Corpus.from_ids(ids)
-
-
 def tensors_in(folder):
     found = {}
     for path in folder.rglob("*.safetensors"):
@@ -46,9 +42,7 @@ def tensors_in(folder):
 
 def assert_same_tensors(one, other) -> None:
     """Two folders have the same tensors, bit by bit."""
-    expected, found = tensors_in(one), tensors_in(other)
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert_equal(tensors_in(other), tensors_in(one))
 
 
 def in_memory(model) -> list[int]:
@@ -131,17 +125,15 @@ def test_stopped_it_goes_on_to_the_same_bytes(tmp_path, checkpoint):
             raise KeyboardInterrupt
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = {"iterations": 2, "out": parts}
     prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=whole)
     with pytest.raises(KeyboardInterrupt):
-        prune_model(
-            open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts, show_progress=stop
-        )
+        prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, **options, show_progress=stop)
     assert (tmp_path / "parts.partial" / "block-000.safetensors").is_file()
     # What was begun in memory may go on from the files, and the other way round.
-    prune_model(open_model(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
+    prune_model(open_model(folder), corpus_of(), "oats", 0.5, **options)
     assert_same_tensors(whole, parts)
-    again = prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, iterations=2, out=parts)
-    assert again.folder == parts
+    assert prune_model(open_streamed(folder), corpus_of(), "oats", 0.5, **options).folder == parts
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama3", "oats"), ("gpt2", "sparsegpt")])
@@ -159,14 +151,12 @@ def test_offloaded_blocks_are_pruned_from_their_files(family, method, tmp_path, 
 
 def test_offloaded_blocks_whose_files_do_not_do_are_refused(tmp_path, checkpoint, copied):
     folder = copied("llama3")
+    model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     with pytest.raises(UsageError, match="not kept: give out, a folder"):
-        prune_model(
-            open_model(folder, device_map=split_map(folder, "cpu", "disk")), corpus_of(), "wanda", 0.5
-        )
+        prune_model(model, corpus_of(), "wanda", 0.5)
     t5 = open_model(checkpoint("t5"), device_map={"": "disk"})
     with pytest.raises(UsageError, match="are offloaded, and cannot be read as they run, since encoder and"):
         prune_model(t5, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
-    model = open_model(folder, device_map=split_map(folder, "cpu", "disk"))
     checkpoints.write("llama3", folder, seed=1)
     with pytest.raises(UsageError, match="llama3 have changed since it was opened: open it anew"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")

@@ -12,17 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests import checkpoints
-from theodolite.train.alarms import (
-    ADVICE,
-    ENTROPY,
-    RANK,
-    VANISHING,
-    Alarm,
-    Alarms,
-    Limits,
-    alarm_lines,
-    theil_sen,
-)
+from theodolite.train.alarms import ADVICE, ENTROPY, RANK, VANISHING, Alarm, Alarms, alarm_lines, theil_sen
 from theodolite.train.geometry import Geometry, GeometryReader
 
 IDS = torch.randint(checkpoints.VOCABULARY, (4, 48), generator=torch.Generator().manual_seed(1))
@@ -30,26 +20,17 @@ IDS = torch.randint(checkpoints.VOCABULARY, (4, 48), generator=torch.Generator()
 
 def look(step, share=0.8, rho=0.7, residual=0.9, distance=0.1, regime=None):
     """A look at one layer of two heads, of which the second is always healthy, and two residual layers."""
-    heads = pd.DataFrame(
-        {
-            "layer": [0, 0],
-            "head": [0, 1],
-            "entropy_share": [share, 0.9],
-            "propagation": [rho, 0.9],
-            "at_distance": [distance, 0.1],
-            "same_token": [math.nan, math.nan],
-            "sink_first": [0.0, 0.0],
-            "sink_learned": [0.0, 0.0],
-        }
-    )
+    heads = {"layer": [0, 0], "head": [0, 1], "entropy_share": [share, 0.9], "propagation": [rho, 0.9]}
+    heads |= {"at_distance": [distance, 0.1], "same_token": [math.nan] * 2, "sink_first": [0.0] * 2}
+    heads = pd.DataFrame(heads | {"sink_learned": [0.0] * 2})
     if regime is not None:
         heads["regime"] = [regime, "uniform"]
     layers = pd.DataFrame({"layer": [0, 1], "rank_collapse": [0.9, residual]})
     return Geometry(step, heads, layers, 0.0)
 
 
-def alarms_of(looks: list[Geometry], limits: Limits | None = None) -> list[Alarm]:
-    judge = Alarms(limits)
+def alarms_of(looks: list[Geometry]) -> list[Alarm]:
+    judge = Alarms()
     return [alarm for geometry in looks for alarm in judge.update(geometry)]
 
 
@@ -61,32 +42,17 @@ def test_theil_sen_equals_scipy():
     np.testing.assert_allclose(theil_sen(x, y), expected, rtol=1e-12)
 
 
-def test_growing_query_weights_alarm_and_name_their_head():
-    """Oracle: the head whose W_q is doubled again and again, the other eleven left alone."""
-    model = checkpoints.build("gpt2")
-    reader, judge = GeometryReader(model, IDS), Alarms()
-    alarms: list[Alarm] = []
-    for number in range(12):
-        alarms += judge.update(reader.look(100 * number, spectra=False))
-        with torch.no_grad():
-            attention = model.transformer.h[1].attn.c_attn
-            attention.weight[:, 16:24] *= 2  # head 2 of 4, 8 wide, among the queries
-            attention.bias[16:24] *= 2
-    assert {(alarm.kind, alarm.layer, alarm.head) for alarm in alarms} == {(ENTROPY, 1, 2), (VANISHING, 1, 2)}
-    assert all(alarm.slope < 0 for alarm in alarms)
-
-
 @pytest.mark.slow
 def test_equal_tokens_alarm_as_rank_collapse():
     """Oracle: embeddings drawn towards one vector; the residual of the embedding layer itself is known to shrink."""
     model = checkpoints.build("llama2")
     embedding = model.get_input_embeddings().weight
-    reader, judge = GeometryReader(model, IDS), Alarms()
-    alarms: list[Alarm] = []
+    reader, looks = GeometryReader(model, IDS), []
     for number in range(8):
-        alarms += judge.update(reader.look(10 * number, spectra=False))
+        looks.append(reader.look(10 * number, spectra=False))
         with torch.no_grad():
             embedding.copy_(1 + (embedding - 1) / 2)
+    alarms = alarms_of(looks)
     assert {alarm.kind for alarm in alarms} == {RANK}
     assert {(alarm.layer, alarm.head) for alarm in alarms} >= {(0, None)}
 
@@ -168,18 +134,14 @@ def test_a_fall_that_pauses_alarms_again_only_at_the_limit():
 
 def test_a_head_that_recovers_from_an_early_alarm_alarms_again():
     """Oracle: a reviewer's sequence: an alarm by the trend, twenty healthy looks, and then a collapse."""
-    falling = [(0.8 - 0.09 * n, 0.30) for n in range(6)]
-    values = [*falling, *[(0.60, 0.45)] * 20, *[(0.05, 0.001)] * 6]
-    judge = Alarms()
-    alarms = []
+    values = [(0.8 - 0.09 * n, 0.30) for n in range(6)] + [(0.60, 0.45)] * 20 + [(0.05, 0.001)] * 6
+    judge, alarms = Alarms(), []
     for n, (share, rho) in enumerate(values):
         alarms += judge.update(look(10 * n, share=share, rho=rho))
         assert n != 25 or judge.active == 0
     assert {alarm.kind for alarm in alarms if alarm.step < 100} == {ENTROPY}
-    assert {(alarm.kind, alarm.step, alarm.collapsed) for alarm in alarms if alarm.step > 100} == {
-        (ENTROPY, 270, True),
-        (VANISHING, 270, True),
-    }
+    late = [(alarm.kind, alarm.step, alarm.collapsed) for alarm in alarms if alarm.step > 100]
+    assert sorted(late) == [(ENTROPY, 270, True), (VANISHING, 270, True)]
 
 
 def test_messages_name_place_value_trend_and_remedy():

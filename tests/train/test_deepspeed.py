@@ -28,11 +28,8 @@ pytestmark = [
 
 IDS = torch.randint(1, checkpoints.VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
 STEPS, RATE, CLIP = 4, 0.03, 2.0
-CONFIG: dict[str, Any] = {
-    "gradient_clipping": CLIP,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
+CONFIG = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+CONFIG |= {"gradient_clipping": CLIP}
 
 
 def began() -> Any:
@@ -54,16 +51,10 @@ def in_a_loop(rank: int, world: int) -> list[dict[str, Any]]:
     deepspeed, results = began(), []
     for stage, added in STAGES[world].items():
         model = checkpoints.build("llama3").train()
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), RATE),
-            config=CONFIG
-            | {
-                "train_micro_batch_size_per_gpu": len(IDS) // world,
-                "train_batch_size": len(IDS),
-                "zero_optimization": {"stage": stage},
-            },
-        )
+        config = CONFIG | {"train_batch_size": len(IDS), "zero_optimization": {"stage": stage}}
+        config |= {"train_micro_batch_size_per_gpu": len(IDS) // world}
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         locater, reader, penalties = Locater(engine, SCALE, MEAN), GeometryReader(engine, IDS), []
         if stage == 3:
             with pytest.raises(UsageError, match="call add_gradient"):
@@ -83,7 +74,9 @@ def in_a_loop(rank: int, world: int) -> list[dict[str, Any]]:
             penalties.append(penalty.item())
         with pytest.raises(UsageError, match=r"between engine\.backward"):
             locater.add_gradient()  # as after accelerate's backward, which steps, too
-        results.append({"penalties": penalties, "look": seen(reader), "state": whole_weights(model)})
+        results.append(
+            {"penalties": penalties, "look": of_heads(reader.look()), "state": whole_weights(model)}
+        )
     return results
 
 
@@ -93,27 +86,15 @@ def in_the_trainer(rank: int, folder: str) -> list[dict[str, Any]]:
     rows, results = [{"input_ids": row, "labels": row} for row in IDS], []
     for stage in (1, 3):
         micro_batches = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+        options = {"deepspeed": CONFIG | micro_batches | {"zero_optimization": {"stage": stage}}}
+        options |= {"max_steps": STEPS, "learning_rate": RATE, "max_grad_norm": CLIP}
+        options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         watch, model = GeometryCallback(IDS, every=1), checkpoints.build("llama3").train()
-        trainer = trained(
-            model,
-            rows,
-            folder,
-            [LocaterCallback(SCALE, MEAN), watch],
-            max_steps=STEPS,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=RATE,
-            max_grad_norm=CLIP,
-            deepspeed=CONFIG | micro_batches | {"zero_optimization": {"stage": stage}},
-        )
+        trainer = trained(model, rows, folder, [LocaterCallback(SCALE, MEAN), watch], **options)
         penalties = [logs["locater"] for logs in trainer.state.log_history if "locater" in logs]
         look = of_heads(watch.monitor.last)
         results.append({"penalties": penalties, "look": look, "state": whole_weights(model)})
     return results
-
-
-def seen(reader: GeometryReader) -> dict[str, list[float]]:
-    return of_heads(reader.look())
 
 
 def of_heads(look: Geometry) -> dict[str, list[float]]:
@@ -140,7 +121,7 @@ def of_one_process(rolled: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         penalties.append(penalty.item())
     state = dict(model.named_parameters())
-    return {"penalties": penalties, "look": seen(GeometryReader(model, IDS)), "state": state}
+    return {"penalties": penalties, "look": of_heads(GeometryReader(model, IDS).look()), "state": state}
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.chaos)])

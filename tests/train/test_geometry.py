@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tests import checkpoints, dense
+from tests.models.test_every_family import eager, softmax_arguments
 from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.training_model import evaluation_mode, unwrap
+from theodolite.models.training.training_model import unwrap
 from theodolite.train.geometry import QUERIES, GeometryReader
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -24,15 +25,6 @@ IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator()
 
 def model_of(family: str) -> PreTrainedModel:
     return checkpoints.build(family).train()
-
-
-def dropping_gpt2() -> PreTrainedModel:
-    """A GPT-2 whose dropout draws random numbers at every step of its training."""
-    model = model_of("gpt2")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
-    return model
 
 
 def dense_of(family: str) -> dense.Dense:
@@ -59,19 +51,9 @@ def test_columns_equal_the_dense_computation(family):
 
 def eager_logits(model: PreTrainedModel) -> list[torch.Tensor]:
     """What the model's own eager attention takes the softmax of, layer by layer, in float64; −∞ where masked."""
-    logits: list[torch.Tensor] = []
-    softmax = torch.nn.functional.softmax
-
-    def recording(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        if x.ndim == 4:  # not that of a router
-            logits.append(x)
-        return softmax(x, *args, **kwargs)
-
     model = model.double().eval()
-    model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")  # the fast ones have no float64
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.nn.functional, "softmax", recording)
+    with torch.no_grad(), eager(model), softmax_arguments() as logits:
         model(IDS)
     for layer, sinks in enumerate(p for name, p in model.named_parameters() if name.endswith("sinks")):
         # gpt-oss subtracts the largest of each row, the sink's column with it: that column tells which.
@@ -147,17 +129,15 @@ def test_spectra_equal_those_of_the_whole_matrix():
     heads = reader.look().heads
     width, heads_of_layer = 32, 4
     head_width = width // heads_of_layer
+    scaling = head_width**-0.5
     for _, row in heads.iterrows():
         weight = model.transformer.h[row["layer"]].attn.c_attn.weight.detach().double().numpy()
         q, k, _ = np.split(weight, 3, axis=1)
         part = slice(row["head"] * head_width, (row["head"] + 1) * head_width)
         w = q[:, part] @ k[:, part].T
-        scaling = head_width**-0.5
-        assert row["trace"] == pytest.approx(np.trace(w), rel=1e-6)
-        assert row["trace_of_square"] == pytest.approx(np.trace(w @ w), rel=1e-6)
-        assert row["frobenius_squared"] == pytest.approx((w**2).sum(), rel=1e-6)
-        assert row["spectral_norm"] == pytest.approx(np.linalg.norm(w, 2) * scaling, rel=1e-6)
-        assert row["r"] == pytest.approx(np.trace(w) * scaling, rel=1e-6)
+        expected = {"trace": np.trace(w), "r": np.trace(w) * scaling, "trace_of_square": np.trace(w @ w)}
+        expected |= {"frobenius_squared": (w**2).sum(), "spectral_norm": np.linalg.norm(w, 2) * scaling}
+        assert row[list(expected)].to_dict() == pytest.approx(expected, rel=1e-6)
         assert 0 <= row["entropy_bound"] <= row["entropy"]
     assert "trace" not in reader.look(spectra=False).heads
 
@@ -189,8 +169,10 @@ def test_a_look_leaves_the_model_as_it_was(family):
 @pytest.mark.slow
 def test_dropout_and_checkpointing_change_nothing():
     """Oracle: the look at a model in evaluation mode, without these; autocast changes nothing that is not asked to."""
-    model = dropping_gpt2()
-    plain = GeometryReader(model_of("gpt2").eval(), IDS).look()
+    model, plain = model_of("gpt2"), GeometryReader(model_of("gpt2").eval(), IDS).look()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
     model.activation_checkpointing_enable()
     with torch.autocast("cpu", torch.bfloat16):
         look = GeometryReader(model, IDS, look_dtype=torch.float32).look()
@@ -234,22 +216,6 @@ def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
     assert not graphs
     model(input_ids=IDS)
     assert graphs
-
-
-def test_undisturbed_restores_after_an_error():
-    """Oracle: the modes before."""
-    model = dropping_gpt2()
-
-    def fail() -> None:
-        with evaluation_mode(model):
-            assert not model.training
-            assert not torch.is_grad_enabled()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert all(module.training for module in model.modules())
-    assert torch.is_grad_enabled()
 
 
 def test_ids_and_models_that_do_not_fit_are_refused():

@@ -1,17 +1,22 @@
-"""`Locater` on models and `LocaterCallback` in the Trainer, against plain loops with the d×d penalty by name."""
+"""`Locater` on models and `LocaterCallback` in the Trainer, against plain loops with the d×d penalty by name.
+
+On LoRA it is the penalty of W + s·BA, with its gradient in A and B.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import peft
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
@@ -20,8 +25,18 @@ from tests.processes import ranks
 from tests.slow import slow_but
 from theodolite.errors import UsageError
 from theodolite.theory import qk_moments
-from theodolite.train import GeometryCallback, Locater, LocaterCallback, locater_penalty, warm_up
+from theodolite.train import (
+    GeometryCallback,
+    GeometryMonitor,
+    Locater,
+    LocaterCallback,
+    locater_penalty,
+    warm_up,
+)
 from theodolite.train.geometry import GeometryReader
+
+# Which PEFT asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
 SCALE, MEAN, RATE = 0.02, 0.5, 0.1
 
@@ -57,39 +72,19 @@ def batch(data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def trained(model: PreTrainedModel, data, folder, callbacks, **arguments) -> Trainer:
     """The model after training on `data` with plain gradient descent; one step unless told otherwise."""
-    options = {
-        "max_steps": 1,
-        "per_device_train_batch_size": len(data),
-        "max_grad_norm": 0.0,
-        "learning_rate": RATE,
-        "report_to": "none",
-    } | arguments
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            optim="sgd",
-            lr_scheduler_type="constant",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            **options,
-        ),
-        train_dataset=data,
-    )
+    options = {"use_cpu": True, "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    options |= {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": RATE, "report_to": "none"}
+    options |= {"max_steps": 1, "per_device_train_batch_size": len(data), "max_grad_norm": 0.0} | arguments
+    trainer = Trainer(model, TrainingArguments(output_dir=str(folder), **options), train_dataset=data)
     for callback in callbacks:
         callback.attach(trainer)
     trainer.train()
     return trainer
 
 
-def assert_same_weights(model: PreTrainedModel, other: PreTrainedModel, atol: float = 1e-6) -> None:
-    others = dict(other.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter, others[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By name, of the parameters that have one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama2", (0, 1, 2)), ("llama3", (1,))])
@@ -98,15 +93,12 @@ def test_penalty_of_a_model_and_its_gradient(family, layers):
     model = checkpoints.build(family)
     dense = dense_penalty(model, layers)
     dense.backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = gradients(model)
     model.zero_grad()
     penalty = Locater(model, SCALE, MEAN, layers=layers)()
     penalty.backward()
     torch.testing.assert_close(penalty.double(), dense, rtol=1e-6, atol=0)
-    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert got.keys() == expected.keys()
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", slow_but(["gpt2"], ["gpt2", "gpt_neox", "phi3", "vit"]))
@@ -117,10 +109,8 @@ def test_table_holds_the_moments_of_the_survey(family, opened):
     for layer, rows in table.groupby("layer"):
         weights = model.head_weights(layer)
         moments = qk_moments(weights.w_q, weights.w_k)
-        torch.testing.assert_close(torch.tensor(rows["trace"].array), moments.trace, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            torch.tensor(rows["frobenius_squared"].array), moments.frobenius_squared, rtol=1e-5, atol=0
-        )
+        np.testing.assert_allclose(rows["trace"], moments.trace, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(rows["frobenius_squared"], moments.frobenius_squared, rtol=1e-5)
     assert len(table) == model.layers * model.heads
 
 
@@ -163,10 +153,10 @@ def test_a_wrong_call_is_refused(arguments, words):
             LocaterCallback(**({"scale": SCALE, "mean": MEAN} | arguments))
 
 
-class Adapted(torch.nn.Module):
+class Adapted(nn.Module):
     """As an adapter does it: the old layer is kept inside the new one, and so still belongs to the model."""
 
-    def __init__(self, base: torch.nn.Linear) -> None:
+    def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base_layer, self.weight = base, base.weight
 
@@ -177,7 +167,7 @@ class Adapted(torch.nn.Module):
 def test_a_model_that_cannot_be_penalised_or_was_changed_afterwards_is_refused():
     """Replaced modules hold other weights than those found; moved, loaded and cast ones are the same modules."""
     with pytest.raises(UsageError, match="holds no model of transformers"):
-        Locater(torch.nn.Linear(3, 3), SCALE, MEAN)
+        Locater(nn.Linear(3, 3), SCALE, MEAN)
     with pytest.raises(UsageError, match="frozen"):
         Locater(checkpoints.build("llama2").requires_grad_(False), SCALE, MEAN)
     model = checkpoints.build("llama3")
@@ -201,7 +191,7 @@ def test_a_model_that_cannot_be_penalised_or_was_changed_afterwards_is_refused()
     with pytest.raises(UsageError, match=r"frozen .*: unfreeze those .* or make a new Locater"):
         locater()
     assert len(locater.table()) == 12  # reading them needs no gradient
-    torch.nn.utils.parametrize.register_parametrization(old, "weight", torch.nn.Identity())
+    torch.nn.utils.parametrize.register_parametrization(old, "weight", nn.Identity())
     with pytest.raises(UsageError, match="is no longer the weight"):
         locater()
 
@@ -217,16 +207,12 @@ def test_a_step_of_the_trainer_is_that_of_the_whole_objective(clip, micro_batche
         norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), clip)
         assert norm > 2 * clip  # else clipping would not be tested
     torch.optim.SGD(expected.parameters(), RATE).step()
-    trained(
-        start,
-        data,
-        tmp_path,
-        [LocaterCallback(SCALE, MEAN)],
-        per_device_train_batch_size=8 // micro_batches,
-        gradient_accumulation_steps=micro_batches,
-        max_grad_norm=clip,
-    )
-    assert_same_weights(start, expected)
+    batches = {
+        "per_device_train_batch_size": 8 // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+    }
+    trained(start, data, tmp_path, [LocaterCallback(SCALE, MEAN)], **batches, max_grad_norm=clip)
+    torch.testing.assert_close(start.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -257,15 +243,8 @@ def test_steps_drive_the_schedule_and_the_penalty_is_logged_apart(tmp_path, caps
         asked.append(step)
         return SCALE
 
-    trainer = trained(
-        model,
-        examples(4),
-        tmp_path,
-        [LocaterCallback(scale, MEAN)],
-        max_steps=3,
-        learning_rate=0.01,
-        report_to="tensorboard",
-    )
+    options = {"max_steps": 3, "learning_rate": 0.01, "report_to": "tensorboard"}
+    trainer = trained(model, examples(4), tmp_path, [LocaterCallback(scale, MEAN)], **options)
     assert asked == [0, 1, 2]
     logged = [row["locater"] for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 3
@@ -283,9 +262,8 @@ def test_gradients_are_scaled_with_the_loss_in_float16():
     expected = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
     model.zero_grad()
     callback = LocaterCallback(SCALE, MEAN)
-    callback.on_train_begin(
-        SimpleNamespace(deepspeed=None, fsdp=None, report_to=[]), TrainerState(), None, model=model
-    )
+    arguments = SimpleNamespace(deepspeed=None, fsdp=None, report_to=[])
+    callback.on_train_begin(arguments, TrainerState(), None, model=model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for times in (1, 2):  # the second adds to what is there
         callback.on_step_begin(None, TrainerState(), None, optimizer=SimpleNamespace(scaler=scaler))
@@ -303,13 +281,11 @@ def test_weights_in_bfloat16_go_through_float32_a_layer_at_a_time():
     assert followed == ["torch::autograd::AccumulateGrad"] * 6  # no graph of a layer is kept
     penalty.backward()
     assert penalty.item() == pytest.approx(dense_penalty(exact).item(), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            expected = exact.get_parameter(name).grad
-            torch.testing.assert_close(
-                parameter.grad.double(), expected, rtol=0.02, atol=0.01 * expected.abs().max().item()
-            )
-    assert sum(parameter.grad is not None for parameter in model.parameters()) == 6
+    expected = gradients(exact)
+    assert gradients(model).keys() == expected.keys()
+    for name, gradient in gradients(model).items():
+        atol = 0.01 * expected[name].abs().max().item()
+        torch.testing.assert_close(gradient.double(), expected[name], rtol=0.02, atol=atol)
 
 
 def factors(*shape: int, key_heads: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -325,13 +301,10 @@ def factors(*shape: int, key_heads: int | None = None, seed: int = 0) -> tuple[T
 def dense(w_q: Tensor, w_k: Tensor, scale: float, mean: float) -> Tensor:
     """The definition, head by head, with the d×d matrix."""
     total = torch.zeros((), dtype=torch.float64)
-    groups = w_q.shape[-3] // w_k.shape[-3]
-    for layer_q, layer_k in zip(
-        w_q.reshape(-1, *w_q.shape[-3:]), w_k.reshape(-1, *w_k.shape[-3:]), strict=True
-    ):
-        for head in range(len(layer_q)):
-            matrix = layer_q[head] @ layer_k[head // groups].T
-            total = total + scale * torch.trace(matrix.T @ matrix) + mean * (torch.trace(matrix) - 1) ** 2
+    repeated = w_k.repeat_interleave(w_q.shape[-3] // w_k.shape[-3], dim=-3)
+    for query, key in zip(w_q.flatten(0, -3), repeated.flatten(0, -3), strict=True):
+        matrix = query @ key.T
+        total = total + scale * torch.trace(matrix.T @ matrix) + mean * (torch.trace(matrix) - 1) ** 2
     return total
 
 
@@ -363,9 +336,8 @@ def test_half_precision_and_autocast_do_not_round_the_products(dtype):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         penalty = locater_penalty(w_q, w_k, 2.0, 0.5)
     assert penalty.dtype == torch.float32
-    torch.testing.assert_close(
-        penalty.double(), dense(w_q.double(), w_k.double(), 2.0, 0.5), rtol=1e-6, atol=0
-    )
+    expected = dense(w_q.double(), w_k.double(), 2.0, 0.5)
+    torch.testing.assert_close(penalty.double(), expected, rtol=1e-6, atol=0)
     assert torch.autograd.grad(penalty, w_q)[0].dtype == dtype
 
 
@@ -435,19 +407,11 @@ def in_two_processes(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
         ((parallel(**part, use_cache=False).loss + locater()) / 2).backward()
     torch.optim.SGD(plain.parameters(), RATE).step()
     model = checkpoints.build("llama3")
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": CLIP}
     trained(
-        model,
-        examples(8),
-        folder,
-        [LocaterCallback(SCALE, MEAN), GeometryCallback(IDS, every=1)],
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_grad_norm=CLIP,
+        model, examples(8), folder, [LocaterCallback(SCALE, MEAN), GeometryCallback(IDS, every=1)], **options
     )
-    return {
-        name: {key: value.detach() for key, value in of.named_parameters()}
-        for name, of in (("plain", plain), ("trainer", model))
-    }
+    return {"plain": plain.state_dict(), "trainer": model.state_dict()}
 
 
 def test_two_processes_make_the_step_of_one(tmp_path):
@@ -463,7 +427,7 @@ def test_two_processes_make_the_step_of_one(tmp_path):
             torch.nn.utils.clip_grad_norm_(expected.parameters(), CLIP)
         torch.optim.SGD(expected.parameters(), RATE).step()
         for got in results:
-            torch.testing.assert_close(got[name], dict(expected.named_parameters()), rtol=0, atol=1e-6)
+            torch.testing.assert_close(got[name], expected.state_dict(), rtol=0, atol=1e-6)
     heads = pd.read_json(tmp_path / "geometry" / "heads.jsonl", lines=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 1: 12}  # the first process alone writes
     for step, model in ((0, start), (1, expected)):
@@ -471,3 +435,96 @@ def test_two_processes_make_the_step_of_one(tmp_path):
         for name in ("entropy", "at_distance"):
             written = heads[name][heads["step"] == step]
             np.testing.assert_allclose(written, alone[name], rtol=1e-5)
+
+
+def adapted(family: str = "llama3", modules: Any = ("q_proj", "v_proj"), **options: Any) -> Any:
+    """A model with an adapter whose B is not zero, as after some steps."""
+    torch.manual_seed(3)
+    options |= {"r": 3, "lora_alpha": 5, "lora_dropout": 0.1, "init_lora_weights": False}
+    config = peft.LoraConfig(target_modules=list(modules), **options)
+    return peft.get_peft_model(checkpoints.build(family).double(), config)
+
+
+def merged(model: Any) -> nn.Module:
+    return copy.deepcopy(model).merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    ("modules", "options"),
+    [(("q_proj", "v_proj"), {"use_rslora": True}), (("q_proj", "k_proj"), {"layers_to_transform": [1]})],
+)
+def test_the_penalty_is_that_of_the_merged_weights(modules, options):
+    """Oracle: PEFT's own merged model, and the d×d penalty of its weights."""
+    model = adapted(modules=modules, **options).train()
+    penalty = Locater(model, SCALE, MEAN)()
+    torch.testing.assert_close(penalty, dense_penalty(merged(model)), rtol=1e-10, atol=0)
+
+
+def test_the_gradient_reaches_the_adapter_and_nothing_else():
+    """Oracle: W + (α/r)·BA written out, and differentiated by autograd through d×d matrices."""
+    model = adapted(modules=("q_proj", "k_proj")).train()
+    written = checkpoints.build("llama3").double()
+    parts = {}
+    for layer, block in enumerate(written.model.layers):
+        for name in ("q_proj", "k_proj"):
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            lora, linear = model.get_submodule(where), block.self_attn.get_submodule(name)
+            a, b = (
+                part["default"].weight.detach().clone().requires_grad_()
+                for part in (lora.lora_A, lora.lora_B)
+            )
+            base = linear.weight.detach()
+            del linear.weight
+            linear.weight = base + 5 / 3 * b @ a
+            parts |= {f"{where}.lora_A.default.weight": a, f"{where}.lora_B.default.weight": b}
+    dense_penalty(written).backward()
+    for way in ("in the loss", "added"):
+        model.zero_grad()
+        locater = Locater(model, SCALE, MEAN)
+        if way == "added":
+            locater.add_gradient()
+        else:
+            locater().backward()
+        torch.testing.assert_close(gradients(model), {name: part.grad for name, part in parts.items()})
+
+
+@pytest.mark.slow
+def test_fused_projections_and_adapters_that_are_switched():
+    """GPT-2's matrix is transposed, and holds queries, keys and values; two adapters, one at a time, or none."""
+    model = adapted("gpt2", ("c_attn",), fan_in_fan_out=True).eval()
+    torch.manual_seed(4)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    model.add_adapter("other", config)
+    model.double()
+    locater = Locater(model, SCALE, MEAN)
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        torch.testing.assert_close(locater(), Locater(merged(model).requires_grad_(), SCALE, MEAN)())
+    plain = Locater(checkpoints.build("gpt2").double(), SCALE, MEAN)
+    other = locater().item()
+    with model.disable_adapter():
+        model.base_model.requires_grad_(True)
+        torch.testing.assert_close(locater(), plain())
+    model.merge_adapter()
+    assert locater().item() == pytest.approx(other)
+
+
+def test_what_is_no_matrix_added_is_refused():
+    with pytest.raises(UsageError, match=r"self_attn.q_proj carries an adapter that is no matrix added"):
+        Locater(adapted(use_dora=True), SCALE, MEAN)
+    model = peft.get_peft_model(
+        checkpoints.build("llama3"), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    )
+    with pytest.raises(UsageError, match=r"self_attn.k_proj carries an adapter that is no matrix added"):
+        Locater(model, SCALE, MEAN)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_monitored():
+    """Oracle: the merged model."""
+    model = adapted().eval()
+    ids = torch.randint(1, checkpoints.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    looks = [GeometryMonitor(which, ids, every=1) for which in (model, merged(model))]
+    columns = ["entropy", "trace", "spectral_norm"]
+    first, second = (monitor(0) and monitor.last.heads[columns] for monitor in looks)
+    pd.testing.assert_frame_equal(first, second, rtol=1e-6, atol=1e-8)

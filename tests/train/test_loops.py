@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import checkpoints
 from tests.models.modules import GPT
+from tests.train.test_locater import gradients
 from theodolite import open_module
 from theodolite.train import GeometryMonitor, Locater
 
@@ -92,9 +93,6 @@ def test_the_penalty_s_gradient_is_that_of_a_bare_model():
     loss_of(model, IDS).backward()
     model.zero_grad()
     locater.add_gradient(0)
-    expected = {name: p.grad for name, p in bare.named_parameters() if p.grad is not None}
+    found, expected = gradients(model), gradients(bare)
     assert any(gradient.any() for gradient in expected.values())
-    for name, parameter in model.named_parameters():
-        if name in expected:
-            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(found, expected[name], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-6, atol=1e-9)

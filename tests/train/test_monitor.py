@@ -1,4 +1,7 @@
-"""Oracles: files read back, an uninterrupted monitor, tables by hand, the step at which weights were broken."""
+"""Oracles: files read back, an uninterrupted monitor, tables by hand, the step at which weights were broken.
+
+Of three processes together (gloo): one that reads the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import math
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
 from tests import checkpoints
+from tests.processes import ranks
 from theodolite.errors import UsageError, WorkError
 from theodolite.train import GeometryCallback, Locater, QKClipCallback, warm_up
 from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, monitor_batch, scalars
+from theodolite.train.ranks import Ranks
 
 IDS = torch.randint(checkpoints.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -33,21 +39,18 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 def test_looks_come_when_they_are_due(tmp_path):
     """Oracle: multiples of `every`; spectra at every second look, the first included."""
-    monitor = GeometryMonitor(
-        checkpoints.build("gpt2"), IDS, every=3, spectra_every=2, folder=tmp_path / "of" / "it"
-    )
+    folder = tmp_path / "of" / "it"
+    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=3, spectra_every=2, folder=folder)
     due = {step: numbers for step in range(8) if (numbers := monitor(step))}
     assert list(due) == [0, 3, 6]
     assert ["trace_mean" in numbers for numbers in due.values()] == [True, False, True]
     assert all(isinstance(value, float) for numbers in due.values() for value in numbers.values())
     assert 0 < due[6]["time_share"] <= 1
     assert not monitor(7)
-    heads = pd.read_json(tmp_path / "of" / "it" / "heads.jsonl", lines=True)
+    heads = pd.read_json(folder / "heads.jsonl", lines=True, precise_float=True)
     assert heads.groupby("step").size().to_dict() == {0: 12, 3: 12, 6: 12}
-    assert monitor.last is not None
-    written = [row["entropy"] for row in rows(tmp_path / "of" / "it" / "heads.jsonl") if row["step"] == 6]
-    assert written == monitor.last.heads["entropy"].tolist()
-    layers = pd.read_json(tmp_path / "of" / "it" / "layers.jsonl", lines=True)
+    assert heads.query("step == 6")["entropy"].tolist() == monitor.last.heads["entropy"].tolist()
+    layers = pd.read_json(folder / "layers.jsonl", lines=True)
     assert layers["layer"].tolist() == [0, 1, 2, 3] * 3
 
 
@@ -74,8 +77,7 @@ def test_a_resumed_monitor_goes_on_as_if_never_stopped(tmp_path):
     resumed = run(tmp_path / "cut", range(5, 12), again)
     assert whole
     assert resumed == whole
-    for name in ("heads", "layers", "alarms"):
-        file = f"{name}.jsonl"
+    for file in ("heads.jsonl", "layers.jsonl", "alarms.jsonl"):
         assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
@@ -121,14 +123,13 @@ def test_losses_are_recorded_between_looks_and_go_on_when_resumed(tmp_path):
 )
 def test_a_damaged_or_foreign_record_does_not_end_a_training(tmp_path, name, change, steps):
     """Oracle: the steps whose rows were left whole, by hand; the old file is kept beside."""
-    monitor = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
+    first, again = (GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path) for _ in "12")
     for step in range(3):
-        monitor(step)
+        first(step)
     path = tmp_path / f"{name}.jsonl"
     lines = change(path.read_text().splitlines())
     damaged = "".join(line + "\n" for line in lines).encode(errors="surrogateescape")
     path.write_bytes(damaged)
-    again = GeometryMonitor(checkpoints.build("gpt2"), IDS, every=1, folder=tmp_path)
     with pytest.warns(RecordWarning, match=f"; {len(steps)} looks kept, ") as caught:
         again(3)
     assert len(caught) == 1
@@ -179,14 +180,13 @@ def test_warnings_name_head_and_trend():
 
     with pytest.warns(GeometryWarning) as caught:
         train()
-    messages = [str(warning.message) for warning in caught]
-    lines = [re.sub("; .*", "", text) for text in messages]
-    assert len(lines) == 3  # the entropy is below its limit at once, ρ falls first
-    assert re.fullmatch(r"step \d+: entropy collapse in layer 0 head 1: entropy .*, collapsed", lines[0])
-    assert re.fullmatch(
-        r"step \d+: vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps", lines[1]
+    expected = (  # the entropy is below its limit at once, ρ falls first
+        "entropy collapse in layer 0 head 1: entropy .*, collapsed",
+        r"vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps",
+        "vanishing signal in layer 0 head 1: ρ .*, collapsed",
     )
-    assert re.fullmatch(r"step \d+: vanishing signal in layer 0 head 1: ρ .*, collapsed", lines[2])
+    for words, warning in zip(expected, caught, strict=True):
+        assert re.fullmatch(rf"step \d+: {words}; .*", str(warning.message))
     assert caught[0].filename == __file__
 
 
@@ -205,33 +205,16 @@ def test_weights_that_are_no_numbers_are_said_once():
 
 def test_scalars_by_hand():
     """Oracle: two layers of two heads, worked out on paper; a NaN is left out."""
-    heads = pd.DataFrame(
-        {
-            "layer": [0, 0, 1, 1],
-            "head": [0, 1, 0, 1],
-            "entropy": [1.0, 2.0, 3.0, 4.0],
-            "entropy_share": [0.1, 0.2, 0.3, 0.4],
-            "propagation": [0.5, 0.5, 1.0, 1.0],
-            "sink_first": [0.0, 0.0, 1.0, 1.0],
-            "sink_later": [0.0, 0.0, 0.0, 1.0],
-            "largest_logit": [7.0, -1.0, 9.0, 2.0],
-            "log_sum_exp": [-3.0, 1.0, 2.0, 4.0],
-            "spectral_norm": [math.nan] * 4,
-            "eta_symmetric": [1.0, 2.0, 3.0, 0.5],
-            "trace": [1.0, 1.0, 1.0, 5.0],
-            "regime": ["uniform", "vanishing", "vanishing", "uniform"],
-        }
-    )
-    layers = pd.DataFrame(
-        {
-            "layer": [0, 1, 2],
-            "norm": [1.0, 5.0, 2.0],
-            "norm_growth": [math.nan, 5.0, 0.4],
-            "rank_collapse": [0.9, 0.3, 0.4],
-            "massive_activations": [0.0, 1.0, 2.0],
-            "outlier_dimensions": [0.0, 3.0, 1.0],
-        }
-    )
+    heads = {"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "entropy": [1.0, 2.0, 3.0, 4.0]}
+    heads |= {"entropy_share": [0.1, 0.2, 0.3, 0.4], "propagation": [0.5, 0.5, 1.0, 1.0]}
+    heads |= {"sink_first": [0.0, 0.0, 1.0, 1.0], "sink_later": [0.0, 0.0, 0.0, 1.0]}
+    heads |= {"largest_logit": [7.0, -1.0, 9.0, 2.0], "log_sum_exp": [-3.0, 1.0, 2.0, 4.0]}
+    heads |= {"spectral_norm": [math.nan] * 4, "eta_symmetric": [1.0, 2.0, 3.0, 0.5]}
+    heads |= {"trace": [1.0, 1.0, 1.0, 5.0], "regime": ["uniform", "vanishing", "vanishing", "uniform"]}
+    layers = {"layer": [0, 1, 2], "norm": [1.0, 5.0, 2.0], "norm_growth": [math.nan, 5.0, 0.4]}
+    layers |= {"rank_collapse": [0.9, 0.3, 0.4], "massive_activations": [0.0, 1.0, 2.0]}
+    layers |= {"outlier_dimensions": [0.0, 3.0, 1.0]}
+    heads, layers = pd.DataFrame(heads), pd.DataFrame(layers)
     assert scalars(Geometry(0, heads, layers, 0.1), per_head=True) == {
         "entropy_mean": 2.5,
         "entropy_min": 1.0,
@@ -309,28 +292,18 @@ STEP = "step is .*: give the optimizer steps done"
 def test_what_is_no_folder_step_loss_or_factor_is_refused_and_leaves_no_gradient():
     model = checkpoints.build("gpt2")
     monitor, locater = GeometryMonitor(model, IDS), Locater(model, warm_up(1.0, 3), 0.1)
+    no_strengths = ("a", None, -1.0, math.nan, float("inf"), torch.ones(2))
+    folder, loss = "folder is .*: give a path, or None", "loss is .*: give one number, or a tensor of one"
+    factor, steps = (
+        "factor is .*: give a number of 0 or more",
+        "steps is .*: a warm-up needs a number of steps",
+    )
     for call, wrong, words in (
-        (
-            lambda x: GeometryMonitor(model, IDS, folder=x),
-            (3, b"a", ["a"]),
-            "folder is .*: give a path, or None",
-        ),
+        (lambda x: GeometryMonitor(model, IDS, folder=x), (3, b"a", ["a"]), folder),
         (monitor, ("a", None, 1.5, math.nan, -1), f"^{STEP}, a whole number of 0 or more$"),
-        (
-            lambda x: monitor(0, x),
-            ("a", torch.ones(2), [1.0]),
-            "loss is .*: give one number, or a tensor of one",
-        ),
-        (
-            lambda x: warm_up(1.0, x),
-            ("3", None, 0, True, math.nan),
-            "steps is .*: a warm-up needs a number of steps",
-        ),
-        (
-            lambda x: locater.add_gradient(1, factor=x),
-            ("a", None, -1.0, math.nan, float("inf"), torch.ones(2)),
-            "factor is .*: give a number of 0 or more",
-        ),
+        (lambda x: monitor(0, x), ("a", torch.ones(2), [1.0]), loss),
+        (lambda x: warm_up(1.0, x), ("3", None, 0, True, math.nan), steps),
+        (lambda x: locater.add_gradient(1, factor=x), no_strengths, factor),
         (locater, ("a", 1.5, -1), STEP),
         (locater.add_gradient, ("a", 1.5, -1), STEP),
     ):
@@ -338,3 +311,90 @@ def test_what_is_no_folder_step_loss_or_factor_is_refused_and_leaves_no_gradient
             with pytest.raises(UsageError, match=words):
                 call(each)
     assert all(p.grad is None for p in model.parameters())
+
+
+PROCESSES = 3
+OF_RANKS = torch.randint(1, checkpoints.VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(1))
+CASES = {"whole": OF_RANKS, "few": OF_RANKS[:2]}
+"""Two contexts among three processes leave one without any."""
+
+
+def in_float64() -> torch.nn.Module:
+    """In float64, where it makes no difference in how large batches the contexts are read."""
+    return checkpoints.build("gpt2").double()
+
+
+def watched_training(ids: torch.Tensor, folder: Path, over_ranks: bool) -> tuple[GeometryMonitor, list[str]]:
+    """Seven looks while a head of layer 0 collapses, interrupted and resumed after four; what was warned of."""
+    lines: list[str] = []
+    trained = in_float64()
+    for steps in (range(4), range(3, 7)):
+        options = {"folder": folder, "over_ranks": over_ranks}
+        monitor = GeometryMonitor(trained, ids, every=1, spectra_every=2, **options)
+        for step in steps:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", GeometryWarning)
+                monitor(step)
+            lines += [str(warning.message) for warning in caught]
+            with torch.no_grad():
+                trained.transformer.h[0].attn.c_attn.weight[:, 8:16] *= 8
+    return monitor, lines
+
+
+def broken_training(over_ranks: bool) -> tuple[dict[str, float], list[str]]:
+    """A look at a model that overflows on the second context only; other processes read other contexts."""
+    ids = OF_RANKS.clone()
+    ids[1, 3] = 0
+    broken = in_float64()
+    with torch.no_grad():
+        broken.transformer.wte.weight[0] = torch.inf
+    monitor = GeometryMonitor(broken, ids, every=1, over_ranks=over_ranks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", GeometryWarning)
+        numbers = monitor(0) | monitor(1)
+    return numbers, [str(warning.message) for warning in caught]
+
+
+def work(rank: int, folder: Path) -> dict[str, Any]:
+    """One of the processes. What it was given as batch differs; that of the first one counts."""
+    results: dict[str, Any] = {}
+    for name, ids in CASES.items():
+        mine = ids if rank == 0 else ids[:1].flip(1)
+        monitor, lines = watched_training(mine, folder / name, over_ranks=True)
+        results[name] = (monitor.last, monitor.alarms, lines)
+
+    def refuse() -> None:
+        raise UsageError("no batch")
+
+    with pytest.raises(UsageError, match="no batch"):  # though only the first one looks for it
+        Ranks.current().from_first(refuse)
+    return results | {"broken": broken_training(over_ranks=True)}
+
+
+@pytest.mark.slow
+def test_looks_of_three_processes_are_those_of_one_at_the_whole_batch(tmp_path):
+    """All see the very same, and the first one alone warns and writes.
+
+    Numbers that are none on one process end the looks on all: else the others would wait for ever.
+    """
+    results = ranks(work, tmp_path, processes=PROCESSES)
+    for name, ids in CASES.items():
+        alone, lines = watched_training(ids, tmp_path / "alone" / name, over_ranks=False)
+        assert lines
+        for rank, got in enumerate(results):
+            look, alarms, said = got[name]
+            for table in ("heads", "layers"):
+                ours, expected = getattr(look, table), getattr(alone.last, table)
+                close = {"rtol": 1e-9, "atol": 1e-12, "check_dtype": False}
+                pd.testing.assert_frame_equal(ours[list(expected.columns)], expected, **close)
+                pd.testing.assert_frame_equal(ours, getattr(results[0][name][0], table), check_exact=True)
+            places, own = ([(a.step, a.kind, a.layer, a.head) for a in of] for of in (alarms, alone.alarms))
+            assert places == own
+            assert alarms == results[0][name][1]
+            assert said == (lines if rank == 0 else [])
+        for file in ("heads.jsonl", "layers.jsonl", "alarms.jsonl"):
+            written = [(tmp_path / of / name / file).read_text().count("\n") for of in ("", "alone")]
+            assert written[0] == written[1]
+    numbers, lines = broken_training(over_ranks=False)
+    assert (numbers, len(lines)) == ({}, 1)
+    assert [got["broken"] for got in results] == [({}, lines), ({}, []), ({}, [])]

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests import checkpoints
 from tests.models.modules import GPT, LONGEST, VOCABULARY
 from tests.processes import ranks
-from tests.train.test_adapters import adapted
-from tests.train.test_locater import MEAN, SCALE, dense_penalty
+from tests.train.test_locater import MEAN, SCALE, adapted, dense_penalty, gradients
 from theodolite import OpenModel, open_module
 from theodolite.errors import UsageError
 from theodolite.train import Locater, QKClip
@@ -146,9 +145,7 @@ def in_wrappers(rank: int) -> dict[str, Any]:
             act()
     flat = FullyShardedDataParallel(checkpoints.build("llama3"), device_id=torch.device("cpu"))
     for take in (lambda: GeometryReader(flat, IDS), lambda: Locater(flat, SCALE, MEAN), lambda: QKClip(flat)):
-        with pytest.raises(
-            UsageError, match=r"FSDP1\) keeps weights in flat tensors.*: shard the model with"
-        ):
+        with pytest.raises(UsageError, match=r"FSDP1\) keeps weights in flat tensors.*: shard the model"):
             take()
     return results
 
@@ -194,12 +191,8 @@ def by_plan(rank: int, folder: Path, world: int) -> dict[str, Any]:
 def looked_at(model: nn.Module) -> dict[str, Any]:
     locater = Locater(model, SCALE, MEAN)
     penalty = locater.add_gradient()
-    gradients = {
-        name: getattr(p.grad, "full_tensor", p.grad.clone)()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    return {"look": numbers(GeometryReader(model, IDS).look()), "penalty": penalty.item()} | gradients
+    whole = {name: getattr(grad, "full_tensor", grad.clone)() for name, grad in gradients(model).items()}
+    return {"look": numbers(GeometryReader(model, IDS).look()), "penalty": penalty.item()} | whole
 
 
 PLANS = {2: ("mistral", "phi3", "gpt_oss"), 4: ("llama2",)}

@@ -26,7 +26,7 @@ from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
-from theodolite.models.guard import known_state
+from theodolite.models.guard import guarded, known_state
 from theodolite.models.prompts import shipped_prompt
 from theodolite.passes.run import Run
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
@@ -80,10 +80,12 @@ class Subject:
     def __init__(self, name: str, model: OpenModel, run: Run) -> None:
         self.name, self.model, self.run = name, model, run
         self._lock = threading.RLock()
-        self._passes = functools.lru_cache(KEPT_PROMPTS)(lambda ids: read_prompt(model, torch.tensor(ids)))
+        self._passes = functools.lru_cache(KEPT_PROMPTS)(
+            lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
+        )
         self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
-            lambda ids, layer: constituents(model, torch.tensor(ids), layer, decomposition=run)
+            lambda ids, layer: constituents(model, torch.tensor(ids, device="cpu"), layer, decomposition=run)
         )
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
@@ -114,20 +116,20 @@ class Subject:
             UsageError: all tokens but two or fewer are sinks.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        with self._lock:
+        with self._lock, guarded(self.model.root):
             group = torch.from_numpy(self.view(ids, layer, head).group)
             others = group != LEFT_OUT
             if int(others.sum()) <= 2:
                 raise UsageError("too few tokens besides the sinks")
             read = self.read(ids)
             output = read.written(self.model, layer, head)
-        return Tags(
-            scores=principal_scores(output, others),
-            counted=others,
-            explained=variance_explained(output[others], group[others]),
-            before=variance_explained(read.streams[layer].double()[others], group[others]),
-            chance=chance_explained(group[others]),
-        )
+            return Tags(
+                scores=principal_scores(output, others),
+                counted=others,
+                explained=variance_explained(output[others], group[others]),
+                before=variance_explained(read.streams[layer].double()[others], group[others]),
+                chance=chance_explained(group[others]),
+            )
 
 
 @known_state()

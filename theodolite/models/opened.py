@@ -23,8 +23,12 @@ from theodolite.models.stored.dequantised import refuse_unreadable_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.verification import attention_kind
-from theodolite.models.weights.head_weights import HeadWeights, read_head_weights
-from theodolite.models.weights.output_weights import read_output_weights, state_of
+from theodolite.models.weights.head_weights import (
+    HeadWeights,
+    read_head_weights,
+    read_output_weights,
+    state_of,
+)
 from theodolite.models.weights.weight_map import WeightMaps
 
 
@@ -121,10 +125,6 @@ class OpenModel:
         if not isinstance(self.root, PreTrainedModel):
             raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
         return self.root
-
-    def sample_pass(self) -> None:
-        """A pass over one token."""
-        self.source.run(self.source.sample(1))
 
     def block_present(self, layer: int) -> AbstractContextManager[None]:
         """While open, a block has its weights in memory, as all have but of a model whose blocks are streamed."""
@@ -310,7 +310,7 @@ class OpenModel:
         if known is None or known[0] != state:
             self._output_weights.clear()
             with self._load_layer(layer):
-                read = read_output_weights(self.root, self.structure, layer, call, self.sample_pass)
+                read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
             known = self._output_weights[layer] = (state, read)
         return known[1]
 

@@ -176,7 +176,8 @@ def _layers_in_order(
             return attend(inputs)
         if not layers:
             raise _NoBlocks
-        if layers[-1].attention is module and _same_query(layers[-1], inputs):
+        before = layers[-1].inputs
+        if layers[-1].attention is module and before is not None and before.query is inputs.query:
             return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise _attends_twice(source, layers[-1], module)
@@ -251,10 +252,6 @@ def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -
     with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
         run()
     return layers
-
-
-def _same_query(layer: _Ran, inputs: AttentionInputs) -> bool:
-    return layer.inputs is not None and layer.inputs.query is inputs.query
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:

@@ -20,17 +20,4 @@ if TYPE_CHECKING:
     from theodolite.prune.sparse_low_rank import SparseLowRank as SparseLowRank
     from theodolite.prune.sparse_low_rank import oats as oats
 
-_HOMES = {
-    "METHODS": "theodolite.prune.options",
-    "Pruned": "theodolite.prune.checkpoint",
-    "SparseLowRank": "theodolite.prune.sparse_low_rank",
-    "load_factored": "theodolite.prune.checkpoint",
-    "magnitude": "theodolite.prune.methods",
-    "oats": "theodolite.prune.sparse_low_rank",
-    "prune_model": "theodolite.prune.model",
-    "sparsegpt": "theodolite.prune.methods",
-    "wanda": "theodolite.prune.methods",
-}
-
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -26,7 +26,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models import OpenModel
 from theodolite.models.structure import first_tensor, removed_on_leaving
-from theodolite.models.weights.block_matrices import Matrix, tapped_products
+from theodolite.models.weights.block_matrices import Matrix, TappedProducts
 from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 from theodolite.prune.methods import ROWS, HessianFactor, factor_hessian
 from theodolite.system.choices import wider_than
@@ -268,7 +268,7 @@ class InputMoments:
 
     def collecting(self) -> AbstractContextManager[None]:
         """While open, collect the inputs of products with the matrices."""
-        return tapped_products(self._add)
+        return TappedProducts(self._add)
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:

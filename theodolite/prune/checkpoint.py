@@ -42,7 +42,6 @@ from theodolite.models.stored.factored import (
     read_matrices,
     unpacked_block,
 )
-from theodolite.models.stored.lazy_weights import save_checkpoint
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
@@ -313,7 +312,10 @@ class UnfinishedPruning(Unfinished):
                 save_file(tensors, folder / DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
-                    save_checkpoint(model, folder)
+                    if model.streamed is None:
+                        model.hf.save_pretrained(folder)
+                    else:
+                        model.streamed.save(folder)
                 for layer in sorted({layer for layer, _ in pruned.low_rank}):
                     name = LOW_RANK.format(layer)
                     (folder / name).parent.mkdir(exist_ok=True)

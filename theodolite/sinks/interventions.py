@@ -303,7 +303,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         raise UsageError(f"{''.join(names)!r} is not of W_Q, W_K and W_V: use letters of 'qkv'")
     model.attention_alone(layer)
     with torch.no_grad():
-        calls = capture_calls(model.root, model.structure, model.sample_pass)
+        calls = capture_calls(model.root, model.structure, model.source.small_pass(1))
         (of_layer,) = find_projections(
             model.root, model.structure, calls, [layer], replacing=True, maps=model.weight_maps
         )

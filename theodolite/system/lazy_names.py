@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], modules: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package.
+    package: str, modules: Mapping[str, str] | None = None
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports in its `if TYPE_CHECKING`.
 
     Args:
-        homes: the module that each name is defined in; modules: those that are names themselves, and not listed.
+        modules: those that are names themselves, and not listed.
     """
+    parsed = ast.parse(inspect.getsource(sys.modules[package]))
+    statements = [each for block in parsed.body if isinstance(block, ast.If) for each in block.body]
+    imports = [each for each in statements if isinstance(each, ast.ImportFrom)]
+    homes = {alias.name: str(each.module) for each in imports for alias in each.names}
 
     def get(name: str) -> Any:
         if name in homes:
@@ -24,4 +30,4 @@ def lazy_names(
             return importlib.import_module(modules[name])
         raise AttributeError(f"module '{package}' has no attribute '{name}'")
 
-    return get, lambda: sorted(sys.modules[package].__all__)
+    return [*homes], get, lambda: sorted(sys.modules[package].__all__)

@@ -19,16 +19,4 @@ if TYPE_CHECKING:
     from theodolite.train.qk_clip import QKClip as QKClip
     from theodolite.train.qk_clip import QKClipCallback as QKClipCallback
 
-_HOMES = {
-    "GeometryCallback": "theodolite.train.callbacks",
-    "GeometryMonitor": "theodolite.train.monitor",
-    "Locater": "theodolite.train.locater",
-    "LocaterCallback": "theodolite.train.callbacks",
-    "QKClip": "theodolite.train.qk_clip",
-    "QKClipCallback": "theodolite.train.qk_clip",
-    "locater_penalty": "theodolite.train.penalty",
-    "warm_up": "theodolite.train.locater",
-}
-
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

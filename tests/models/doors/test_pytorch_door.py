@@ -5,9 +5,9 @@ Oracle: each module's own attention weights, which it computes beside its output
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,12 +44,6 @@ def _folded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     logits = logits.view(BATCH, HEADS, LENGTH, LENGTH) + torch.zeros(1).masked_fill(LATER, -1e9)
     weights = functional.dropout(functional.softmax(logits, dim=-1, dtype=torch.float32), 0.5, False)
     return torch.bmm(weights.view(-1, LENGTH, LENGTH), value).view(BATCH, HEADS, LENGTH, HEAD_WIDTH)
-
-
-def _capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = torch.matmul(query, _repeated(key).transpose(2, 3)) * DEFAULT
-    logits = torch.tanh(logits / 2.0) * 2.0
-    return torch.softmax(torch.where(LATER, torch.finfo(torch.float32).min, logits), -1) @ _repeated(value)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -137,15 +131,9 @@ def _flex_by_score(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flex_attention(query, key, value, score_mod=causal, enable_gqa=True)
 
 
-def _of_their_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = query @ _repeated(key).mT * DEFAULT
-    mask = torch.zeros_like(logits).masked_fill(LATER, -torch.inf)
-    return (logits + mask).softmax(-1) @ _repeated(value)
-
-
-def _filled_with_low(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    logits = query @ _repeated(key).mT * DEFAULT
-    return torch.where(LATER, torch.full_like(logits, -1e9), logits).softmax(-1) @ _repeated(value)
+def _by_hand(hide: Callable[[Tensor], Tensor]) -> Attention:
+    """Logits from which `hide` makes those that later keys are hidden in."""
+    return lambda q, k, v: hide(q @ _repeated(k).mT * DEFAULT).softmax(-1) @ _repeated(v)
 
 
 def _by(kernel: Attention, **options: object) -> Attention:
@@ -161,7 +149,11 @@ KINDS: dict[str, tuple[Attention, float, bool]] = {
     "flex": (_flex, DEFAULT, True),
     "flex, hiding": (_flex_by_score, DEFAULT, False),
     "folded": (_folded, DEFAULT, True),
-    "capped": (_capped, DEFAULT, False),
+    "capped": (
+        _by_hand(lambda s: torch.where(LATER, torch.finfo(torch.float32).min, torch.tanh(s / 2.0) * 2.0)),
+        DEFAULT,
+        False,
+    ),
     "grouped": (_grouped, 0.5, False),
     "einsum": (_by_einsum, DEFAULT, False),
     "in place": (_in_place, 0.5, True),
@@ -170,13 +162,17 @@ KINDS: dict[str, tuple[Attention, float, bool]] = {
     "any dimensions": (_by_einsum_of_any, DEFAULT, False),
     "five dimensions": (_of_five, DEFAULT, False),
     "three dimensions": (_of_three, DEFAULT, False),
-    "low mask": (
-        lambda q, k, v: (q @ _repeated(k).mT * DEFAULT + LOW).softmax(-1) @ _repeated(v),
+    "low mask": (_by_hand(lambda s: s + LOW), DEFAULT, False),
+    "mask of the logits' shape": (
+        _by_hand(lambda s: s + torch.zeros_like(s).masked_fill(LATER, -torch.inf)),
         DEFAULT,
         False,
     ),
-    "mask of the logits' shape": (_of_their_shape, DEFAULT, False),
-    "filled with what hides": (_filled_with_low, DEFAULT, False),
+    "filled with what hides": (
+        _by_hand(lambda s: torch.where(LATER, torch.full_like(s, -1e9), s)),
+        DEFAULT,
+        False,
+    ),
     "multi-query": (_multi_query, DEFAULT, False),
 }
 """Ways to attend: what queries and keys are multiplied by, and whether they add a bias."""
@@ -227,6 +223,17 @@ def _heard(model: nn.Module, x: Tensor) -> tuple[Tensor, list[tuple[nn.Module, A
     return output, heard
 
 
+@torch.no_grad()
+def _run(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def in_thread(model: nn.Module, x: Tensor) -> Tensor:
+    """What the model gives in another thread."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(_run, model, x).result()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
@@ -259,6 +266,9 @@ def test_what_is_heard_is_the_attention(kind):
         assert torch.equal(model(x), own)  # and afterwards it is its own again
 
 
+KEYS = {"key_padding_mask": PADDED[:, 0, 0]}
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(
@@ -267,8 +277,8 @@ def test_what_is_heard_is_the_attention(kind):
         ({"attn_mask": torch.zeros(LENGTH, LENGTH).masked_fill(LATER, -torch.inf)}, {}),
         ({"attn_mask": LATER, "is_causal": True}, {}),
         ({}, {}),
-        ({"key_padding_mask": PADDED[:, 0, 0]}, {}),
-        ({"key_padding_mask": PADDED[:, 0, 0], "attn_mask": LATER}, {"add_zero_attn": True}),
+        (KEYS, {}),
+        (KEYS | {"attn_mask": LATER}, {"add_zero_attn": True}),
         ({}, {"add_bias_kv": True, "kdim": WIDTH, "vdim": 2 * WIDTH}),
     ],
 )
@@ -285,7 +295,7 @@ def test_multihead_attention(need_weights, batch_first, masks, more):
             seen.append(weights)
             return output
 
-    values = torch.cat([x] * (more.get("vdim", WIDTH) // WIDTH), dim=-1)
+    values = x.repeat(1, 1, more.get("vdim", WIDTH) // WIDTH)
     with torch.no_grad():
         own, own_weights = layer(x, x, values, need_weights=True, **options)
     output, [(owner, inputs)] = _heard(Wrapped(layer).eval(), x)
@@ -330,12 +340,7 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
         ("__setitem__", lambda logits: _overwritten(logits).softmax(-1)),
         ("__setitem__", lambda logits: _written_elsewhere(logits).softmax(-1)),
         ("clamp", lambda logits: _written_elsewhere(logits.clamp(-1, 1)).softmax(-1)),
-        (
-            "cat",
-            lambda logits: torch.cat([logits, torch.zeros(BATCH, HEADS, LENGTH, 1)], -1).softmax(-1)[
-                ..., :-1
-            ],
-        ),
+        ("cat", lambda logits: torch.cat([logits, NOTHING], -1).softmax(-1)[..., :-1]),
         ("clamp", lambda logits: logits.clamp(-1, 1).softmax(-1)),
         ("einsum", lambda logits: torch.einsum("bhqk,hg->bgqk", logits, torch.eye(HEADS)).softmax(-1)),
         ("einsum", lambda logits: (logits + torch.einsum("bhqk,hg->bgqk", logits, TALK)).softmax(-1)),
@@ -357,6 +362,7 @@ def test_what_cannot_be_followed_is_named(operation, attention):
 
 
 TALK = torch.full((HEADS, HEADS), 0.1)
+NOTHING = torch.zeros(BATCH, HEADS, LENGTH, 1)
 
 
 def _overwritten(logits: Tensor) -> Tensor:
@@ -389,55 +395,32 @@ def test_a_product_that_is_no_attention_is_left_alone():
 
 def test_another_model_and_another_thread_are_left_alone():
     """Oracle: the very bits of the kernel that they use without a tap."""
-    model, other, x = (_Attending(KINDS["causal"][0]).eval() for _ in range(2)), None, _input()
-    model, other = model
-    with torch.no_grad():
-        own = other(x)
-        results = []
-        with tapped(model, lambda module, inputs: 0 * attend(inputs)):
-
-            def work():
-                with torch.no_grad():
-                    results.append(other(x))
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        assert torch.equal(results[0], own)
+    (model, other), x = (_Attending(KINDS["causal"][0]).eval() for _ in range(2)), _input()
+    own = _run(other, x)
+    with tapped(model, lambda module, inputs: 0 * attend(inputs)):
+        assert torch.equal(in_thread(other, x), own)
 
 
 def test_an_intervention_holds_in_every_thread_and_an_interrupt_ends_it():
     model, x = _Attending(KINDS["causal"][0]).eval(), _input()
-    results = []
-
-    def work():
-        with torch.no_grad():
-            results.append(model(x))
-
     with intervened(model, model, lambda inputs, answer: 0 * answer(inputs)):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    torch.testing.assert_close(results[0], model.out.bias.detach().expand(x.shape))
+        result = in_thread(model, x)
+    torch.testing.assert_close(result, model.out.bias.detach().expand(x.shape))
 
     def interrupt(module, inputs):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), tapped(model, interrupt):
         model(x)
-    work()
+    own = _run(model, x)
     assert not torch.overrides._get_current_function_mode_stack()
-    with torch.no_grad():
-        assert torch.equal(results[1], model(x))
+    assert torch.equal(own, _run(model, x))
 
 
 def test_hooks_are_gone_when_the_last_model_is_left_in_any_order():
     first, second = (_Attending(KINDS["causal"][0]).eval() for _ in range(2))
     before, filters = len(torch.nn.modules.module._global_forward_hooks), list(warnings.filters)
-    outer, inner = (
-        tapped(first, lambda _, inputs: attend(inputs)),
-        tapped(second, lambda _, inputs: attend(inputs)),
-    )
+    outer, inner = (tapped(model, lambda _, inputs: attend(inputs)) for model in (first, second))
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)

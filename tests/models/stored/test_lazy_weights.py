@@ -17,7 +17,7 @@ from benchmarks.large_checkpoints import write_layout
 from tests import checkpoints, vision
 from tests.calls import call
 from tests.checkpoints import edited, with_tensors
-from tests.models.test_every_family import check_read_by_layers, same_run
+from tests.models.test_every_family import check_read_by_layers, opened_whole, same_run
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
@@ -27,12 +27,8 @@ from theodolite.models.stored.loading import on_meta
 from theodolite.passes.survey import spectra, survey
 
 
-def _refused(line: str) -> None:
-    raise AssertionError(f"opened whole: {line}")
-
-
 def _opened(folder: Path):
-    return open_weights(folder, say=_refused)
+    return open_weights(folder, say=opened_whole)
 
 
 def _assert_the_models_own(folder: Path) -> None:

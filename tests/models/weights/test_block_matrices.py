@@ -11,10 +11,10 @@ from transformers.pytorch_utils import Conv1D
 from tests.checkpoints import WITH_EXPERTS
 from theodolite.errors import UsageError
 from theodolite.models.weights.block_matrices import (
+    TappedProducts,
     block_matrices,
     left_dense,
     one_expert_at_a_time,
-    tapped_products,
 )
 
 
@@ -115,7 +115,7 @@ def test_products_with_experts_are_seen(family, anew):
     ids = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         grouped = model.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        with one_expert_at_a_time(model.hf), tapped_products(told):
+        with one_expert_at_a_time(model.hf), TappedProducts(told):
             eager = model.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(eager, grouped, rtol=1e-4, atol=1e-4)
     for expert in range(2):
@@ -129,7 +129,7 @@ def test_products_are_seen_whatever_the_function():
     """Oracle: the operands themselves; a matrix is told as (outputs, inputs)."""
     x, w, b = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     seen = []
-    with tapped_products(lambda inputs, matrix: seen.append((inputs, matrix))):
+    with TappedProducts(lambda inputs, matrix: seen.append((inputs, matrix))):
         results = [
             functional.linear(x, w),
             functional.linear(x, weight=w),

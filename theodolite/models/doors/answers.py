@@ -112,8 +112,12 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
         inputs = apart(inputs, type(module).__name__)
     for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
-            if opened.whole_cache:
-                _refuse_dropped_keys(inputs, window)
+            queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+            if opened.whole_cache and window is not None and queries < keys and keys >= window:
+                raise UsageError(
+                    f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any "
+                    "more; call generate with use_cache=False"
+                )
             answer = functools.partial(_intervened, opened.intervene, answer)
     with without_autocast():
         return in_a_row(answer(inputs)) if row else answer(inputs)
@@ -157,12 +161,3 @@ def _answer(module: nn.Module) -> Answer:
     if not taps or any(module in opened.modules for opened in _interventions):
         return attend
     return functools.partial(taps[-1].tap, module)
-
-
-def _refuse_dropped_keys(inputs: AttentionInputs, window: int | None) -> None:
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    if window is not None and queries < keys and keys >= window:
-        raise UsageError(
-            f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any more; "
-            "call generate with use_cache=False"
-        )

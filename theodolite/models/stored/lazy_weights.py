@@ -190,14 +190,6 @@ def instead_of_offloaded(model: OpenModel) -> OpenModel:
     return streamed
 
 
-def save_checkpoint(model: OpenModel, folder: Path) -> None:
-    """Write the model as `transformers` opens it; of a streamed one, a block is in memory at a time."""
-    if model.streamed is None:
-        model.hf.save_pretrained(folder)
-    else:
-        model.streamed.save(folder)
-
-
 @contextmanager
 def _read_in_parts() -> Iterator[None]:
     """While open, what keeps a checkpoint from being read in parts is raised as `CannotReadLazily`, quietly."""

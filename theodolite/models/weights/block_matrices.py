@@ -2,7 +2,7 @@
 
 They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
 slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
-left out. What enters a matrix is seen where PyTorch multiplies by it (`tapped_products`), not by a module's name.
+left out. What enters a matrix is seen where PyTorch multiplies by it (`TappedProducts`), not by a module's name.
 """
 
 from __future__ import annotations
@@ -171,13 +171,6 @@ OnProduct = Callable[[Tensor, Tensor], None]
 
 
 @contextmanager
-def tapped_products(on_product: OnProduct) -> Iterator[None]:
-    """While open, `on_product` is called at every product of vectors with a matrix in this thread."""
-    with _ProductTap(on_product):
-        yield
-
-
-@contextmanager
 def one_expert_at_a_time(model: nn.Module) -> Iterator[None]:
     """While open, experts multiply by their slices one after the other, not by all in one grouped product."""
     if not isinstance(model, PreTrainedModel) or not model._can_set_experts_implementation():
@@ -203,7 +196,9 @@ _PRODUCTS: dict[Any, tuple[tuple[int, str], tuple[int, str], bool]] = {
 }
 
 
-class _ProductTap(TorchFunctionMode):
+class TappedProducts(TorchFunctionMode):
+    """While open, `on_product` is called at every product of vectors with a matrix in this thread."""
+
     def __init__(self, on_product: OnProduct) -> None:
         super().__init__()
         self._on_product = on_product
@@ -245,7 +240,7 @@ def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
             undo.enter_context(removed_on_leaving(hooks))
             undo.enter_context(torch.inference_mode())
             undo.enter_context(one_expert_at_a_time(model.root))
-            undo.enter_context(tapped_products(on_product))
+            undo.enter_context(TappedProducts(on_product))
             model.source.run(model.source.sample(EXPERT_TOKENS))
     return outputs
 

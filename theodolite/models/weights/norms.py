@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +119,10 @@ class NormCalls(TorchFunctionMode):
         return self._answer(func, x, tuple(rest), kwargs)
 
 
-def make_norms_modules(module: nn.Module, norms: Iterable[nn.Module]) -> None:
+def make_norms_modules(module: nn.Module) -> None:
     """From its next pass on, each such call in a copy of a module is one of a module in it, by its turn."""
     turns = _Turns(module)
-    for norm in norms:
+    for _, norm in norms_inside(module):
         norm.register_forward_pre_hook(turns.enter)
         norm.register_forward_hook(turns.leave, always_call=True)
     module.forward = functools.partial(turns.run, module.forward)
@@ -240,7 +240,7 @@ class FrozenAttention:
         # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
         self._dtype = entered.dtype if self._module is not module else call.entered.dtype
         if self._module is not module:
-            make_norms_modules(self._module, [norm for _, norm in norms_inside(self._module)])
+            make_norms_modules(self._module)
         self.per_context = False
         try:
             self(entered[:1])

@@ -439,7 +439,7 @@ def read_mapped(
     """
     module = copy_in_dtype(attention, dtype).eval()
     if norms:
-        make_norms_modules(module, [norm for _, norm in norms_inside(module)])
+        make_norms_modules(module)
     for name in norms:
         module.set_submodule(name, nn.Identity())
     rows = torch.randn(3, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -482,7 +482,7 @@ def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]
     weight_map = marked.weight_map()
     if None not in weight_map.matrices:
         return [weight_map]
-    make_norms_modules(marked.module, [norm for _, norm in norms_inside(marked.module)])
+    make_norms_modules(marked.module)
     try:
         marked.send()  # functions of norms are modules from here on
         norms = norms_at_tap(marked.module, call)
