@@ -19,7 +19,8 @@ from tests.processes import Started
 from tests.referee import answers_of
 from theodolite import Corpus, Run, __version__, open_model, survey, trace_sinks
 from theodolite.cli.app import app
-from theodolite.judging import Criterion, Estimate
+from theodolite.estimates import Estimate
+from theodolite.judging import Criterion
 from theodolite.measure.catalogue import own_extra
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome

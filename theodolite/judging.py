@@ -19,11 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import INTERVAL as INTERVAL
-from theodolite.estimates import SIGMAS as SIGMAS
-from theodolite.estimates import Estimate as Estimate
-from theodolite.estimates import Estimates as Estimates
-from theodolite.estimates import Floats as Floats
+from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats
 from theodolite.system.wording import number
 
 Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.report import published, style
-from theodolite.report.data import Floats, layer_numbers, need_column
+from theodolite.report.data import layer_numbers, need_column
 from theodolite.report.drawing.grammar import (
     HEADROOM,
     Panel,

@@ -21,7 +21,8 @@ from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival, share_error
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import Answer, Criterion, Estimate, Verdict, combined, judge
+from theodolite.estimates import Estimate
+from theodolite.judging import Answer, Criterion, Verdict, combined, judge
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
 from theodolite.system.run_folders import OUTPUTS, TRACE

@@ -21,7 +21,8 @@ from theodolite.comparison.parts import SINK, kept_places
 from theodolite.comparison.survival import HALF
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import HOLDS, Criterion, Estimate, judge, mix_of
+from theodolite.estimates import Estimate
+from theodolite.judging import HOLDS, Criterion, judge, mix_of
 from theodolite.models import OpenModel
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts

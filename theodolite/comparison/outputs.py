@@ -21,9 +21,10 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
+from theodolite.estimates import Estimate
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.job import Rows, Stage, States
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Estimate, Verdict, judge
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (

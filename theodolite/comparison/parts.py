@@ -41,8 +41,8 @@ from theodolite.comparison.survival import (
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
 from theodolite.errors import UsageError
-from theodolite.estimates import jackknife_error
-from theodolite.judging import Criterion, Estimate, judge
+from theodolite.estimates import Estimate, Floats, jackknife_error
+from theodolite.judging import Criterion, judge
 from theodolite.logits.attribution import scored_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.geometry import OUTLIER_SHARE
@@ -51,15 +51,7 @@ from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.measure.ratios import ratio_by_context
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
-from theodolite.report.data import (
-    Floats,
-    column,
-    entropy_share,
-    mean_over_layers,
-    need,
-    provenance,
-    value_of,
-)
+from theodolite.report.data import column, entropy_share, mean_over_layers, need, provenance, value_of
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent

@@ -13,10 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import sigmas
-from theodolite.judging import SIGMAS, Answer, Criterion, Estimate, Verdict, judge, mix_of, untestable
+from theodolite.estimates import SIGMAS, Estimate, Floats, sigmas
+from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
 from theodolite.measure.uncertainty import half_sample_error
-from theodolite.report.data import Floats
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import counted, head_name, listed, number, percent
 

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.estimates import Floats
 from theodolite.explore.subject import Subject, Tags, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
@@ -32,7 +33,7 @@ from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
-from theodolite.report.data import Floats, columns_of, entropy_share
+from theodolite.report.data import columns_of, entropy_share
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import SHARES, qk_panels
 from theodolite.report.page import environment

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import rankdata
 
-Floats = npt.NDArray[np.float64]
+from theodolite.estimates import Floats
 
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:

@@ -17,14 +17,14 @@ import pandas as pd
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
+from theodolite.judging import Criterion
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
 
-Floats = npt.NDArray[np.float64]
 OF_GROUPS = GROUPS, "groups of contexts"
 """What the standard errors of the layers table rest on."""
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.judging import HOLDS, Criterion, Estimate, judge
+from theodolite.estimates import Estimate, Floats
+from theodolite.judging import HOLDS, Criterion, judge
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import (
-    Floats,
     array,
     column,
     entropy_share,

@@ -18,6 +18,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -25,8 +26,6 @@ from theodolite.judging import (
     UNDECIDED,
     UNTESTABLE,
     Criterion,
-    Estimate,
-    Estimates,
     Verdict,
     independent,
     judge,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from theodolite.estimates import Floats
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
@@ -29,7 +30,6 @@ from theodolite.measure.head_roles import (
 from theodolite.passes.run import Run
 from theodolite.report import health, published
 from theodolite.report.data import (
-    Floats,
     array,
     column,
     entropy_share,

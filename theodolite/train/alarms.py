@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from theodolite.estimates import Floats
 from theodolite.system.wording import counted
 from theodolite.train.geometry import Geometry, residual_place
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 ENTROPY = "entropy collapse"

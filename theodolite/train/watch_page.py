@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
+from theodolite.estimates import Floats
 from theodolite.report import page, style
 from theodolite.report.content import Tile
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome

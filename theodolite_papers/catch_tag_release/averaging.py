@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.estimates import Estimate, most_extreme
+from theodolite.estimates import Estimate, Floats, most_extreme
 from theodolite.judging import mix_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
 from theodolite.system.processor import using_threads
 from theodolite.system.progress import shown

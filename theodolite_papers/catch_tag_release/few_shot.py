@@ -27,7 +27,7 @@ from theodolite import Corpus, OpenModel, open_model
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES, TEST_STREAM, prompt_ids
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.evaluate.few_shot import PROMPTS, batch_of_prompts, few_shot_answers, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import HOLDS, all_of, unless_explained
@@ -35,7 +35,6 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown

@@ -13,14 +13,14 @@ import torch
 
 from theodolite import Corpus, OpenModel, find_outliers
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.heads import sinks_table
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly
+from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import bars, heat, line, reference, rows_down
 from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one

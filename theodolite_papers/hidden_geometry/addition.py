@@ -12,9 +12,9 @@ import pandas as pd
 from theodolite import OpenModel, Run
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
-from theodolite.report.data import Floats, provenance
+from theodolite.report.data import provenance
 from theodolite.system.wording import counted, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, criterion, declared

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from theodolite import Corpus, Run, constituents
 from theodolite.errors import UsageError, WorkError
+from theodolite.estimates import Floats
 from theodolite.judging import untestable
 from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import whole_positional_basis
@@ -32,7 +33,7 @@ from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.models.token_texts import token_texts
-from theodolite.report.data import Floats, blocks, evenly, heads_per_block, provenance
+from theodolite.report.data import blocks, evenly, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent

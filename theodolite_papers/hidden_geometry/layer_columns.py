@@ -23,7 +23,7 @@ from theodolite.accumulate.means import Means, Sample, decomposed
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import (
     FAILS,
@@ -43,7 +43,6 @@ from theodolite.models.weights.copies import NotAffine
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import (
     OF_GROUPS,
-    Floats,
     error_of,
     layer_average,
     layer_estimates,

@@ -12,10 +12,9 @@ from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.report import published
 from theodolite.report.data import (
-    Floats,
     error_of,
     evenly,
     layer_average,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
-from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
+from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error

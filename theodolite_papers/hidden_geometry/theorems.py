@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.judging import all_of
-from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
+from theodolite.report.data import OF_GROUPS, evenly, need, value_of
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers import drawing

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
-from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
+from theodolite.report.data import column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
 from theodolite.theory.haar import haar_rotation

@@ -19,12 +19,11 @@ from torch.nn import functional
 from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimates
+from theodolite.estimates import Estimates, Floats
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import head_name, number
 from theodolite.theory import empirical_propagation
 from theodolite_papers import drawing

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import WorkError
-from theodolite.estimates import Estimate, jackknife_error
+from theodolite.estimates import Estimate, Floats, jackknife_error
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
 from theodolite.models.guard import measures
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly, head_labels, need, need_column
+from theodolite.report.data import evenly, head_labels, need, need_column
 from theodolite.system.wording import percent, with_error
 from theodolite.theory import curve_width, propagation_finite, qk_moments, regime, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED

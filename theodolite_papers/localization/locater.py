@@ -19,12 +19,11 @@ import plotly.graph_objects as go
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, mix_of, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
 from theodolite.theory import curve_width

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from theodolite import theory
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import number, with_error
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite.theory.walks import COVARIANCES, over_draws

@@ -15,6 +15,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.head_matrices import (
     ADDITIVE,
@@ -28,7 +29,7 @@ from theodolite.measure.head_matrices import (
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import published, style
-from theodolite.report.data import Floats, blocks, column, head_grid, heads_per_block, need_column
+from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import (
     Panel,
     Sketch,

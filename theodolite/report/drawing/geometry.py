@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, array, column, evenly, grid_of, need, provenance
+from theodolite.report.data import array, column, evenly, grid_of, need, provenance
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
 from theodolite.report.exhibit import by_residual_layer, exhibit
 from theodolite.report.style import order_colour

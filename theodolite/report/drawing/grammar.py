@@ -20,8 +20,8 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
+from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import for_plotly
 
 _P = ParamSpec("_P")

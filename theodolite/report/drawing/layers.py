@@ -13,10 +13,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import (
-    Floats,
     column,
     columns_of,
     error_of,

@@ -17,9 +17,10 @@ import plotly.graph_objects as go
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, grid_of, need
+from theodolite.report.data import grid_of, need
 from theodolite.report.drawing.geometry import spectrum_sketch
 from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
 from theodolite.report.exhibit import by_block, by_residual_layer, exhibit

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly
+from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import dots, heat, map_height, rows_down
 from theodolite.system.wording import for_plotly, shown_token
 

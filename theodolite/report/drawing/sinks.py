@@ -11,10 +11,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly, need
+from theodolite.report.data import evenly, need
 from theodolite.report.drawing.grammar import dots, heat, map_height, reference, rows_down
 from theodolite.report.exhibit import exhibit
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
