@@ -648,11 +648,11 @@ def test_what_is_measured_meanwhile_says_so_and_is_not_taken_for_the_models_own(
     model = opened("gpt2")
     ids = torch.arange(48).reshape(2, 24)
     plain = trace_sinks(model, ids, tmp_path / "run")
-    assert "edits" not in plain.provenance["fingerprint"]
+    assert "interventions" not in plain.provenance["fingerprint"]
     with attention_knockout(model, 0, 1, [3]), without_low_rank(model, 0, 2, of="q"):
-        edits = trace_sinks(model, ids).provenance["fingerprint"]["edits"]
-        assert edits[0] == "attention_knockout(layer=0, head=1, positions=[3], sink_column=False)"
-        assert edits[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
+        interventions = trace_sinks(model, ids).provenance["fingerprint"]["interventions"]
+        assert interventions[0] == "attention_knockout(layer=0, head=1, positions=[3], sink_column=False)"
+        assert interventions[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
         with pytest.raises(UsageError):
             trace_sinks(model, ids, tmp_path / "run")
     assert not model.interventions

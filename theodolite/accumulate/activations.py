@@ -75,8 +75,8 @@ class Activations(LargeValues):
         Raises:
             UsageError: the thresholds make a million kinds of massive activations.
         """
-        for part in cache_sized(len(hidden), hidden.device):
-            values = hidden[part]
+        for batch_slice in cache_sized(len(hidden), hidden.device):
+            values = hidden[batch_slice]
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             magnitude = values.abs()
             self._add_sums(layer, magnitude)
@@ -90,11 +90,11 @@ class Activations(LargeValues):
             places = either.nonzero().cpu()
             if len(places) > MOST_ROWS:
                 self._refuse(layer)
-            context, position, of, dimension = places.unbind(dim=1)
-            token, first = ids[part].cpu()[context, position], (position == 0).long()
+            context, position, head_index, dimension = places.unbind(dim=1)
+            token, first = ids[batch_slice].cpu()[context, position], (position == 0).long()
             carriers = self.keyed["carriers"]
             rows = carriers.rows(
-                torch.stack([torch.full_like(of, layer), of, dimension, token, first], dim=1)
+                torch.stack([torch.full_like(head_index, layer), head_index, dimension, token, first], dim=1)
             )
             value = values[either]
             sums = {
@@ -105,7 +105,7 @@ class Activations(LargeValues):
                 "position_sum": position,
                 "highest": value,
                 "deepest": -value,
-                "earliest": -((first_context + part.start + context) * self.length + position),
+                "earliest": -((first_context + batch_slice.start + context) * self.length + position),
             }
             carriers.add(rows, sums)
             carriers.count_contexts(rows, context)

@@ -76,7 +76,7 @@ def described(folder: Path) -> dict[str, Any]:
         "text": str(corpus.get("sha256") or "")[:8] or None,
         "revision": model.get("revision"),
         "weights": str(model.get("sha256") or "")[:8] or None,
-        "edits": ", ".join(fingerprint.get("edits") or []) or None,
+        "interventions": ", ".join(fingerprint.get("interventions") or []) or None,
         "schema": provenance.get("schema_version"),
         **(provenance.get("versions") or {}),
     }

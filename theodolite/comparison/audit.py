@@ -226,7 +226,7 @@ def compare(
     written = outputs_of or ()
     _check(names, runs, traces, written)
     of_names = dict(zip(names, (run.provenance for run in runs), strict=True))
-    if not alike(reference.provenance, other.provenance):
+    if not same_shape_and_tokens(reference.provenance, other.provenance):
         return Audit(*names, (parts_of.matched_heads(*runs),), of_names)
     parts = (
         parts_of.sinks(*runs, outputs_of),
@@ -239,7 +239,7 @@ def compare(
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
     )
-    if _model_and_edits(reference) == _model_and_edits(other):
+    if _model_and_interventions(reference) == _model_and_interventions(other):
         parts = tuple(part.of_one_model() for part in parts)
     return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
 
@@ -275,8 +275,8 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
 
 def _name_of(run: Run) -> str:
     """The model of a run, and the interventions that it was under."""
-    edits = provenance(run, "fingerprint", "edits") or []
-    return " under ".join([str(run.provenance["model"]["id"]), *map(str, edits)])
+    interventions = provenance(run, "fingerprint", "interventions") or []
+    return " under ".join([str(run.provenance["model"]["id"]), *map(str, interventions)])
 
 
 def _check(
@@ -294,7 +294,7 @@ def _check(
             raise UsageError(f"{name}: {no_survey[run.kind]}")
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    if _shape(first) == _shape(second) and not alike(first, second):
+    if _shape(first) == _shape(second) and not same_shape_and_tokens(first, second):
         raise UsageError(
             f"{pair} did not read the same tokens: survey both with the same --corpus, --length and --contexts "
             "(where only their tokenizers differ, comparison.matched_heads compares them in Python)"
@@ -311,7 +311,7 @@ def _check(
         for name, survey, run in zip(names, surveys, companions, strict=False):
             if run.kind != kind:
                 raise UsageError(f"{name}: {refusal}")
-            same_model = _model_and_edits(survey) == _model_and_edits(run)
+            same_model = _model_and_interventions(survey) == _model_and_interventions(run)
             if not same_model or survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
                 another = f"{verb} of another {'text' if same_model else 'model'} than the survey"
                 raise UsageError(f"{name}: its {noun} {another}: make the {noun} again")
@@ -327,11 +327,11 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         )
 
 
-def _model_and_edits(run: Run) -> tuple[object, object]:
-    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "edits")
+def _model_and_interventions(run: Run) -> tuple[object, object]:
+    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "interventions")
 
 
-def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+def same_shape_and_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether two models, by provenance, are of one shape and read the same tokens: else heads are matched."""
     return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
 

@@ -313,7 +313,7 @@ def positions(reference: Run, other: Run) -> Survival:
     cosines = squared_cosines(reference, other)
     table["overlap"] = [of_layer.mean() for of_layer in cosines]
     table["overlap_margin"] = overlap_margins(cosines, reference, other)
-    table["curve"] = [_alike(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
+    table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
     norms = statuses(table.rename(columns=lambda name: name.removeprefix("relative_norm_")), 0.0, GROUPS)
     kept, turned = A_HALF.decided(table["overlap"], table["overlap_margin"])
     table["status"] = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
@@ -354,7 +354,7 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
     ]
 
 
-def _alike(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
+def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
     """Linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
     crossed, own, others = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
     return float(crossed.square() / (own * others))

@@ -401,7 +401,7 @@ def sink_sentence(view: HeadView, index: int) -> str:
     """A sink's mark, and what it receives and catches."""
     sink = view.sinks[index]
     token = f"token {sink.position} “{shown_token(view.tokens[sink.position])}”"
-    local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
+    local = " (a local sink: it dominates a contiguous span)" if sink.local else ""
     return (
         f"▼{index + 1} {'the learned column' if sink.position < 0 else token} receives {sink.received:.2f} of the "
         f"attention on average and catches {counted(sink.caught, 'token')}{local}"

@@ -18,7 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowStage
 
-Made = TypeVar("Made")
+Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
@@ -112,12 +112,12 @@ class States:
             if key.startswith(f"{prefix}.")
         }
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
+    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
         """What follows from the states, made by the first who asks for it under this name; it is not saved."""
         if name not in self._made:
             self._made[name] = make()
-        made: Made = self._made[name]
-        return made
+        derived: Derived = self._made[name]
+        return derived
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, is_string_dtype
 
 from theodolite import measure
-from theodolite.measure.column import GROUPS, MEASUREMENTS, PLACES, Array, Column, Measurement
+from theodolite.measure.column import GROUPS, MEASUREMENTS, MODEL_INDICES, Array, Column, Measurement
 from theodolite.measure.extra import Extra
 
 EXTRA_COLUMNS = "extra_columns"
@@ -43,7 +43,7 @@ def measurements() -> tuple[Measurement, ...]:
 
 
 @functools.cache
-def own_extra() -> tuple[type[Extra], ...]:
+def built_in_extra() -> tuple[type[Extra], ...]:
     """The accumulators that this package adds to every survey."""
     found = {
         one
@@ -54,9 +54,9 @@ def own_extra() -> tuple[type[Extra], ...]:
     return tuple(sorted(found, key=lambda one: one.name))
 
 
-def own_sums(layers: int, heads: int) -> list[Extra]:
-    """New accumulators of `own_extra`, for a model of so many blocks and heads of the widest block."""
-    kinds: tuple[Any, ...] = own_extra()
+def built_in_sums(layers: int, heads: int) -> list[Extra]:
+    """New accumulators of `built_in_extra`, for a model of so many blocks and heads of the widest block."""
+    kinds: tuple[Any, ...] = built_in_extra()
     return [kind(layers, heads) for kind in kinds]
 
 
@@ -70,7 +70,7 @@ def arrays() -> dict[str, Array]:
 def _declared() -> dict[str, dict[str, Column]]:
     tables: dict[str, dict[str, Column]] = {}
     columns = [column for one in measurements() for column in one.columns]
-    columns += [column for kind in own_extra() for column in kind.declared]
+    columns += [column for kind in built_in_extra() for column in kind.declared]
     for column in columns:
         tables.setdefault(column.table, {})[column.name] = column
     return tables
@@ -83,19 +83,19 @@ def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, 
         table: such as "layers", or "heads of a trace".
         provenance: of the run, whose caller's own columns count too.
     """
-    own = (provenance or {}).get(EXTRA_COLUMNS)
-    own = map(Column.from_json, own if isinstance(own, list) else [])
-    columns = [*_declared().get(table, {}).values(), *(one for one in own if one and one.table == table)]
+    entries = (provenance or {}).get(EXTRA_COLUMNS)
+    callers = map(Column.from_json, entries if isinstance(entries, list) else [])
+    columns = [*_declared().get(table, {}).values(), *(one for one in callers if one and one.table == table)]
     order = {group: place for place, group in enumerate(GROUPS)}
 
     def place(column: Column) -> int:
-        return -1 if column.kind == "place" else order.get(column.group, len(order))
+        return -1 if column.kind == "index" else order.get(column.group, len(order))
 
     return {column.name: column for column in sorted(columns, key=place)}
 
 
 def taken(table: str) -> set[str]:
-    """The names of a table's columns, standard errors and places included."""
+    """The names of a table's columns, standard errors and indices included."""
     return {name for column in declared(table).values() for name in column.columns}
 
 
@@ -111,8 +111,8 @@ def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | Non
         return f"it has no column {missing[0]}"
     for name in rows:
         values, column = rows[name], columns.get(str(name))
-        if name in PLACES:
-            of, last = PLACES[str(name)]
+        if name in MODEL_INDICES:
+            of, last = MODEL_INDICES[str(name)]
             if not is_integer_dtype(values) or (
                 of in model and not values.between(0, model[of] + last).all()
             ):

@@ -22,12 +22,12 @@ from theodolite.judging import SIDES, Criterion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Kind = Literal["number", "name", "text", "flag", "place", ""]
+Kind = Literal["number", "name", "text", "flag", "index", ""]
 
 OPEN_TABLES = ("layers", "heads")
 """The tables whose columns several functions make, and which may have columns of an `Extra`."""
 
-PLACES = {"layer": ("layers", 0), "head": ("heads", -1)}
+MODEL_INDICES = {"layer": ("layers", 0), "head": ("heads", -1)}
 """Column → the size of the model that it counts to, and how far beyond: residual layers are one more than blocks."""
 
 ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
@@ -56,7 +56,7 @@ class Column:
         title: its heading, in words; unless given, its name with blanks.
         unit: of its numbers; empty where they have none.
         names: which names there are, of a column of names; empty: any.
-        kind: "number"; "name", one of a few; "text"; "flag", true or false; "place", the number of a layer or head.
+        kind: "number"; "name", one of a few; "text"; "flag", true or false; "index", the index of a layer or head.
             Unless given, it follows from `name` and `names`.
         range: the lowest and the highest number to expect, which colours span; infinite: as far as the numbers go.
         decades: whether colours go by powers of ten.
@@ -87,14 +87,14 @@ class Column:
     rare: bool = False
 
     def __post_init__(self) -> None:
-        kind = self.kind or ("place" if self.name in PLACES else "name" if self.names else "number")
+        kind = self.kind or ("index" if self.name in MODEL_INDICES else "name" if self.names else "number")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
 
     @property
     def needed(self) -> bool:
         """Whether a table with rows that lacks it is refused: layers and heads need to say only which they are."""
-        return self.kind == "place" or self.table not in OPEN_TABLES
+        return self.kind == "index" or self.table not in OPEN_TABLES
 
     @property
     def columns(self) -> tuple[str, ...]:

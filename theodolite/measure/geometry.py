@@ -279,7 +279,7 @@ def geometry(
         }
         row |= positional(p, counts, whole, grid, spectrum[1].square())[0]
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
-        row |= stream(means, outliers, layer, everything, leading)
+        row |= residual_columns(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
@@ -427,7 +427,7 @@ def random_maximum(width: int, pairs: int) -> float:
     return float(np.mean(1 - below))
 
 
-def stream(
+def residual_columns(
     means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"], leading: int = 1
 ) -> dict[str, float]:
     """Means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""

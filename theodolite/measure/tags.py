@@ -19,10 +19,10 @@ from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.uncertainty import balanced_halves
 from theodolite.theory.outliers import MAD_TO_SD
 
-KINDS = ("first", "later", "learned", "stretch")
-"""Names of `FIRST`, `LATER`, `COLUMN`, `STRETCH`."""
+KINDS = ("first", "later", "learned", "local")
+"""Names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`."""
 
-NAMED = ("later", "stretch")
+NAMED = ("later", "local")
 """Kinds whose rows are of a token."""
 
 OUTLIER_RATIO = 6.0
@@ -154,7 +154,7 @@ _trace = partial(Column, "traces")
     _trace(
         "kind",
         "What kind of sink it is.",
-        "`first` (position 0), `later`, `learned`, or `stretch` (local) where asked for; a special token at the end "
+        "`first` (position 0), `later`, `learned`, or `local` (local) where asked for; a special token at the end "
         "([SEP]) is `later`, and is itself never counted as caught.",
         names=KINDS,
     ),
@@ -287,7 +287,7 @@ def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "tag": eta[:, HEAD_OUTPUT],
         "tag_se": error[:, HEAD_OUTPUT],
         "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["shifted"] / pairs[:, HEAD_OUTPUT, 1],
+        "tag_shifted": sums["chance_of_runs"] / pairs[:, HEAD_OUTPUT, 1],
         **_release_columns(release["release"], release["release_se"], gain, layers),
     }
     return columns, release

@@ -28,8 +28,8 @@ from theodolite.measure.geometry import (
     contextual,
     positional,
     positions_read,
+    residual_columns,
     screenot_bound,
-    stream,
 )
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import screenot_threshold
@@ -223,7 +223,7 @@ def statistics(
         row, squares = positional(pos[reached], readers[reached], largest, grid)
         row |= contextual(pos[reached].float(), ctx.float(), labels[kept])
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
-        row |= stream(means, outliers, layer, chosen, leading)
+        row |= residual_columns(means, outliers, layer, chosen, leading)
         contexts = means["contexts"][layer]
         for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
             row[name] *= float(contexts.sum() / (chosen @ contexts))

@@ -104,10 +104,10 @@ class OpenModel:
 
     def __repr__(self) -> str:
         """In a line, without the module tree that `hf` has."""
-        edits = f", {'; '.join(self._interventions)}" if self._interventions else ""
+        interventions = f", {'; '.join(self._interventions)}" if self._interventions else ""
         return (
             f"OpenModel({self.id}: {self.source.family}, {self.layers} layers × {self.heads} heads × width "
-            f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{edits})"
+            f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{interventions})"
         )
 
     @property
@@ -176,12 +176,12 @@ class OpenModel:
         return tuple(self._interventions)
 
     @contextmanager
-    def intervention(self, name: str, *edits: AbstractContextManager[object]) -> Iterator[None]:
-        """While open, so are the edits, and `name` is among `interventions`; they begin and end between passes."""
+    def intervention(self, name: str, *changes: AbstractContextManager[object]) -> Iterator[None]:
+        """Make the changes while open, with `name` among `interventions`; they begin and end between passes."""
         with ExitStack() as undo:
             with between_passes(self.root):
-                for edit in edits:
-                    undo.enter_context(edit)
+                for change in changes:
+                    undo.enter_context(change)
                 self._interventions.append(name)
             try:
                 yield

@@ -160,7 +160,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "dtype": str(model.source.dtype),
         "device": model.device.type,
         **({"attention": model.source.attention} if model.source.attention else {}),
-        **({"edits": list(model.interventions)} if model.interventions else {}),
+        **({"interventions": list(model.interventions)} if model.interventions else {}),
     }
 
 

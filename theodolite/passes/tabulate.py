@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
-from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_sums
+from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
@@ -169,7 +169,7 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
     return states.once(
         "added_columns",
         lambda: extra_columns(
-            [*own_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
+            [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
         ),
     )
 

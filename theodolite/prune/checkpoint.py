@@ -278,7 +278,7 @@ class UnfinishedPruning(Unfinished):
             write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
-            with model.streamed.edited(lambda layer: write(layer, sparse_alone)):
+            with model.streamed.changed(lambda layer: write(layer, sparse_alone)):
                 yield
             return
         layers = range(model.layers if sparse_alone else 0)

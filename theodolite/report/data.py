@@ -42,7 +42,7 @@ def columns_of(run: Run, table: str) -> dict[str, Column]:
     return declared(table, run.provenance)
 
 
-def own_columns(run: Run, table: str) -> list[Column]:
+def caller_columns(run: Run, table: str) -> list[Column]:
     """The columns of a table that the caller's own measurements declared, and that it has."""
     known = declared(table)
     described = columns_of(run, table)

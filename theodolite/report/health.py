@@ -20,13 +20,13 @@ from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_
 from theodolite.passes.run import Run
 from theodolite.report.data import (
     array,
+    caller_columns,
     column,
     entropy_share,
     grid_of,
     head_labels,
     layer_average,
     limit_of,
-    own_columns,
     provenance,
 )
 from theodolite.system.wording import (
@@ -72,7 +72,7 @@ def checks(run: Run) -> list[Check]:
         *(_rank_collapse(run), _entropy_collapse(run), _vanishing(run), _dead_heads(run)),
         *(_constant_logits(run), _massive(run), _positional(run), _smooth(run), _entangled(run)),
         *(_missing(run), _not_decomposed(run), _unknown_tokens(run)),
-        *(_own(measure, run) for table in ("layers", "heads") for measure in own_columns(run, table)),
+        *(_own(measure, run) for table in ("layers", "heads") for measure in caller_columns(run, table)),
     ]
     return [Check(*outcome) for outcome in outcomes if outcome is not None]
 

@@ -128,7 +128,7 @@ def ablation_test(
                 loss = next_token_losses(model.logits(ids[part]), ids[part])
             # The last token has no next one.
             caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in groups[part]])
-            free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
+            free = torch.stack([catches.counted.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
             of_caught, of_others = _mean_where(loss, caught), _mean_where(loss, free)
             sinks = torch.tensor([len(catches.head) for catches in tap.catches], dtype=torch.float64)
             values = {LOSS_CAUGHT: of_caught, LOSS_OTHERS: of_others, LOSS_DIFFERENCE: of_caught - of_others}
@@ -235,9 +235,9 @@ def _eta(groups: Catches, hidden: Tensor) -> Tensor:
 
 def _of_head(catches: Catches, head: int) -> Catches:
     rows = catches.head == head
-    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "kept"}
-    kept = catches.kept[of_sinks["of"].unique()]
-    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "kept": kept})
+    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "counted"}
+    counted = catches.counted[of_sinks["of"].unique()]
+    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "counted": counted})
 
 
 def _mean(values: Tensor) -> tuple[float, float]:

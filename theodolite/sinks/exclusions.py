@@ -172,7 +172,7 @@ def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, name
 
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
     if run.kind == TRACE:
-        # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
+        # A token that is a sink of a whole context here and a local one there is one rule, by its larger share.
         sinks = run.traces.sort_values("share", ascending=False, kind="stable")
         sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))
         sinks = sinks.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index()

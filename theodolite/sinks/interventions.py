@@ -1,8 +1,8 @@
 """Causal interventions on a live model: ablate a tag, knock out a sink, drop the low-rank part of W_Q, W_K, W_V.
 
-Each is a context manager. While it is open the model is edited, whoever calls it: the model itself, `generate`, a
+Each is a context manager. While it is open the model is changed, whoever calls it: the model itself, `generate`, a
 survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
-that reads the model, and may be left in any order. The edits themselves are in `models.doors` and
+that reads the model, and may be left in any order. The changes themselves are in `models.doors` and
 `models.weights`; what they do to the model is for the caller to measure.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.key_masking import hide_keys, restore_blind_queries
+from theodolite.attention.key_masking import mask_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
@@ -69,7 +69,7 @@ def ablate_direction(
     (`control`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
     t' W_O = v, ‖v‖ = 1, o ← o − ((o W_O)·û) t'. All this is before a norm of the attention's sum (Gemma 2).
 
-    A tap opened inside gets what the head itself computes, all that comes after it the edited output.
+    A tap opened inside gets what the head itself computes, all that comes after it the changed output.
 
     Args:
         model: an opened model.
@@ -115,10 +115,10 @@ def ablate_direction(
         output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
 
-    edit_name = _described(
+    name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name, intervened(model.root, model.attention_alone(layer), intervene)):
+    with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -134,18 +134,18 @@ def attention_knockout(
     """While open, keep the queries of a head from attending to some keys. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
-    only) keeps the output that it had. A tap opened inside gets the edited inputs, where the hidden keys'
+    only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
     logits are finite, but so low that `exp` gives 0.
 
-    In `generate`, positions count from the first token of the padded prompt. Keys to hide are given at once: of two
+    In `generate`, positions count from the first token of the padded prompt. Keys to mask are given at once: of two
     of these nested in one head, a query that both together leave no key looks at those of the outer one.
 
     Args:
         model: an opened model.
         layer: layer of the head.
         head: query head, or None for all heads of the layer.
-        positions: keys to hide; keys after the last one of a bool tensor are not hidden.
-        sink_column: hide the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
+        positions: keys to mask; keys after the last one of a bool tensor are not masked.
+        sink_column: mask the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
 
     Raises:
         UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
@@ -158,17 +158,17 @@ def attention_knockout(
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
-            raise UsageError(f"layer {layer} has no learned sink column to hide")
-        hidden = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
-        output = answer(hide_keys(inputs, hidden, heads, sink_column))
-        return restore_blind_queries(inputs, hidden, heads, output)
+            raise UsageError(f"layer {layer} has no learned sink column to mask")
+        masked = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
+        output = answer(mask_keys(inputs, masked, heads, sink_column))
+        return restore_blind_queries(inputs, masked, heads, output)
 
     attention = model.attention_alone(layer)
-    edit_name = _described(
+    name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
-    edit = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
-    with model.intervention(edit_name, edit):
+    masking = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
+    with model.intervention(name, masking):
         yield
 
 
@@ -228,8 +228,8 @@ def without_low_rank(
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
             replacements.append((projection, serving, matrix - low_rank))
         remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-        edit_name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
-    with model.intervention(edit_name, replaced(replacements)):
+        name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
+    with model.intervention(name, replaced(replacements)):
         yield shares
 
 

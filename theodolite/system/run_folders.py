@@ -25,7 +25,7 @@ OPTIONS = {
     "dtype": "--dtype",
     "device": "--device",
     "attention": "--attention",
-    "stretches": "--stretches",
+    "local_sinks": "--local-sinks",
     "method": "--method",
     "sparsity": "--sparsity",
     "pattern": "--pattern",

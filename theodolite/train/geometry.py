@@ -27,7 +27,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.measure.geometry import stream as residual_columns
+from theodolite.measure.geometry import residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel

@@ -77,7 +77,7 @@ AT_CHANCE = (
     "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
 )
 
-Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
+Interventions = Callable[[slice], Iterable[AbstractContextManager[object]]]
 """(prompts of a batch) → the interventions on the model while it reads them."""
 
 
@@ -301,14 +301,16 @@ def _take_out(
         yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
 
 
-def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[int]], edit: Edit) -> Floats:
+def _accuracies(
+    model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[int]], interventions: Interventions
+) -> Floats:
     """Right answers (prompts, numbers of examples) under an intervention."""
     ids, asked, labels, label_ids = prompts
     batch, right = batch_of_prompts(ids.shape[1], None), []
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
         with ExitStack() as stack:
-            for intervention in edit(part):
+            for intervention in interventions(part):
                 stack.enter_context(intervention)
             right.append(right_answers(model.hf, ids[part], asked[part], labels[part], label_ids))
     return torch.cat(right).numpy().astype(np.float64)

@@ -254,7 +254,7 @@ class StreamedBlocks:
             raise CannotReadLazily("its layers are no modules of their own")
         self.names = [name_of[block] for block in structure.blocks]
         self._users = [0] * len(self.names)
-        self._edit: Callable[[int], None] | None = None
+        self._change: Callable[[int], None] | None = None
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
@@ -267,8 +267,8 @@ class StreamedBlocks:
                     # What is read within a pass without gradients is written to after it, too.
                     with torch.inference_mode(False), torch.no_grad():
                         self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
-                        if self._edit is not None:
-                            self._edit(layer)
+                        if self._change is not None:
+                            self._change(layer)
                 yield
         finally:
             self._users[layer] -= 1
@@ -305,13 +305,13 @@ class StreamedBlocks:
             block.__dict__["forward"] = functools.partial(run, block.forward, layer)
 
     @contextmanager
-    def edited(self, edit: Callable[[int], None]) -> Iterator[None]:
-        """While open, `edit` is called with a layer whose tensors have just been read, to change them."""
-        self._edit = edit
+    def changed(self, change: Callable[[int], None]) -> Iterator[None]:
+        """While open, call `change` with every layer whose tensors have just been read."""
+        self._change = change
         try:
             yield
         finally:
-            self._edit = None
+            self._change = None
 
     def tensors(self, layer: int, without: Container[str] = ()) -> dict[str, Tensor]:
         """Copies of what a checkpoint holds of a block, by the model's names, but for some of them."""

@@ -17,6 +17,7 @@ from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import (
+    caller_columns,
     column,
     columns_of,
     error_of,
@@ -24,7 +25,6 @@ from theodolite.report.data import (
     limit_of,
     need,
     need_column,
-    own_columns,
 )
 from theodolite.report.drawing.grammar import (
     bars,
@@ -198,16 +198,16 @@ def clusters(run: Run) -> go.Figure:
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
-    options = [Option(one.name, one.title, one.group, one.meaning) for one in own_columns(run, "layers")]
+    options = [Option(one.name, one.title, one.group, one.meaning) for one in caller_columns(run, "layers")]
     return Choice("column", options, lambda name: draw(name=name))
 
 
 @exhibit(
     "own-columns",
     picker=_by_own,
-    when=lambda run: bool(own_columns(run, "layers")),
+    when=lambda run: bool(caller_columns(run, "layers")),
     alone=False,
-    given={"name": lambda run: own_columns(run, "layers")[0].name},
+    given={"name": lambda run: caller_columns(run, "layers")[0].name},
 )
 def own_column(run: Run, name: str) -> go.Figure:
     """A column of the layers table that the caller declared, at every layer."""

@@ -27,7 +27,7 @@ KIND_NAMES = {
     "first": "first token",
     "later": "later token",
     "learned": "learned column",
-    "stretch": "local sink",
+    "local": "local sink",
 }
 KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
