@@ -1,4 +1,4 @@
-"""What sinks write into the tokens that they catch, and where it lives on: sums over a corpus.
+"""Tags: the vectors that sinks write into the tokens they catch, and where these live on; sums over a corpus.
 
 The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
 is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
@@ -181,7 +181,7 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
 
 
 def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
-    """Mean sums of squares between groups that are moved along the context, by sink and by head."""
+    """Compute mean sums of squares between groups that are moved along the context, by sink and by head."""
     shifted_squares = [
         sums_of_squares(
             torch.einsum("st,stv->sv", groups.caught.double(), centred[catches.of]),
@@ -225,7 +225,7 @@ def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict
 def _pairs(
     between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
 ) -> dict[str, Tensor]:
-    """Sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
+    """Collect sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
     tokens, size = catches.counted.sum(dim=1).double(), catches.caught.sum(dim=1).double()
     filled = torch.zeros_like(tokens).index_add_(0, catches.of, (size > 0).double())
     uncaught = tokens - torch.zeros_like(tokens).index_add_(0, catches.of, size)
@@ -243,7 +243,7 @@ def _pairs(
 def _of_rows(
     rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
 ) -> tuple[Int[Tensor, " once"], tuple[Tensor, Tensor]]:
-    """One context's sums of squares by row. Sinks of one row are summed first: a context is one observation."""
+    """Add up one context's sums of squares by row: sinks of one row first, since a context is one observation."""
     unique_rows, of = rows.unique(return_inverse=True)
     b, t = torch.zeros(len(unique_rows), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
     return unique_rows, (b, t)

@@ -1,4 +1,4 @@
-"""Which queries each sink of a context catches, computed together with the attention output.
+"""The queries that each sink of a context catches, computed together with the attention output.
 
 Sinks are those of `sinks.py`. A query is caught by the sink that it pays most, if that is more than
 `SINK_THRESHOLD`. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
@@ -189,7 +189,7 @@ def sums_of_squares(
 
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
-    """Summed over the sinks of each head, in their order."""
+    """Sum over the sinks of each head, in their order."""
     heads = len(catches.counted)
     if values.device.type == "cpu":
         return values.new_zeros(heads, *values.shape[1:]).index_add_(0, catches.of, values)

@@ -69,7 +69,7 @@ def restore_blind_queries(
 def _blind(
     inputs: AttentionInputs, masked: Bool[Tensor, "masked_contexts keys"], heads: list[int]
 ) -> Bool[Tensor, "blind_contexts blind_heads queries"]:
-    """Which queries see no key but masked ones; 1 for contexts or heads where they do not differ."""
+    """Mark the queries that see no key but masked ones; 1 for contexts or heads where they do not differ."""
     shown = ~masked[:, None]
     if inputs.mask is not None:
         mask = inputs.mask if inputs.mask.shape[1] == 1 else inputs.mask[:, heads]

@@ -83,7 +83,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs with the columns of `ALWAYS`, and of the others those whose values differ."""
+    """Return the runs with the columns of `ALWAYS`, and of the others those whose values differ."""
     names = dict.fromkeys(name for run in runs for name in run)
     columns = [
         name for name in names if name in ALWAYS or any(run.get(name) != runs[0].get(name) for run in runs)
@@ -92,7 +92,7 @@ def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page_of(folder: Path) -> str | None:
-    """The page of a run, relative to the folder of all runs."""
+    """Return the page of a run, relative to the folder of all runs."""
     return next((f"{folder.name}/{page}" for page in PAGES if (folder / page).is_file()), None)
 
 

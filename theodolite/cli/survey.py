@@ -249,7 +249,7 @@ def spectra_command(
     as_json: AsJson = False,
     opening: Opening,
 ) -> None:
-    """Query-key spectra of every head, from the weights alone: needs no text, and the model need not fit in memory.
+    """Compute query-key spectra of every head from the weights alone: no text, and the model need not fit in memory.
 
     Weights are read layer by layer on the CPU; with --device or --device-map the whole model is opened there.
 

@@ -54,7 +54,7 @@ SHAPE = {
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """What survives of a reference in another run; `reference` and `other` are the names of the two.
+    """A comparison of a reference with another run, part by part; `reference` and `other` are their names.
 
     Attributes:
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
@@ -74,7 +74,7 @@ class Audit:
 
     @property
     def answer(self) -> Answer:
-        """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part.
+        """Holds if every compared part survives, fails if none does, else in part.
 
         Not decided where all parts that are decided agree, and one is not.
         """
@@ -122,7 +122,7 @@ class Audit:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
     def part(self, name: str) -> Survival:
-        """The part of this name.
+        """Return the part of this name.
 
         Raises:
             UsageError: there is none.
@@ -165,7 +165,7 @@ class Audit:
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
-    """The heads that lost something in the most parts (two at least), each with these parts; none where many tie.
+    """Find the heads that lost something in the most parts (two at least), with these parts; none where many tie.
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.
     """
@@ -274,7 +274,7 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
 
 
 def _name_of(run: Run) -> str:
-    """The model of a run, and the interventions that it was under."""
+    """Name the model of a run, and the interventions that it was under."""
     interventions = provenance(run, "fingerprint", "interventions") or []
     return " under ".join([str(run.provenance["model"]["id"]), *map(str, interventions)])
 
@@ -332,7 +332,7 @@ def _model_and_interventions(run: Run) -> tuple[object, object]:
 
 
 def same_shape_and_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two models, by provenance, are of one shape and read the same tokens: else heads are matched."""
+    """Tell whether two models, by provenance, have one shape and read the same tokens: else heads are matched."""
     return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
 
 
@@ -341,7 +341,7 @@ def _shape(provenance: Mapping[str, Any]) -> list[object]:
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:
-    """Heads (layer, head), of one block or all: most lost sinks first, then by how much they tag, then by sinks."""
+    """Order the heads (layer, head) of one block or all: most lost sinks first, then by strength of tag, by sinks."""
     heads: dict[tuple[int, int], None] = {}
     orders = (("sinks", "before", True), ("tags", "tagged_before", False), ("sinks", "before", False))
     for name, by, only_lost in orders:

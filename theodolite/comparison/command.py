@@ -73,13 +73,13 @@ class Work(Protocol):
     """Opens a candidate, reads the text with its tokenizer, and measures it there."""
 
     def opened(self, source: str) -> OpenModel:
-        """The checkpoint, opened."""
+        """Open the checkpoint."""
 
     def read(self, model: OpenModel) -> Corpus:
-        """The text, as the model's own tokens."""
+        """Read the text as the model's own tokens."""
 
     def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
-        """Its survey, its trace, and what its heads write and how well it predicts; finished ones as they are."""
+        """Make a candidate's survey, its trace and the outputs of its heads with its loss; reuse finished runs."""
 
 
 def compare_folders(folders: Sequence[str]) -> Compared:

@@ -31,7 +31,7 @@ def _modules() -> tuple[Any, ...]:
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
-    """The marked functions of all modules, each after those whose arrays are among its parameters."""
+    """Return the marked functions of all modules, each after those whose arrays are among its parameters."""
     _modules()
     every = sorted(MEASUREMENTS, key=lambda one: one.function.__module__)  # else in the order of imports
     makers = {array.name: number for number, one in enumerate(every) for array in one.arrays}
@@ -44,7 +44,7 @@ def measurements() -> tuple[Measurement, ...]:
 
 @functools.cache
 def built_in_extra() -> tuple[type[Extra], ...]:
-    """The accumulators that this package adds to every survey."""
+    """Return the accumulators that this package adds to every survey."""
     found = {
         one
         for module in _modules()
@@ -55,14 +55,14 @@ def built_in_extra() -> tuple[type[Extra], ...]:
 
 
 def built_in_sums(layers: int, heads: int) -> list[Extra]:
-    """New accumulators of `built_in_extra`, for a model of so many blocks and heads of the widest block."""
+    """Make accumulators of `built_in_extra` for a model of so many blocks and heads of the widest block."""
     kinds: tuple[Any, ...] = built_in_extra()
     return [kind(layers, heads) for kind in kinds]
 
 
 @functools.cache
 def arrays() -> dict[str, Array]:
-    """Every array of a run by name."""
+    """Return every array of a run by name."""
     return {array.name: array for one in measurements() for array in one.arrays}
 
 
@@ -77,7 +77,7 @@ def _declared() -> dict[str, dict[str, Column]]:
 
 
 def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:
-    """The columns of a table by name, in the order of groups and declarations; with those of a caller's own last.
+    """Return the columns of a table by name, in the order of groups and declarations, a caller's last.
 
     Args:
         table: such as "layers", or "heads of a trace".
@@ -95,12 +95,12 @@ def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, 
 
 
 def taken(table: str) -> set[str]:
-    """The names of a table's columns, standard errors and indices included."""
+    """Return the names of a table's columns, standard errors and indices included."""
     return {name for column in declared(table).values() for name in column.columns}
 
 
 def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | None:
-    """What is wrong with a table of a run of this `model` for those who read it, in words; None: nothing.
+    """Say what makes a table of a run of this `model` unreadable; None: nothing.
 
     A table with a right checksum may be of anybody. A column that is not declared must hold numbers.
     """

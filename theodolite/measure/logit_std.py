@@ -1,4 +1,4 @@
-"""How far a head's logits spread: their standard deviation over the keys that a query sees."""
+"""The spread of a head's logits: their standard deviation over the keys that a query sees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogitStd(HeadMean):
     )
 
     def values(self, inputs: AttentionInputs) -> Tensor:
-        """Of the chosen queries, (batch, heads, queries)."""
+        """Compute the standard deviation of each chosen query's logits, (batch, heads, queries)."""
         rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
         logits = inputs.of_queries(rows.clamp_min(0).unique()).logits().double()
         seen = logits.masked_fill(logits < MASKED / 2, torch.nan)

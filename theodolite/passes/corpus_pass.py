@@ -29,7 +29,7 @@ TOKENS_A_BATCH = 4096
 
 
 class Accumulator(Protocol):
-    """Has a resumable state."""
+    """An object with a resumable state."""
 
     def state(self) -> State:
         """Return all sums so far."""
@@ -63,7 +63,7 @@ class CorpusPass(Hooks):
         raise NotImplementedError
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …`, a batch of ids, come next."""
+        """Announce the next contexts, `first …`, a batch of ids."""
         raise NotImplementedError
 
     @measures("self.model")
@@ -201,5 +201,5 @@ def next_token_losses(
 
 
 def perplexity_of(loss: float) -> float:
-    """exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
+    """Compute exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
     return float(torch.tensor(loss, dtype=torch.float64).exp())

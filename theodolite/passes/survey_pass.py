@@ -72,7 +72,7 @@ class HeadsPass(CorpusPass):
             accumulator.merge(SavedState(part_of(state, name)))
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Announce the next contexts, `first …`."""
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
 

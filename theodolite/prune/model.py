@@ -220,7 +220,7 @@ class _Pruning:
             )
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether the sparsity removes any entry of a matrix."""
+        """Tell whether the sparsity removes any entry of a matrix."""
         share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.options.pattern or share is None:
             return True

@@ -119,7 +119,7 @@ def ablation_test(
     batch = batch_of(corpus, None)
 
     def effects(ablate: Ablate) -> dict[str, Float[Tensor, " contexts"]]:
-        """Each measure by name; NaN for a context that has none of it."""
+        """Return each measure by name; NaN for a context that has none of it."""
         batches: list[dict[str, Tensor]] = []
         for start in range(0, len(ids), batch):
             part = slice(start, min(start + batch, len(ids)))
@@ -196,7 +196,7 @@ def _ablations(
     count = (sinks.sum(dim=1) + column).unsqueeze(1)
 
     def others(seed: int) -> Bool[Tensor, "contexts positions"]:
-        """As many keys of each context that are no sinks, and not the first; one for a learned column, too."""
+        """Draw as many keys of each context that are no sinks, and not the first; one for a learned column, too."""
         noise = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(seed))
         noise[sinks] = 2.0
         noise[:, 0] = 2.0
@@ -222,13 +222,13 @@ def _ablations(
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of each row over the chosen ones; NaN where there is none."""
+    """Average each row over the chosen ones; NaN where there is none."""
     count = chosen.sum(dim=1)
     return torch.where(count > 0, (values * chosen).sum(dim=1) / count.clamp_min(1), torch.nan)
 
 
 def _eta(groups: Catches, hidden: Tensor) -> Tensor:
-    """η² of the whole grouping; NaN where there is nothing to compare."""
+    """Compute η² of the whole grouping; NaN where there is nothing to compare."""
     pairs = released(groups.to(hidden.device), hidden)["head_pairs"][0].cpu()
     return torch.where(pairs[1] > 0, pairs[0] / pairs[1], torch.nan)
 
@@ -241,7 +241,7 @@ def _of_head(catches: Catches, head: int) -> Catches:
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
-    """Mean over the contexts that have a value, and its standard error."""
+    """Average over the contexts that have a value, with the standard error."""
     known = values[values.isfinite()]
     if not len(known):
         return float("nan"), float("nan")

@@ -62,7 +62,7 @@ def ablate_direction(
     queries: Positions | None = None,
     control: int | Float[Tensor, " width"] | None = None,
 ) -> Iterator[AblatedDirection]:
-    """While open, remove a direction from what a head writes into the residual stream.
+    """Remove a direction from what a head writes into the residual stream, while open.
 
     With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
     space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
@@ -131,7 +131,7 @@ def attention_knockout(
     *,
     sink_column: bool = False,
 ) -> Iterator[None]:
-    """While open, keep the queries of a head from attending to some keys. Memory grows linearly with the keys.
+    """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
     only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
@@ -183,7 +183,7 @@ def without_low_rank(
     heads: Sequence[int] | None = None,
     control: int | None = None,
 ) -> Iterator[dict[str, float]]:
-    """While open, take the low-rank part out of a layer's W_Q, W_K and W_V; yields the part's share of ‖W‖_F².
+    """Take the low-rank part out of a layer's W_Q, W_K and W_V while open; yields the part's share of ‖W‖_F².
 
     The part is the leading one of a truncated SVD of W (all heads side by side, (d, heads · head_width)), or the
     product of given factors (of a model pruned to sparse + low-rank). Biases stay. The modules hold new parameters
@@ -246,7 +246,7 @@ def _described(name: str, **arguments: object) -> str:
 def _writable_part(
     direction: Tensor, weights: Float64[Tensor, "value_width width"], backwards: Tensor, name: str
 ) -> tuple[Float64[Tensor, " width"], float]:
-    """The unit vector along the part of `direction` that the head can write, and the share of that part."""
+    """Find the unit vector along the part of `direction` that the head can write, and the share of that part."""
     width = weights.shape[1]
     direction = direction.detach().double().cpu()
     if direction.shape != (width,):
@@ -286,7 +286,7 @@ class _PositionFlags:
             raise UsageError(f"no {name} positions were given")
 
     def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
-        """Which of the first `length` positions are chosen."""
+        """Mark the chosen ones of the first `length` positions."""
         flags = self._flags
         if len(flags) not in (1, contexts):
             raise UsageError(
@@ -319,7 +319,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
 def _leading_factors(
     matrix: Float64[Tensor, "features width"], rank: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Factors of the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
+    """Factor the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
     if not 1 <= rank <= min(matrix.shape):
         raise UsageError(
             f"rank {rank} is not between 1 and {min(matrix.shape)}, the rank of W_{name.upper()}"
@@ -344,7 +344,7 @@ def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) 
 
 
 def _random_like(left: Tensor, right: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Factors of a random matrix with the singular values of left @ right."""
+    """Draw factors of a random matrix with the singular values of left @ right."""
     generator = torch.Generator().manual_seed(seed)
 
     def orthonormal(rows: int, columns: int) -> Tensor:

@@ -49,7 +49,7 @@ class PromptPass:
     layers: dict[int, tuple[AttentionInputs, Tensor, Catches]]
 
     def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
-        """What a head adds to the residual stream, through W_O, in float64.
+        """Compute what a head adds to the residual stream, through W_O, in float64.
 
         Raises:
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.

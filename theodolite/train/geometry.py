@@ -223,7 +223,7 @@ class InlineReader:
 
     @property
     def armed(self) -> bool:
-        """Whether a look is waited for."""
+        """True while a look is waited for."""
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
