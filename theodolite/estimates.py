@@ -58,9 +58,9 @@ class Estimate:
     def share(cls, share: float, count: float, of: str) -> Estimate:
         """Make a share of `count` independent trials, with the largest standard error that such a share can have.
 
-        That is one half's: against a criterion of one half this is the score test; and 0 or n of few trials do not
-        look certain. Half a trial is added to the interval (Yates's correction), without which 4 of 4 would be clearly
-        more than half, as by chance in one case of 16.
+        This is the error at a share of ½, the largest: against a criterion of ½ it is the score test, and 0 or n of few
+        trials do not look certain. Half a trial is added to the interval (Yates's correction), without which 4 of 4
+        would be clearly more than half, as by chance in one case of 16.
         """
         error = 0.5 / math.sqrt(count) + 0.5 / count / SIGMAS
         return cls(share, error, max(1, round(count)), of, by_chance=True)

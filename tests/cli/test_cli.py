@@ -220,8 +220,8 @@ def test_traces_of_local_sinks_have_a_folder_of_their_own(checkpoint, text, tmp_
     for more in ((), ("--local-sinks",)):
         assert call("trace", checkpoint("gpt2"), *options, *more)[0] == 0
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "gpt2-text.txt-sinks",
         "gpt2-text.txt-local-sinks",
+        "gpt2-text.txt-sinks",
     ]
 
 

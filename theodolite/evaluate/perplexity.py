@@ -138,7 +138,7 @@ def loss_rows(
     check_predicts(model)
     if stride is None:
         if length is not None:
-            raise UsageError("a length is that of strided windows: give a stride, too")
+            raise UsageError("length is that of strided windows: give a stride, too")
         check_fit(model, corpus, least_contexts=1)
         batch = batch_of(corpus, batch)
         parts = [(corpus.ids(part), 1) for part in corpus.batches(batch)]

@@ -174,7 +174,7 @@ class Job:
                         steps.restore(tensors)
                     except (KeyError, RuntimeError) as error:  # it lacks a sum, or has one of another shape
                         raise UsageError(
-                            f"{self.work.folder} holds what another version of theodolite left unfinished, with other "
+                            f"{self.work.folder} holds unfinished work of another version of theodolite, with other "
                             "sums: remove it to start afresh"
                         ) from error
                     steps.notes.update(saved["notes"])

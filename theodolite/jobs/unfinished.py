@@ -124,7 +124,7 @@ class Unfinished:
             )
 
     def _damaged(self, name: str) -> UsageError:
-        return UsageError(f"{self.path(name)} is damaged: remove it, and what it held is done again")
+        return UsageError(f"{self.path(name)} is damaged: remove it to redo what it held")
 
     def path(self, name: str) -> Path:
         """Return the file of a part on disk."""

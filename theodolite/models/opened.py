@@ -85,8 +85,8 @@ class OpenModel:
         """
         if structure.cross and source.attention != "cross":
             raise UsageError(
-                f"{source.family}: its queries are not as many as its keys (memory keys, a cache, or a stream of "
-                "another): only attention among the tokens of a context is read"
+                f"{source.family} has more or fewer queries than keys (memory keys, a cache, another stream): only "
+                "attention among the tokens of a context is read"
             )
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
@@ -267,7 +267,7 @@ class OpenModel:
         named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
         raise UsageError(
             f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
-            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
+            f"{self.id}: use its own tokenizer, and leave out of the text any token that was added to it later"
         )
 
     def has_positions(self, length: int) -> bool:

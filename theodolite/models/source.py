@@ -223,10 +223,12 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
     check_attention(attention)
     hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
     if model.main_input_name != "input_ids" and not hears:
-        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}: theodolite cannot make any")
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
+        )
     if hears and attention != DECODER:
         raise UsageError(
-            f"{type(model).__name__} hears speech: only its decoder's own attention is looked at"
+            f"{type(model).__name__} reads speech: only its decoder's self-attention is surveyed"
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model

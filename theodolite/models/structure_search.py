@@ -125,8 +125,8 @@ def find_structure(source: Source) -> Structure:
 def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
     if isinstance(source.root, PreTrainedModel):
         return UsageError(
-            f"{source.name} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, "
-            "where nothing else is said): see attention="
+            f"{source.name} has no such attention (the default of an encoder-decoder is its decoder's self-attention): "
+            "choose another with attention="
         )
     names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in heard})
     return UsageError(
@@ -213,7 +213,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
     if of_own and in_one_list and layer.read[0] is layer.read[-1]:
         return UsageError(
             f"{source.name}: heads are modules of their own, side by side ({first}, then {second}); theodolite needs "
-            f'one module for all heads of a block. To look at one of each, attention="{place}"'
+            f'one module for all heads of a block. To survey one of each, attention="{place}"'
         )
     twice = f"{source.name} has a block that attends twice ({first}, then {second})"
     line = f"{twice}; theodolite needs one attention a block, with all of its heads"

@@ -84,7 +84,7 @@ class Exclusions:
             UsageError: a run of weights alone, or a share that is none.
         """
         if not 0 <= least_share <= 1:
-            raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
+            raise UsageError(f"least share {least_share} is not a share: give one from 0 to 1")
         if not isinstance(run, Run | Outliers):
             raise UsageError(f"exclusions are made of a run or of outliers, not of {type(run).__name__}")
         provenance = run.numbers if isinstance(run, Outliers) else run.provenance
