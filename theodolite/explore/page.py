@@ -198,7 +198,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
-    """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if it does not exist."""
+    """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if there is no such."""
     if "layer" not in asked and "head" not in asked:
         return None
     layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
