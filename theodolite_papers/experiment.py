@@ -111,7 +111,7 @@ def criterion(name: str) -> Criterion:
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
-    """Estimate the share of a model's heads that are so, with the error that it has at the criterion's limit.
+    """Estimate the share of a model's heads that meet a condition, with the error at the criterion's limit.
 
     √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
     """

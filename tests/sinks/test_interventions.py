@@ -539,9 +539,9 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
     assert not torch.allclose(_logits(model, family), own, rtol=0, atol=1e-3 * float(own.abs().max()))
     for left, i in enumerate(order):
         managers[i].__exit__(None, None, None)
-        logits, edits = expected[left]
+        logits, interventions = expected[left]
         assert torch.equal(_logits(model, family), logits)
-        assert [e.partition("(")[0] for e in model.interventions] == edits
+        assert [e.partition("(")[0] for e in model.interventions] == interventions
     _assert_same(before, _state(model))
     assert torch.equal(_logits(model, family), own)
     assert not model.interventions

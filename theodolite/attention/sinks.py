@@ -38,7 +38,7 @@ class ReceivedAttention:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, mass: Float[Tensor, "batch heads keys"]) -> ReceivedAttention:
-        """Compute it from the attention weights of each key, summed over the queries."""
+        """Average what each key receives, from its attention weights summed over the queries."""
         queries = inputs.visible_queries()
         candidate = queries - 1 >= least_queries(inputs.query.shape[2])
         return cls(mass / queries.clamp_min(1), candidate)

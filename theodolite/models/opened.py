@@ -78,7 +78,7 @@ class OpenModel:
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
-        """Assemble it from the results of `find_structure`, `capture_calls`, `verify_attention`; `rest`: attributes.
+        """Make it of the results of `find_structure`, `capture_calls`, `verify_attention`; `rest`: other attributes.
 
         Raises:
             UsageError: its queries attend to other keys than those of their own tokens.
@@ -103,7 +103,7 @@ class OpenModel:
         )
 
     def __repr__(self) -> str:
-        """Describe it in a line, without the module tree that `hf` has."""
+        """Describe the model in a line, without the module tree that `hf` has."""
         interventions = f", {'; '.join(self._interventions)}" if self._interventions else ""
         return (
             f"OpenModel({self.id}: {self.source.family}, {self.layers} layers × {self.heads} heads × width "

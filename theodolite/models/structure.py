@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
-        """Find the layout of a tensor with so many contexts and positions; None where it has not."""
+        """Find the layout of a tensor with so many contexts and positions; None where it has none such."""
         for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)) if len(shape) >= 3 else ():
             if layout.positions < len(shape) and (contexts, positions) == (
                 shape[layout.contexts],

@@ -220,7 +220,7 @@ def _massive(run: Run) -> Outcome | None:
 
 
 def _passes(estimate: Estimate, criterion: Criterion) -> bool:
-    """Tell whether it is clearly on the right side; with no error (under eight contexts), on the right side at all."""
+    """Tell whether a number is clearly on the right side; with no error (under eight contexts), there at all."""
     if math.isnan(estimate.error):
         return bool(criterion.met(estimate.value))
     return judge("", "", estimate, criterion).answer == HOLDS

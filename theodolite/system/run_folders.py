@@ -74,7 +74,7 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
 
 
 def _is_provenance(values: dict[str, Any]) -> bool:
-    """Tell whether what every reader takes for granted is there, and of its type."""
+    """Tell whether a provenance has the entries that every reader needs, each of its type."""
     model, corpus = values.get("model"), values.get("corpus") or {}
     groups = (
         model,

@@ -83,7 +83,7 @@ class Simulation:
         )
 
     def entropy_errors(self) -> tuple[Tensor, Tensor]:
-        """Compute the same two of the mean entropy of every pair, (P,) each."""
+        """Compute these two standard errors of the mean entropy of every pair, (P,) each."""
         return over_walks(self.entropy_variance, self.walks), over_draws(self.entropy)
 
 

@@ -193,12 +193,12 @@ class _History:
         return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values))
 
     def falls(self, below: float, horizon: float) -> Flags:
-        """Mark where it is below the limit, or below `below` and, as it falls, at the limit within `horizon` looks."""
+        """Mark numbers below the limit, or below `below` and, as they fall, at the limit within `horizon` looks."""
         ahead = horizon * float(np.median(np.diff(self._steps)))
         return self.collapsed | ((self.level < below) & (self.level + self.slope * ahead < self.limit))
 
     def new(self, alarming: Flags, collapsed: Flags) -> Flags:
-        """Mark where it is alarming and was not, or collapses after it was alarming."""
+        """Mark numbers that are alarming and were not, or that collapse after an alarm."""
         self._calm = np.where(alarming, 0, self._calm + 1)
         recovered = (self._calm >= LEVEL) & (self.level >= RECOVERED * self.limit)
         over, before = self.over & ~recovered, self._collapsed_before & ~recovered

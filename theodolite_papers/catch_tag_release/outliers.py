@@ -247,7 +247,7 @@ def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
-    """Compute the share of all tokens of the text that are such tokens."""
+    """Compute the share of all tokens of the text that are among these, or stand where they do at position 0."""
     ids = corpus.contexts.numpy()
     present = np.isin(ids, tokens.loc[~tokens["first"], "token_id"].to_numpy())
     present[:, 0] = bool(tokens["first"].any())

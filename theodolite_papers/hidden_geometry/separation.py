@@ -165,7 +165,7 @@ def figure_2(study: Study, outcome: Outcome) -> None:
 
 
 def _deepens(outcome: Outcome, gap: Floats) -> None:
-    """Judge whether the gap grows: layers lean on each other as places of a random walk; only its steps do not."""
+    """Judge whether the gap grows by its steps: the layers depend on each other as places of a random walk do."""
     if not np.isfinite(gap).all():
         outcome.cannot_judge("deepens", "no label has two contexts")
     elif len(gap) < LEAST_LAYERS:

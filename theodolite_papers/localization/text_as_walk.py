@@ -325,7 +325,7 @@ def walk(study: Study, outcome: Outcome) -> None:
 
 
 def _column(table: pd.DataFrame, name: str) -> Estimates:
-    """Return a measure and its standard errors, layer by layer."""
+    """Return a measure and its standard errors by layer."""
     values, errors = (table[of].to_numpy(dtype=np.float64) for of in (name, f"{name}_se"))
     return Estimates(values, errors, *OF_GROUPS)
 

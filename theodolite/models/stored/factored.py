@@ -56,7 +56,7 @@ class PrunedMatrix:
     right: Float[Tensor, "rank inputs"] | None = None
 
     def merged(self, device: torch.device | None = None) -> Float[Tensor, "outputs inputs"]:
-        """Merge into the matrix that it stands for, rounded once; where it is, or on `device`."""
+        """Add the parts up to the matrix that they stand for, rounded once; where they are, or on `device`."""
         device = device or self.sparse.device
         sparse = self.sparse.to(device)
         if self.left is None or self.right is None:

@@ -104,7 +104,7 @@ def read_head_weights(
 
 
 def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
-    """Read them from the parameters that hold them, where these can be copied and a map says which they are."""
+    """Read the weights from the parameters that hold them, if these can be copied and a map says which they are."""
 
     def use(weight_map: WeightMap) -> HeadWeights | None:
         # A layer may leave out norms that others of its kind have.
@@ -129,13 +129,13 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
 
 
 def _repeated(of_heads: Tensor, heads: int) -> Tensor:
-    """Repeat those of grouped heads once for each query head."""
+    """Repeat the weights of a key head for each query head that shares it."""
     times = heads // len(of_heads)
     return (of_heads if times == 1 else of_heads.repeat_interleave(times, dim=0)).cpu()
 
 
 def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
-    """Send rows through the module, under `stop_at_tap`; None where it has no such weights, even before a norm."""
+    """Find the weights by sending rows through the module; None where it has none such, even before a norm."""
     try:
         return _read_in(torch.float64, attention, call)
     except NotAffine:
@@ -220,7 +220,7 @@ def read_output_weights(
     given = torch.zeros(1, 0)
 
     def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """Give outputs in place of the heads', the same at all positions; zeros where nothing is."""
+        """Replace the heads' outputs by given ones, the same at all positions; by zeros where none are given."""
         nonlocal heads, features
         batch, heads, queries, _width = inputs.query.shape
         shape = (batch, queries, heads, inputs.value.shape[-1])

@@ -159,7 +159,7 @@ class Projection:
 
     @classmethod
     def of(cls, rows: Rows, attention: nn.Module) -> Projection:
-        """Move it to an attention module, or to a copy of it."""
+        """Return the projection in an attention module, or in a copy of it."""
         owner, _, name = rows.name.rpartition(".")
         module: Any = attention.get_submodule(owner)
         adapter = module if is_adapter(module) else None
@@ -263,7 +263,7 @@ class Projections:
 Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
-# Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
+# Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
 _open_replacements: list[list[Replacement]] = []
 _originals: dict[Place, nn.Parameter] = {}
 
@@ -542,7 +542,7 @@ class MarkedCopy:
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
     def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """Compute the same while a parameter is multiplied by something."""
+        """Compute queries, keys and values while a parameter is multiplied by something."""
         before = parameter.data
         parameter.data = before * marks.to(before)
         try:
