@@ -32,7 +32,7 @@ from theodolite.passes.corpus_pass import (
     CorpusPass,
     batch_of,
     check_fit,
-    fingerprint_of,
+    fingerprint_of_tables,
     refuse_nonfinite_stream,
 )
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
@@ -179,7 +179,7 @@ def trace_sinks(
     check_fit(model, corpus, least_contexts=1)
     model.check_weights()
     batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
     if stretches:
         fingerprint["stretches"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
