@@ -51,13 +51,18 @@ class Extra(LayerSums):
 class HeadMean(Extra):
     """The mean over a text of a number of each head: a subclass gives its `column`, and `values` of a batch.
 
-    Made by the numbers of blocks and of heads of the widest block. Values that are NaN are left out.
+    Made by the numbers of blocks and of heads of the widest block. Values that are NaN are left out. Its `name` is that
+    of the column, unless it gives one.
     """
 
     column: ClassVar[Column]
 
     def __init_subclass__(cls) -> None:
-        cls.name, cls.declared = cls.column.name, (cls.column,)
+        if not isinstance(getattr(cls, "column", None), Column):
+            raise UsageError(f"{cls.__name__} declares no column: give the class `column`, a Column")
+        cls.declared = (cls.column,)
+        if "name" not in vars(cls):
+            cls.name = cls.column.name
 
     def __init__(self, layers: int, heads: int) -> None:
         super().__init__(layers, {"sum": (heads,), "count": (heads,)})
@@ -70,13 +75,19 @@ class HeadMean(Extra):
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
         """Sum the block's values, and how many these are."""
         values = self.values(inputs).double()
+        batch, heads = inputs.query.shape[:2]
+        if values.ndim != 3 or values.shape[:2] != (batch, heads):
+            raise UsageError(
+                f"{self.name}: `values` gives a tensor of {tuple(values.shape)}, not ({batch}, {heads}, any number): "
+                "contexts, heads and numbers"
+            )
         for name, terms in (("sum", values.nan_to_num(0.0)), ("count", (~values.isnan()).double())):
             summed = terms.sum(dim=(0, 2))
             self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
 
     def columns(self, state: State) -> dict[str, list[float]]:
         """The mean of every head."""
-        return {self.name: (state["sum"] / state["count"]).flatten().tolist()}
+        return {self.column.name: (state["sum"] / state["count"]).flatten().tolist()}
 
 
 def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
