@@ -104,10 +104,13 @@ def _criterion(declared: Mapping[str, Any], **values: Any) -> Criterion:
     return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
 
 
-def criterion(name: str) -> Criterion:
-    """The criterion of a group and name (`geometry/rank`), for numbers that are not judged by a claim alone."""
+def criterion(name: str, **values: Any) -> Criterion:
+    """The criterion of a group and name (`geometry/rank`), for numbers that are not judged by a claim alone.
+
+    `limit` is among the values where the declaration has none.
+    """
     group, _, own = name.partition("/")
-    return _criterion(declarations()[f"{group}/claims"].criteria[own])
+    return _criterion(declarations()[f"{group}/claims"].criteria[own], **values)
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:

@@ -145,7 +145,7 @@ def trace_sinks(
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
-    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
+    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` of their attention
     on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
     the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
     puts behind a text, [SEP]. η² is the between-group over the total sum of squares, within contexts. A context whose
