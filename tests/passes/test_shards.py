@@ -117,6 +117,8 @@ def test_shards_of_something_else_are_refused(opened, corpus, tmp_path):
     survey(model, corpus, out, batch=BATCH, shard=(1, 2))
     with pytest.raises(UsageError, match=r"unfinished survey of another .*--seed 0 there, 1 now"):
         survey(model, corpus, out, batch=BATCH, seed=1, shard=(2, 2))
+    with pytest.raises(UsageError, match=r"run\.partial holds shards of 2: give --shard K/2, or remove it"):
+        survey(model, corpus, out, batch=BATCH, shard=(1, 3))
     survey(model, corpus, out, batch=BATCH, shard=(2, 2))
     with pytest.raises(UsageError, match="unfinished survey of another model"):
         merge(out, opened("llama2"))

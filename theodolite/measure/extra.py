@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from theodolite.accumulate.sums import LayerSums, State
-from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.measure.column import OPEN_TABLES, Column
 
@@ -46,6 +48,17 @@ class Extra(LayerSums):
     def columns(self, state: State) -> Mapping[str, Sequence[float]]:
         """Every declared column, from the state of the whole text: N values of layers, L · H of heads."""
         raise NotImplementedError
+
+
+QUERIES = 8
+"""Evenly spaced queries of a context: all would cost every product of queries and keys once more."""
+
+
+def sampled_logits(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
+    """Return the logits of `QUERIES` evenly spaced queries of each context, the last included; NaN where masked."""
+    rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
+    logits = inputs.of_queries(rows.clamp_min(0).unique()).logits().double()
+    return logits.masked_fill(logits < MASKED / 2, torch.nan)
 
 
 class HeadMean(Extra):

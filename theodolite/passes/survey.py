@@ -111,7 +111,7 @@ def survey(
 
     Raises:
         UsageError: the corpus does not fit the model, an accumulator or its columns do not fit the survey, `out`
-            holds something else, or there is no such shard.
+            holds something else, or there is no such shard, or `out` has shards of another n.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
@@ -303,6 +303,10 @@ class SurveyPlan:
             return
         work.check()
         work.save_once(SURVEYED, lambda: self._surveyed(shard[1]))
+        if (shards := work.notes(SURVEYED)["shards"]) != shard[1]:
+            raise UsageError(
+                f"{work.folder} holds shards of {shards}: give --shard K/{shards}, or remove it to begin again"
+            )
         total = own[-1].last - own[0].first if own else 0
         for chunk in own:
             if is_read(work, chunk):
