@@ -88,7 +88,8 @@ def find_structure(source: Source) -> Structure:
         )
     name_of = {module: name for name, module in model.named_modules()}
     found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
-    if lost is not None and lost.weights and any(where in block.modules() for block in found):
+    of_blocks = {module for block in found for module in block.modules()}
+    if lost is not None and lost.weights and where in of_blocks:
         raise _not_followed(family, lost.operation)
     try:
         layers, free = _layers_in_order(source, found, attention, run), False
