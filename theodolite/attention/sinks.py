@@ -1,4 +1,4 @@
-"""What an attention sink is: the one rule, for all that asks which keys are sinks.
+"""Decide which keys are attention sinks.
 
 A key is a sink of a head in a context where the queries that see it pay it more than `SINK_THRESHOLD` of their
 attention on average, and enough of them see it (`least_queries`). What sinks catch is in `catches.py`.
@@ -25,7 +25,7 @@ def is_sink(mean: Float[Tensor, "*keys"]) -> Bool[Tensor, "*keys"]:
 
 
 def least_queries(length: int) -> int:
-    """How many other queries must see a key of a context of `length` tokens before it can count as a sink."""
+    """Return how many other queries must see a key of a context of `length` tokens for it to count as a sink."""
     return min(16, math.ceil(length / 4))
 
 
@@ -43,14 +43,14 @@ class ReceivedAttention:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, mass: Float[Tensor, "batch heads keys"]) -> ReceivedAttention:
-        """From the attention weights of each key, summed over the queries."""
+        """Average what each key receives, from its attention weights summed over the queries."""
         queries = inputs.visible_queries()
         candidate = queries - 1 >= least_queries(inputs.query.shape[2])
         return cls(mass / queries.clamp_min(1), candidate)
 
     @property
     def sinks(self) -> Bool[Tensor, "batch heads keys"]:
-        """Which keys are sinks."""
+        """The keys that are sinks."""
         return is_sink(self.mean) & self.candidate
 
     @property

@@ -31,7 +31,7 @@ KEPT_BYTES = 1 << 28
 
 @runtime_checkable
 class ImageReader(Protocol):
-    """How a checkpoint reads images."""
+    """A checkpoint's way of reading images."""
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
         """Make the pixel values of a picture in RGB."""
@@ -47,7 +47,7 @@ class ImageReader(Protocol):
 
 @dataclass(frozen=True)
 class TransformedImages:
-    """How a module of one's own reads images: give it to `Corpus.from_path` in place of a tokenizer.
+    """A module's own way of reading images: give it to `Corpus.from_path` in place of a tokenizer.
 
     Args:
         transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and

@@ -21,7 +21,7 @@ KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT, *PRESETS)
 
 
 def is_drawn(name: str) -> bool:
-    """Whether the name is of a corpus that is drawn by a seed: random tokens, prompts or addition problems."""
+    """Tell whether the name is of a corpus drawn by a seed: random tokens, prompts or addition problems."""
     return name in (RANDOM, FEW_SHOT) or digits_of(name) is not None
 
 

@@ -17,7 +17,7 @@ import torch
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowStage
 
-Made = TypeVar("Made")
+Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
@@ -38,7 +38,7 @@ class Steps(Protocol):
         """Do the steps from `progress.done` on."""
 
     def state(self) -> Tensors:
-        """What the steps so far have left."""
+        """Return the tensors of the steps so far."""
 
     def restore(self, state: Tensors) -> None:
         """Continue from what `state` gave."""
@@ -85,7 +85,7 @@ class Rows(Generic[Item]):
 
 @dataclass
 class States:
-    """What the finished stages have left.
+    """The tensors of the finished stages.
 
     Attributes:
         tensors, notes: of each stage, by its name.
@@ -100,7 +100,7 @@ class States:
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def of(self, name: str) -> Tensors:
-        """The tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
+        """Return the tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
         stage, _, prefix = name.partition(".")
         tensors = self.tensors.get(stage, {})
         if not prefix:
@@ -111,12 +111,12 @@ class States:
             if key.startswith(f"{prefix}.")
         }
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What follows from the states, made by the first who asks for it under this name; it is not saved."""
+    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
+        """Derive a value from the states, once for all who ask for it under this name; it is not saved."""
         if name not in self._made:
             self._made[name] = make()
-        made: Made = self._made[name]
-        return made
+        derived: Derived = self._made[name]
+        return derived
 
 
 @dataclass(frozen=True)

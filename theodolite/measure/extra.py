@@ -37,16 +37,16 @@ class Extra(LayerSums):
     declared: ClassVar[tuple[Column, ...]] = ()
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """The residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
+        """Add the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """What enters the attention module of a block, (batch, positions, d)."""
+        """Add the input of a block's attention module, (batch, positions, d)."""
 
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
-        """A block's queries, keys and values."""
+        """Add a block's queries, keys and values."""
 
     def columns(self, state: State) -> Mapping[str, Sequence[float]]:
-        """Every declared column, from the state of the whole text: N values of layers, L · H of heads."""
+        """Return every declared column, from the state of the whole text: N values of layers, L · H of heads."""
         raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ class HeadMean(Extra):
         self.heads = heads
 
     def values(self, inputs: AttentionInputs) -> Tensor:
-        """Of a block, (batch, heads, any number)."""
+        """Compute the numbers of a block to be averaged, (batch, heads, any number)."""
         raise NotImplementedError
 
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
@@ -99,7 +99,7 @@ class HeadMean(Extra):
             self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
 
     def columns(self, state: State) -> dict[str, list[float]]:
-        """The mean of every head."""
+        """Return the mean of every head."""
         return {self.column.name: (state["sum"] / state["count"]).flatten().tolist()}
 
 
@@ -140,7 +140,7 @@ def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> Non
 def extra_columns(
     extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
 ) -> dict[str, dict[str, Sequence[float]]]:
-    """Table → column → values of all accumulators.
+    """Collect the values of all accumulators: table → column → values.
 
     Args:
         extra: the accumulators.

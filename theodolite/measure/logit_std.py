@@ -1,4 +1,4 @@
-"""How far a head's logits spread: their standard deviation over the keys that a query sees."""
+"""The spread of a head's logits: their standard deviation over the keys that a query sees."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class LogitStd(HeadMean):
     )
 
     def values(self, inputs: AttentionInputs) -> Tensor:
-        """Of the chosen queries, (batch, heads, queries)."""
+        """Compute the standard deviation of each chosen query's logits, (batch, heads, queries)."""
         seen = sampled_logits(inputs)
         return (seen - seen.nanmean(dim=-1, keepdim=True)).square().nanmean(dim=-1).sqrt()

@@ -1,4 +1,4 @@
-"""How a checkpoint's images are read: by its own image processor, and into which tokens.
+"""Read images as a checkpoint does: by its own image processor, into its tokens.
 
 The processor is that of `transformers` on Pillow and NumPy, so that pixel values are the same with torchvision and
 without it. Which tokens stand before the patches is seen from how many the model makes of an image of noise; their
@@ -42,7 +42,7 @@ class CheckpointImages:
     before: tuple[str, ...]
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """The pixel values of a picture in RGB."""
+        """Return the pixel values of a picture in RGB."""
         pixels: Tensor = self.processor(images=image, return_tensors="pt")[PIXELS][0]
         if pixels.ndim != 3:
             raise UsageError(
@@ -54,7 +54,7 @@ class CheckpointImages:
     def shown(
         self, pixels: Float[Tensor, "images channels height width"]
     ) -> UInt8[Tensor, "images height width colours"]:
-        """Pixel values as a picture that can be looked at: what the processor did to the colours is undone."""
+        """Show pixel values as a picture that can be looked at: what the processor did to the colours is undone."""
         colours = pixels.movedim(1, -1).double()
         if getattr(self.processor, "do_normalize", False):
             mean, deviation = (
@@ -66,12 +66,12 @@ class CheckpointImages:
         return (colours / factor).round().clamp(0, 255).to(torch.uint8)
 
     def grid_of(self, height: int, width: int) -> PatchGrid:
-        """The tokens of a picture of so many pixels."""
+        """Return how the tokens of a picture of so many pixels lie."""
         return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
 
 
 def image_reader(model: OpenModel) -> CheckpointImages:
-    """How a model reads images: what `Corpus.from_path` takes in place of a tokenizer.
+    """Describe how a model reads images: pass it to `Corpus.from_path` in place of a tokenizer.
 
     Raises:
         UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
@@ -115,7 +115,7 @@ def _sides(size: Any) -> tuple[int, int] | None:
 
 
 def _names(leading: int, registers: int) -> tuple[str, ...] | None:
-    """Of the tokens before the patches; None where there cannot be as many."""
+    """Name the tokens before the patches; None where there cannot be as many."""
     unnamed = leading - 1 - registers
     if leading == 0 and not registers:
         return ()

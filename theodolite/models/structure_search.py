@@ -134,8 +134,8 @@ def find_structure(source: Source) -> Structure:
 def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
     if isinstance(source.root, PreTrainedModel):
         return UsageError(
-            f"{source.name} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, "
-            "where nothing else is said): see attention="
+            f"{source.name} has no such attention (the default of an encoder-decoder is its decoder's self-attention): "
+            "choose another with attention="
         )
     names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in heard})
     return UsageError(
@@ -155,7 +155,7 @@ def _not_followed(family: str, operation: str) -> UsageError:
 def _layers_in_order(
     source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_Ran]:
-    """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
+    """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
     Where blocks are named, what attends outside of them is left out.
 
@@ -223,7 +223,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
     if of_own and in_one_list and layer.read[0] is layer.read[-1]:
         return UsageError(
             f"{source.name}: heads are modules of their own, side by side ({first}, then {second}); theodolite needs "
-            f'one module for all heads of a block. To look at one of each, attention="{place}"'
+            f'one module for all heads of a block. To survey one of each, attention="{place}"'
         )
     twice = f"{source.name} has a block that attends twice ({first}, then {second})"
     line = f"{twice}; theodolite needs one attention a block, with all of its heads"
@@ -233,7 +233,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
 
 
 def _with_end(source: Source, structure: Structure) -> Structure:
-    """Blocks that are no modules: with the layout of the hidden states that the model returns; or `UsageError`."""
+    """Add the layout of the hidden states that the model returns, for blocks that are no modules; or `UsageError`."""
     with torch.no_grad():
         last = first_output(source.run(source.sample(SEVERAL)))
     layout = Layout.of(last.shape, 1, SEVERAL)
@@ -246,7 +246,7 @@ def _with_end(source: Source, structure: Structure) -> Structure:
 
 
 def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
-    """The attention modules, each in place of its block, in the order in which they run."""
+    """List the attention modules, each in place of its block, in the order in which they run."""
     layers: list[_Ran] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -265,7 +265,7 @@ def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
-    """Blocks by name, or those of the one list that is named."""
+    """Find the blocks by name, or those of the one list that is named."""
     try:
         named = [model.get_submodule(name) for name in names]
     except AttributeError as error:
@@ -278,7 +278,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 def _blocks_around(
     model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
 ) -> set[nn.Module]:
-    """The members of the lists that hold the attention modules; of what is no `ModuleList`, those like one that does.
+    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does.
 
     Raises:
         UsageError: an attention module is in no list.
@@ -303,7 +303,7 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
-    """The outermost `ModuleList` that holds the module of that name, and the member in which it is.
+    """Find the outermost `ModuleList` that holds the module of that name, and the member in which it is.
 
     A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, or
     one of attention modules only, the innermost of another kind.

@@ -30,7 +30,7 @@ TOKENS_A_BATCH = 4096
 
 
 class Accumulator(Protocol):
-    """Has a resumable state."""
+    """An object with a resumable state."""
 
     def state(self) -> State:
         """Return all sums so far."""
@@ -64,7 +64,7 @@ class CorpusPass(Hooks):
         raise NotImplementedError
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …`, a batch of ids, come next."""
+        """Announce the next contexts, `first …`, a batch of ids."""
         raise NotImplementedError
 
     @measures("self.model")
@@ -161,7 +161,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "dtype": str(model.source.dtype),
         "device": model.device.type,
         **({"attention": model.source.attention} if model.source.attention else {}),
-        **({"edits": list(model.interventions)} if model.interventions else {}),
+        **({"interventions": list(model.interventions)} if model.interventions else {}),
     }
 
 
@@ -207,5 +207,5 @@ def next_token_losses(
 
 
 def perplexity_of(loss: float) -> float:
-    """exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
+    """Compute exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
     return float(torch.tensor(loss, dtype=torch.float64).exp())

@@ -200,7 +200,7 @@ class SurveyPlan:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides every byte of the survey."""
+        """The settings that decide every byte of the survey."""
         added = {"extra": [accumulator.name for accumulator in self.extra]} if self.extra else {}
         text = {"corpus": self.corpus.sha256, "batch": self.batch, "seed": self.seed}
         return {**fingerprint_of_tables(self.model), **text, **added}
@@ -322,7 +322,7 @@ class SurveyPlan:
                 job.save()
 
     def _surveyed(self, shards: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What `merge` needs to make the same plan."""
+        """Return what `merge` needs to make the same plan."""
         corpus = self.corpus
         tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
         tensors |= {} if corpus.lengths is None else {"lengths": corpus.lengths}
@@ -346,7 +346,7 @@ def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence
 
 
 def is_read(work: Unfinished, chunk: Chunk) -> bool:
-    """Whether the sums of the whole chunk are there."""
+    """Tell whether the sums of the whole chunk are there."""
     return bool(work.notes(chunk.name).get("finished"))
 
 

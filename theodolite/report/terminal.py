@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: short tables of layers and notable heads, an outcome, and JSON."""
+"""Show a run in the terminal: short tables of layers and notable heads, an outcome, and JSON."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def show_outcome(
 
 
 def tables_as_json(run: Run) -> dict[str, Any]:
-    """Provenance and tables as plain JSON values; NaN becomes null."""
+    """Convert provenance and tables to plain JSON values; NaN becomes null."""
     names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution", "traces")
     tables = {name: records(getattr(run, name)) for name in names if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 
 
 def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
-    """The layers with standard errors (±): next to the values in a wide terminal, below them in a narrow one."""
+    """Tabulate the layers with standard errors (±): next to the values in a wide terminal, below in a narrow one."""
     names = [name for name in LAYER_COLUMNS if name in layers.columns]
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in names)
     caption = (

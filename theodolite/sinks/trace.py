@@ -55,10 +55,10 @@ class TracePass(CorpusPass):
         corpus: Corpus,
         batch: int,
         metric: Float[Tensor, "layers heads value_width value_width"],
-        stretches: bool = False,
+        local_sinks: bool = False,
     ) -> None:
         super().__init__(model, corpus, 0, batch)
-        self._stretches = stretches
+        self._local_sinks = local_sinks
         self._metric = metric
         self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
@@ -103,7 +103,7 @@ class TracePass(CorpusPass):
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
             output, (catches,) = attend_and_catch(
-                inputs.of_contexts(part), stretches=self._stretches, trailing=self._trailing
+                inputs.of_contexts(part), local_sinks=self._local_sinks, trailing=self._trailing
             )
             if not len(catches.head):
                 return output, catches, None
@@ -138,7 +138,7 @@ def trace_sinks(
     corpus: Corpus | Tensor,
     out: str | Path | None = None,
     *,
-    stretches: bool = False,
+    local_sinks: bool = False,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
     show_progress: ShowStage = lambda what, done, total: None,
@@ -156,7 +156,7 @@ def trace_sinks(
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        stretches: count local sinks as well, of kind `stretch` (at position 0 `first`, as any): a key that dominates a
+        local_sinks: count local sinks as well, of kind `local` (at position 0 `first`, as any): a key that dominates a
             contiguous span, at least min(16, T/4) queries, below the threshold on average, as a line break may its
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
@@ -180,8 +180,8 @@ def trace_sinks(
     model.check_weights()
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
-    if stretches:
-        fingerprint["stretches"] = True
+    if local_sinks:
+        fingerprint["local_sinks"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
     text = text_of_tokens(model, corpus)
 
@@ -194,7 +194,7 @@ def trace_sinks(
         return Rows(range(model.layers), read)
 
     def trace(states: States) -> TracePass:
-        return TracePass(model, corpus, batch, states.of("metric")["metric"], stretches)
+        return TracePass(model, corpus, batch, states.of("metric")["metric"], local_sinks)
 
     def write(states: States) -> Rows[int]:
         tags = states.of("trace.tags")

@@ -1,4 +1,4 @@
-"""How a model is tapped: one door for each way in which models attend.
+"""Taps on a model's attention: one door for each way in which models attend.
 
 A door is a file with a context manager. While it is open for a model, each of the model's attention modules calls
 `answers.answered(module, inputs)` in place of computing its attention, and goes on with the output that this returns,

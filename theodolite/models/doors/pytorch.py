@@ -36,7 +36,7 @@ _open_models: dict[object, frozenset[nn.Module]] = {}
 
 
 class _ThisThread(threading.local):
-    """This thread's mode, while a module of an open model runs, and the last attention that could not be followed.
+    """The mode of this thread while a module of an open model runs, and the last attention it could not follow.
 
     Without one, the first product of what an operation made of another product: attention without a softmax, perhaps.
     """
@@ -110,7 +110,7 @@ def attention_not_followed() -> tuple[nn.Module, Lost] | None:
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
+    """Tell whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
     models = list(_open_models.values())  # another thread may open one meanwhile
     if any(module in modules for modules in models):
         return True

@@ -47,7 +47,7 @@ _open: dict[nn.Module, Shared] = {}
 
 
 def tap_functions_of(model: nn.Module) -> bool:
-    """From now on, tap a model by PyTorch's functions even if it has the attention interface; whether this is new.
+    """Tap a model by PyTorch's functions from now on, even if it has the attention interface; tell whether this is new.
 
     The text side of GIT attends by hand, its vision side through the interface.
     """
@@ -63,7 +63,7 @@ def tap_by_door(model: nn.Module) -> None:
 
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
-    """While open, every attention layer of `model` calls `tap`; the model is restored on leaving.
+    """Call `tap` from every attention layer of `model` while open; the model is restored on leaving.
 
     Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
     """
@@ -73,7 +73,7 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 
 @contextmanager
 def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """While open, `tap` observes the attention that `model` computes; what it returns is not used.
+    """Let `tap` observe the attention that `model` computes while open; what it returns is not used.
 
     Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
     pass, their gradients and random numbers are as without it.
@@ -94,7 +94,7 @@ def intervened(
     of_inputs: bool = False,
     whole_cache: bool = False,
 ) -> Iterator[None]:
-    """While open, `intervene` is applied whenever `model` calls the attention module `module`, tapped or not.
+    """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
     Those in inputs come first, whatever the order in which they were opened, and within a kind the one opened first
     is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed. Copies of the
