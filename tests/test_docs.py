@@ -19,6 +19,8 @@ from tests.processes import Started
 from tests.referee import answers_of
 from theodolite import Corpus, Run, __version__, open_model, survey, trace_sinks
 from theodolite.cli.app import app
+from theodolite.corpus.documents import READERS
+from theodolite.corpus.spec import KEYWORDS
 from theodolite.judging import Criterion, Estimate
 from theodolite.measure.catalogue import own_extra
 from theodolite.passes.run import TABLES
@@ -157,6 +159,11 @@ def test_every_table_is_explained_and_every_measure_has_a_place(runs):
     for table in (run.layers, run.heads):
         for column in set(table.columns) - {"layer", "head"} - added:
             assert f"`{column.removesuffix('_se')}`" in placed, column
+
+
+def test_every_kind_of_file_and_every_named_corpus_is_on_the_page_of_the_survey():
+    page = (DOCS / "survey.md").read_text()
+    assert [name for name in (*READERS, *KEYWORDS) if f"`{name}" not in page] == []
 
 
 def test_every_page_can_be_reached_from_the_contents():

@@ -153,7 +153,7 @@ class Corpus:
         pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """Read a file or folder of `.txt`, `.md`, `.jsonl`, `.parquet`, also compressed (`.gz`, …), or of images.
+        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
         or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
