@@ -28,6 +28,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import TABLES, Columns
 from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.corpus.sampling import Choice, choose
+from theodolite.corpus.spec import PYTHON_TEXTS
 from theodolite.errors import UsageError
 from theodolite_papers.training.tasks import character_tokenizer
 
@@ -253,7 +254,7 @@ def test_stdlib_code_is_source(plain: PreTrainedTokenizerFast, monkeypatch: pyte
     from theodolite.corpus.python_texts import stdlib_sources
 
     first = next(document for document in stdlib_sources() if len(document.text) > 2000)
-    monkeypatch.setattr(module, "stdlib_sources", lambda: [first])
+    monkeypatch.setitem(PYTHON_TEXTS, "code", lambda: [first])
     corpus = make_corpus("code", plain, 32, contexts=4)
     assert corpus.label_names == [first.label]
     assert plain.decode(corpus.contexts[0]) in first.text
@@ -279,7 +280,7 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
 
 def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
-    monkeypatch.setattr(Corpus, "python_docs", lambda *arguments, pack: asked.append((*arguments, pack)))
+    monkeypatch.setattr(Corpus, "from_documents", lambda name, documents, *of: asked.append((name, *of)))
     monkeypatch.setattr(
         Corpus, "from_dataset", lambda *arguments, pack, show_tokens: asked.append((*arguments, pack))
     )
@@ -288,8 +289,8 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
     make_corpus("hf:user/set", plain, 8, columns=Columns(label="kind"), per_label=300)
     assert asked == [
-        (plain, 8, None, 0, None, True),
-        (plain, 8, 5, 1, None, False),
+        ("docs", plain, 8, Choice(None, 0), True),
+        ("docs", plain, 8, Choice(5, 1), False),
         ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None, True),
         ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300, True),
     ]
