@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ from theodolite.judging import Criterion, Estimate
 from theodolite.measure.catalogue import own_extra
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
+from theodolite.report.sink_trace import COPIED, LATER, OUTLIER, RELEASED, TAGGED, TRACE
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages
 
@@ -186,6 +189,23 @@ def test_verdicts_of_the_gallery_follow_from_their_numbers():
             for row in result["judged"]
         ]
         assert answers_of(numbers) == given if numbers else {*given} <= {"not testable here"}, name
+
+
+def test_the_gallery_has_the_declared_claims_and_no_others():
+    """Oracle: the declarations. Of training runs only what theirs can judge: they may be too short for a claim."""
+    of_trainings = {"geometry/training", *(f"localization/figure{number}" for number in (6, *range(8, 13)))}
+    for name, result in gallery.results().items():
+        declared = declarations()[ALIASES[name].of if name in ALIASES else name].claims.values()
+        parts = (part for claim in declared for part in (claim, *claim.values()) if isinstance(part, Mapping))
+        claims = [re.escape(part["claim"]) for part in parts if "claim" in part]
+        claims += [
+            re.escape(claim) for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER) if name == TRACE.name
+        ]
+        patterns = [re.sub(r"\\{.*?\\}", ".*", claim) for claim in claims]
+        judged = [verdict["claim"] for verdict in result["verdicts"]]
+        missing = {p for p in patterns if not any(re.fullmatch(p, claim) for claim in judged)}
+        assert not missing or name in of_trainings, (name, missing)
+        assert all(any(re.fullmatch(p, claim) for p in patterns) for claim in judged), name
 
 
 def test_every_experiment_is_in_the_gallery():
