@@ -27,7 +27,7 @@ from theodolite.corpus.documents import (
     read_path,
     streamed_rows,
 )
-from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
+from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, padded, read_order, runs
@@ -140,7 +140,7 @@ class Corpus:
     def from_path(
         cls,
         path: str | Path,
-        tokenizer: Tokenizer | ImageReader,
+        tokenizer: Tokenizer | TransformedImages,
         length: int | None = None,
         contexts: int | None = None,
         seed: int = 0,
@@ -170,7 +170,7 @@ class Corpus:
         columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows)
         name = printable(path)
-        if isinstance(tokenizer, ImageReader):
+        if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
             pictures, passed_over = pictures_at(path, columns)
             selection = columns.described() | ({"files_passed_over": passed_over} if passed_over else {})
@@ -204,7 +204,7 @@ class Corpus:
     def from_dataset(
         cls,
         name: str,
-        tokenizer: Tokenizer | ImageReader,
+        tokenizer: Tokenizer | TransformedImages,
         length: int | None,
         contexts: int,
         config: str | None = None,
@@ -229,7 +229,7 @@ class Corpus:
         """
         columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
-        if isinstance(tokenizer, ImageReader):
+        if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
             images = pictures_of_dataset(name, config, split, columns)
             return cls._of_images(name, images, tokenizer, choice, columns.described(), show_tokens)
@@ -385,7 +385,7 @@ class Corpus:
         cls,
         name: str,
         pictures: Iterable[Picture],
-        reader: ImageReader,
+        reader: TransformedImages,
         choice: Choice,
         selection: dict[str, Any],
         show_images: ShowTokens,

@@ -25,7 +25,7 @@ from theodolite.corpus.documents import (
     text_and_articles,
 )
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
-from theodolite.corpus.images import ImageReader, refuse_length
+from theodolite.corpus.images import TransformedImages, refuse_length
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice
 from theodolite.corpus.spec import (
     DOCS,
@@ -49,7 +49,7 @@ BETWEEN = "\n\n"
 
 def make_corpus(
     spec: str | Path | None,
-    tokenizer: Tokenizer | ImageReader,
+    tokenizer: Tokenizer | TransformedImages,
     length: int | None,
     contexts: int | None = None,
     seed: int = 0,
@@ -66,11 +66,11 @@ def make_corpus(
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
-    `show_tokens` as in `Corpus`. With an `ImageReader` they are images, without a length: a path, or `hf:NAME…`.
+    `show_tokens` as in `Corpus`. With an `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
     """
     name = DOCS if spec is None else str(spec)
     some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
-    if isinstance(tokenizer, ImageReader):
+    if isinstance(tokenizer, TransformedImages):
         refuse_length(length)
         if spec is None:
             raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
