@@ -44,10 +44,7 @@ class Outcome(PageOutcome):
 
     def draw(self, key: str, figure: go.Figure | Choice, caption: str = "", **values: object) -> None:
         """Show a figure; `values` fill the caption of that name (default: `key`)."""
-        texts = dict(self.declared.figures[caption or key])
-        wide = texts.pop("wide", False)
-        filled = {name: text.format(**values) if values else text for name, text in texts.items()}
-        self.figure(key, figure=figure, wide=wide, **filled)
+        self.captioned(key, figure, self.declared.figures[caption or key], values)
 
     def sentence(self, key: str, entry: str = "claim", /, **values: Any) -> str:
         """Fill the sentence of the claim of that name, or of a part of it (`claim.part`), with `values`.
