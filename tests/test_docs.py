@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,16 @@ from tests.processes import Started
 from tests.referee import answers_of
 from theodolite import Corpus, Run, __version__, open_model, survey, trace_sinks
 from theodolite.cli.app import app
+from theodolite.corpus.documents import READERS
+from theodolite.corpus.spec import KEYWORDS
 from theodolite.estimates import Estimate
 from theodolite.judging import Criterion
 from theodolite.measure.catalogue import built_in_extra
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
+from theodolite.report.sink_trace import COPIED, LATER, OUTLIER, RELEASED, TAGGED, TRACE
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages
 
@@ -160,6 +165,11 @@ def test_every_table_is_explained_and_every_measure_has_a_place(runs):
             assert f"`{column.removesuffix('_se')}`" in placed, column
 
 
+def test_every_kind_of_file_and_every_named_corpus_is_on_the_page_of_the_survey():
+    page = (DOCS / "survey.md").read_text()
+    assert [name for name in (*READERS, *KEYWORDS) if f"`{name}" not in page] == []
+
+
 def test_every_page_can_be_reached_from_the_contents():
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     listed = set(re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE))
@@ -180,6 +190,23 @@ def test_verdicts_of_the_gallery_follow_from_their_numbers():
             for row in result["judged"]
         ]
         assert answers_of(numbers) == given if numbers else {*given} <= {"not testable here"}, name
+
+
+def test_the_gallery_has_the_declared_claims_and_no_others():
+    """Oracle: the declarations. Of training runs only what theirs can judge: they may be too short for a claim."""
+    of_trainings = {"geometry/training", *(f"localization/figure{number}" for number in (6, *range(8, 13)))}
+    for name, result in gallery.results().items():
+        declared = declarations()[ALIASES[name].of if name in ALIASES else name].claims.values()
+        parts = (part for claim in declared for part in (claim, *claim.values()) if isinstance(part, Mapping))
+        claims = [re.escape(part["claim"]) for part in parts if "claim" in part]
+        claims += [
+            re.escape(claim) for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER) if name == TRACE.name
+        ]
+        patterns = [re.sub(r"\\{.*?\\}", ".*", claim) for claim in claims]
+        judged = [verdict["claim"] for verdict in result["verdicts"]]
+        missing = {p for p in patterns if not any(re.fullmatch(p, claim) for claim in judged)}
+        assert not missing or name in of_trainings, (name, missing)
+        assert all(any(re.fullmatch(p, claim) for p in patterns) for claim in judged), name
 
 
 def test_every_experiment_is_in_the_gallery():

@@ -44,10 +44,7 @@ class Outcome(PageOutcome):
 
     def draw(self, key: str, figure: go.Figure | Choice, caption: str = "", **values: object) -> None:
         """Show a figure; `values` fill the caption of that name (default: `key`)."""
-        texts = dict(self.declared.figures[caption or key])
-        wide = texts.pop("wide", False)
-        filled = {name: text.format(**values) if values else text for name, text in texts.items()}
-        self.figure(key, figure=figure, wide=wide, **filled)
+        self.captioned(key, figure, self.declared.figures[caption or key], values)
 
     def sentence(self, key: str, entry: str = "claim", /, **values: Any) -> str:
         """Fill the sentence of the claim of that name, or of a part of it (`claim.part`), with `values`.
@@ -104,10 +101,13 @@ def _criterion(declared: Mapping[str, Any], **values: Any) -> Criterion:
     return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
 
 
-def criterion(name: str) -> Criterion:
-    """Return the criterion of a group and name (`geometry/rank`), for numbers not judged by a claim alone."""
+def criterion(name: str, **values: Any) -> Criterion:
+    """Return the criterion of a group and name (`geometry/rank`), for numbers not judged by a claim alone.
+
+    `limit` is among the values where the declaration has none.
+    """
     group, _, own = name.partition("/")
-    return _criterion(declarations()[f"{group}/claims"].criteria[own])
+    return _criterion(declarations()[f"{group}/claims"].criteria[own], **values)
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:

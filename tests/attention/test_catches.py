@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,15 @@ def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
     own = [x[group == g] for g in np.unique(group)]
     between = sum(len(rows) * np.square(rows.mean(0) - mean).sum() for rows in own)
     return float(between), float(np.square(x - mean).sum())
+
+
+def test_keys_and_learned_columns_are_sinks_by_the_one_rule(monkeypatch):
+    """Oracle: nothing gets more than all of the attention, so that none is left where the rule asks for it."""
+    inputs = make("sink")
+    inputs = replace(inputs, sink=torch.full_like(inputs.sink, 9.0))
+    assert all(LEARNED in catches.position for catches in attend_and_catch(inputs)[1])
+    monkeypatch.setattr("theodolite.attention.sinks.SINK_THRESHOLD", 1.0)
+    assert not any(len(catches.position) for catches in attend_and_catch(inputs)[1])
 
 
 @pytest.mark.parametrize("local_sinks", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,10 @@ from theodolite.corpus import corpus as module
 from theodolite.corpus import cutting, documents
 from theodolite.corpus.addition_task import CHARACTERS
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.documents import Columns
+from theodolite.corpus.documents import TABLES, Columns
 from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.corpus.sampling import Choice, choose
+from theodolite.corpus.spec import PYTHON_TEXTS
 from theodolite.errors import UsageError
 from theodolite_papers.training.tasks import character_tokenizer
 
@@ -252,7 +254,7 @@ def test_stdlib_code_is_source(plain: PreTrainedTokenizerFast, monkeypatch: pyte
     from theodolite.corpus.python_texts import stdlib_sources
 
     first = next(document for document in stdlib_sources() if len(document.text) > 2000)
-    monkeypatch.setattr(module, "stdlib_sources", lambda: [first])
+    monkeypatch.setitem(PYTHON_TEXTS, "code", lambda: [first])
     corpus = make_corpus("code", plain, 32, contexts=4)
     assert corpus.label_names == [first.label]
     assert plain.decode(corpus.contexts[0]) in first.text
@@ -278,7 +280,7 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
 
 def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
-    monkeypatch.setattr(Corpus, "python_docs", lambda *arguments, pack: asked.append((*arguments, pack)))
+    monkeypatch.setattr(Corpus, "from_documents", lambda name, documents, *of: asked.append((name, *of)))
     monkeypatch.setattr(
         Corpus, "from_dataset", lambda *arguments, pack, show_tokens: asked.append((*arguments, pack))
     )
@@ -287,8 +289,8 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
     make_corpus("hf:user/set", plain, 8, columns=Columns(label="kind"), per_label=300)
     assert asked == [
-        (plain, 8, None, 0, None, True),
-        (plain, 8, 5, 1, None, False),
+        ("docs", plain, 8, Choice(None, 0), True),
+        ("docs", plain, 8, Choice(5, 1), False),
         ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None, True),
         ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300, True),
     ]
@@ -432,9 +434,10 @@ def test_labels_that_cannot_be_had_are_one_line(tmp_path, plain, options, says):
 def test_a_text_column_of_what_is_no_table_is_refused(tmp_path: Path, plain, read) -> None:
     column = Columns("body")
     (tmp_path / "a.txt").write_text("some text that is long enough")
-    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --text-column"):
+    says = re.escape(f"holds no table ({' '.join(TABLES)}): leave out --")
+    with pytest.raises(UsageError, match=f"{says}text-column"):
         read(tmp_path / "a.txt", plain, column)
-    with pytest.raises(UsageError, match=r"holds no table \(\.jsonl \.parquet\): leave out --label-column"):
+    with pytest.raises(UsageError, match=f"{says}label-column"):
         make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
     for name in ("docs", "held-out", "code"):
         with pytest.raises(UsageError, match=f"{name} is no table: leave out --text-column"):

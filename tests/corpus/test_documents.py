@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import lzma
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from theodolite.corpus import documents as texts
 from theodolite.corpus import python_texts
-from theodolite.corpus.documents import Columns, Document, joined_articles, read_path
+from theodolite.corpus.documents import READERS, Columns, Document, joined_articles, read_path
 from theodolite.corpus.python_texts import docstrings, python_topics, stdlib_docstrings, stdlib_sources
 from theodolite.errors import UsageError
 
@@ -118,7 +119,7 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.pdf", b"x", r"a\.pdf is not one of \.txt \.md \.jsonl \.parquet"),
+        ("a.pdf", b"x", re.escape(f"a.pdf is not one of {' '.join(READERS)}")),
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\t", "is empty"),
         ("a.txt", b"abc\0def", r"binary \(byte 3 is NUL\)"),
@@ -159,7 +160,7 @@ def test_a_parquet_file_without_the_column_or_with_numbers_in_it(tmp_path: Path)
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(UsageError, match=r"holds no file of \.txt \.md \.jsonl \.parquet"):
+    with pytest.raises(UsageError, match=re.escape(f"holds no file of {' '.join(READERS)}")):
         list(read_path(tmp_path))
     for name in ("b.txt", "c.jsonl", "d.parquet"):
         (tmp_path / name).write_bytes(b"" if name == "d.parquet" else b" \n")

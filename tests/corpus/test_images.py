@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ViTImageProcessor
 
 from tests import vision
 from theodolite.corpus import images
@@ -134,10 +136,12 @@ def test_places_without_images_are_refused(tmp_path, reader):
 
 
 def test_images_of_several_sizes_are_refused(folder, reader):
-    processor = type(reader.processor)(do_resize=False)
+    as_they_are = replace(
+        reader, transform=partial(reader.transform.func, ViTImageProcessor(do_resize=False))
+    )
     vision.picture(0, (16, 16)).save(folder / "cat" / "0.png")
     with pytest.raises(UsageError, match="makes images of several sizes"):
-        Corpus.from_path(folder, replace(reader, processor=processor))
+        Corpus.from_path(folder, as_they_are)
 
 
 def test_transparent_grey_and_turned_images_are_read_upright_in_colour(tmp_path, reader):

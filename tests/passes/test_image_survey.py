@@ -180,7 +180,7 @@ def test_images_of_another_size_than_the_models(tmp_path):
         folder = vision.write(family, tmp_path / family)
         model = open_model(folder)
         reader = image_reader(model)
-        reader.processor.size = {"height": 24, "width": 32}
+        reader.transform.args[0].size = {"height": 24, "width": 32}
         corpus = Corpus.from_path(drawn, reader)
         assert corpus.grid.shape == (6, 8)
         if family == "dinov2":

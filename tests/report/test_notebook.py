@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_page import Reader
-from theodolite.passes.run import Run
+from theodolite.passes.run import TABLES, Run
 from theodolite.report.health import Check, in_a_line
 from theodolite.report.page import strongest
 from theodolite.report.terminal import show_run, tables_as_json
@@ -103,6 +103,7 @@ def test_80_columns_have_errors_below_their_values_and_nothing_is_cut(run: Run) 
 
 def test_json_has_every_table_that_has_rows(run: Run) -> None:
     tables = tables_as_json(run)
+    assert set(tables) == {"provenance", *(name for name in TABLES if len(getattr(run, name)))}
     assert len(tables["constituents"]) == len(run.constituents)
     assert tables["attribution"][0]["group"] == "position"
     assert set(tables_as_json(weights_only(run))) == {"provenance", "heads"}

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.attention.inputs import MASKED, AttentionInputs
-from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, least_queries
+from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, is_sink, least_queries
 from theodolite.attention.summary import summarise_in_blocks
 from theodolite.system.processor import parallel_map
 
@@ -115,7 +115,7 @@ def _catches(
     visible = (logits > MASKED / 2)[head, :, column]
     if inputs.sink is not None:
         learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        catching = (learned.mean(dim=1) > SINK_THRESHOLD).nonzero().flatten()
+        catching = is_sink(learned.mean(dim=1)).nonzero().flatten()
         head, order = torch.cat([head, catching]).sort(stable=True)
         position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
         mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]

@@ -19,6 +19,11 @@ SINK_THRESHOLD = 0.3
 """ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
 
 
+def is_sink(mean: Float[Tensor, "*keys"]) -> Bool[Tensor, "*keys"]:
+    """Tell which keys, or learned sink columns, are sinks by the mean attention of the queries that see them."""
+    return mean > SINK_THRESHOLD
+
+
 def least_queries(length: int) -> int:
     """Return how many other queries must see a key of a context of `length` tokens for it to count as a sink."""
     return min(16, math.ceil(length / 4))
@@ -46,7 +51,7 @@ class ReceivedAttention:
     @property
     def sinks(self) -> Bool[Tensor, "batch heads keys"]:
         """The keys that are sinks."""
-        return (self.mean > SINK_THRESHOLD) & self.candidate
+        return is_sink(self.mean) & self.candidate
 
     @property
     def of_candidates(self) -> Float[Tensor, "batch heads keys"]:

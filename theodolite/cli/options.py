@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
+from theodolite.corpus.documents import READERS, TABLES, Columns
+from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_folder
@@ -22,7 +24,6 @@ from theodolite.system.wording import counted
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
-    from theodolite.corpus.documents import Columns
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a completion function that offers these words as values of an option."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
-
-
-def _corpora(incomplete: str) -> list[str]:
-    from theodolite.corpus.spec import KEYWORDS
-
-    return one_of(KEYWORDS)(incomplete)
 
 
 DEFAULT_CONTEXTS = 256
@@ -185,10 +180,10 @@ class Text:
     corpus: Annotated[
         str | None,
         typer.Option(
-            help="A file or folder of .txt .md .jsonl .parquet, or of images, one label a subfolder; docs, held-out, "
-            "code, wikitext-2, random, addition or few-shot; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text in "
+            help=f"A file or folder of {' '.join(READERS)}, or of images, one label a subfolder; one of "
+            f"{', '.join(KEYWORDS)}; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text in "
             "every Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
-            autocompletion=_corpora,
+            autocompletion=one_of(KEYWORDS),
         ),
     ] = None
     length: Annotated[
@@ -204,7 +199,8 @@ class Text:
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
     text_column: Annotated[
-        str, typer.Option(help="Column of texts, or of conversations, of tables (.jsonl, .parquet, hf:NAME).")
+        str,
+        typer.Option(help=f"Column of texts, or of conversations, of tables ({', '.join(TABLES)}, hf:NAME)."),
     ] = "text"
     label_column: Annotated[
         str | None, typer.Option(help="Label column of tables [default: label or topic, if there is one].")
@@ -226,8 +222,6 @@ class Text:
     @property
     def columns(self) -> Columns:
         """The table columns to read."""
-        from theodolite.corpus.documents import Columns
-
         return Columns(self.text_column, self.label_column, self.label_rows)
 
     @property
@@ -244,7 +238,6 @@ class Text:
             UsageError: a text that is not there, a number out of range, options that do not go together.
         """
         from theodolite.corpus.sampling import Choice, check_length
-        from theodolite.corpus.spec import check_spec
 
         if self.length is not None:
             check_length(self.length)

@@ -13,7 +13,7 @@ from rich.console import Console
 from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
 from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, PruningOptions
+from theodolite.prune.options import DAMPING, FORMS, METHODS, OF_METHOD, RANK_RATIO, PruningOptions
 from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refuse_inside
 from theodolite.system.choices import refuse_unread
 
@@ -46,7 +46,7 @@ class _Pruning:
     method: Annotated[
         str,
         typer.Option(
-            help="oats, sparsegpt, wanda or magnitude.",
+            help=f"One of {', '.join(METHODS)}.",
             autocompletion=one_of(METHODS),
         ),
     ] = "oats"
@@ -63,20 +63,22 @@ class _Pruning:
     rank_ratio: Annotated[
         float | None,
         typer.Option(
-            help=f"oats only: share of the kept parameters in the low-rank part [default: {RANK_RATIO}]."
+            help=f"{OF_METHOD['rank_ratio']} only: share of the kept parameters in the low-rank part "
+            f"[default: {RANK_RATIO}]."
         ),
     ] = None
     damping: Annotated[
         float | None,
         typer.Option(
-            help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean "
+            help=f"{OF_METHOD['damping']} only: added to the Hessian's diagonal, as a share of its mean "
             f"[default: {DAMPING}]."
         ),
     ] = None
     exact: Annotated[
         bool,
         typer.Option(
-            "--exact", help="oats only: a full SVD in every iteration, as published; ten times slower."
+            "--exact",
+            help=f"{OF_METHOD['exact']} only: a full SVD in every iteration, as published; ten times slower.",
         ),
     ] = False
     skip: Annotated[
@@ -98,13 +100,9 @@ class _Pruning:
 
     def options(self, *, streamed: bool, **others: Any) -> PruningOptions:
         """Return all options of the pruning, checked; `others` are those from elsewhere on the command line."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if not (value is None or value is False)}
         given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
-        options = PruningOptions(**given, **others).checked(streamed=streamed)
-        of_oats = {"--rank-ratio": self.rank_ratio, "--exact": self.exact or None}
-        unread = {} if self.method == "oats" else of_oats
-        unread |= {} if self.method == "sparsegpt" else {"--damping": self.damping}
-        refuse_unread(f"{self.method} has no such option", unread)
+        options = PruningOptions(**given, **others).checked(streamed=streamed, given=given)
         if options.weighs_inputs:
             refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors or None})
         return options

@@ -7,10 +7,12 @@ digit first, as in their published code (not stated in the paper), so that carri
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from theodolite.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CHARACTERS = "\n+=0123456789"
 

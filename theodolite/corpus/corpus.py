@@ -27,13 +27,12 @@ from theodolite.corpus.documents import (
     read_path,
     streamed_rows,
 )
-from theodolite.corpus.images import ImageReader, Images, choose_images, refuse_length
+from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
-from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
 from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, padded, read_order, runs
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
-from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, RANDOM
+from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -141,7 +140,7 @@ class Corpus:
     def from_path(
         cls,
         path: str | Path,
-        tokenizer: Tokenizer | ImageReader,
+        tokenizer: Tokenizer | TransformedImages,
         length: int | None = None,
         contexts: int | None = None,
         seed: int = 0,
@@ -153,7 +152,7 @@ class Corpus:
         pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """Read a file or folder of `.txt`, `.md`, `.jsonl`, `.parquet`, also compressed (`.gz`, …), or of images.
+        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
         or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
@@ -171,13 +170,13 @@ class Corpus:
         columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows)
         name = printable(path)
-        if isinstance(tokenizer, ImageReader):
+        if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
             pictures, passed_over = pictures_at(path, columns)
             selection = columns.described() | ({"files_passed_over": passed_over} if passed_over else {})
             return cls._of_images(name, pictures, tokenizer, choice, selection, show_tokens)
         read = (read_path(path, columns), tokenizer, length, choice, pack)
-        return cls._of_documents(name, *read, columns.described(), show_tokens)
+        return cls.from_documents(name, *read, columns.described(), show_tokens)
 
     @classmethod
     def from_texts(
@@ -197,7 +196,7 @@ class Corpus:
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
         documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
-        return cls._of_documents(
+        return cls.from_documents(
             "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack
         )
 
@@ -205,7 +204,7 @@ class Corpus:
     def from_dataset(
         cls,
         name: str,
-        tokenizer: Tokenizer | ImageReader,
+        tokenizer: Tokenizer | TransformedImages,
         length: int | None,
         contexts: int,
         config: str | None = None,
@@ -230,13 +229,13 @@ class Corpus:
         """
         columns = Columns(text_column, label_column, label_rows, tokenizer)
         choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
-        if isinstance(tokenizer, ImageReader):
+        if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
             images = pictures_of_dataset(name, config, split, columns)
             return cls._of_images(name, images, tokenizer, choice, columns.described(), show_tokens)
         documents = joined_articles(streamed_rows(name, config, split, columns))
         read = (documents, tokenizer, length, choice, pack)
-        return cls._of_documents(name, *read, columns.described(), show_tokens)
+        return cls.from_documents(name, *read, columns.described(), show_tokens)
 
     @classmethod
     def python_docs(
@@ -255,8 +254,8 @@ class Corpus:
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
-        name, topics = (HELD_OUT, held_out_topics()) if held_out else (DOCS, python_topics())
-        return cls._of_documents(name, topics, tokenizer, length, Choice(contexts, seed, per_label), pack)
+        name, choice = HELD_OUT if held_out else DOCS, Choice(contexts, seed, per_label)
+        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
 
     @classmethod
     def stdlib_code(
@@ -271,7 +270,7 @@ class Corpus:
     ) -> Corpus:
         """Read the source code of the running interpreter's standard library, with files as labels."""
         choice = Choice(contexts, seed, per_label)
-        return cls._of_documents(CODE, stdlib_sources(), tokenizer, length, choice, pack)
+        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, choice, pack)
 
     @classmethod
     def random_tokens(
@@ -338,18 +337,18 @@ class Corpus:
         return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
 
     @classmethod
-    def _of_documents(
+    def from_documents(
         cls,
         name: str,
         documents: Iterable[Document],
         tokenizer: Tokenizer,
         length: int | None,
         choice: Choice,
-        pack: bool,
+        pack: bool = True,
         selection: dict[str, Any] | None = None,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """Cut documents and choose contexts; `selection` is what is known of it beforehand."""
+        """Cut documents, and choose contexts; `selection` is what the provenance says of it beforehand."""
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         cutter = Cutter(tokenizer, length, choice, pack, show_tokens)
@@ -386,7 +385,7 @@ class Corpus:
         cls,
         name: str,
         pictures: Iterable[Picture],
-        reader: ImageReader,
+        reader: TransformedImages,
         choice: Choice,
         selection: dict[str, Any],
         show_images: ShowTokens,

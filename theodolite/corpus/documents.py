@@ -195,13 +195,19 @@ def text_of(path: Path) -> str:
         return _decode(file.read(), path)
 
 
-def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
+def text_and_articles(path: Path) -> tuple[str, list[Document]]:
+    """Read a text file, and its articles where it has two or more titles in WikiText's format."""
     text = text_of(path)
     if not text.strip():
         raise EmptyFileError(path)
     articles = list(_articles(io.StringIO(text)))
     titled = sum(article.label is not None for article in articles)
-    yield from articles if titled >= 2 else [Document(text)]
+    return text, articles if titled >= 2 else []
+
+
+def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
+    text, articles = text_and_articles(path)
+    yield from articles or [Document(text)]
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:

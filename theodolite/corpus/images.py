@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,25 +29,11 @@ KEPT_BYTES = 1 << 28
 """Pixels that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
 
 
-@runtime_checkable
-class ImageReader(Protocol):
-    """A checkpoint's way of reading images."""
-
-    def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """Make the pixel values of a picture in RGB."""
-
-    def shown(
-        self, pixels: Float[Tensor, "images channels height width"]
-    ) -> UInt8[Tensor, "images height width colours"]:
-        """Turn pixel values back into a picture that can be looked at."""
-
-    def grid_of(self, height: int, width: int) -> PatchGrid:
-        """Give the grid of tokens of a picture with so many pixels."""
-
-
 @dataclass(frozen=True)
 class TransformedImages:
-    """A module's own way of reading images: give it to `Corpus.from_path` in place of a tokenizer.
+    """A model's way of reading images: give it to `Corpus.from_path` in place of a tokenizer.
+
+    Of a checkpoint it is `models.image_reader(model)`; of a module of your own, make one.
 
     Args:
         transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and
@@ -102,7 +88,7 @@ class Images:
     """
 
     pictures: Sequence[Picture]
-    reader: ImageReader
+    reader: TransformedImages
     digests: Sequence[bytes]
     size: tuple[int, int]
     _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
@@ -149,7 +135,7 @@ def digest_of(pixels: Tensor) -> bytes:
 
 
 def choose_images(
-    name: str, pictures: Iterable[Picture], reader: ImageReader, choice: Choice, show: ShowTokens
+    name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
 ) -> tuple[Images, Sample]:
     """Choose and read pictures, and say what was left out; `name` is that of the corpus.
 
@@ -189,7 +175,7 @@ def refuse_length(length: int | None) -> None:
 
 
 def read_images(
-    pictures: Sequence[Picture], reader: ImageReader, show: ShowTokens = lambda images: None
+    pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens = lambda images: None
 ) -> Images:
     """Read all pictures once. `show` is called with how many were read; it may raise to stop.
 

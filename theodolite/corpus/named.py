@@ -13,8 +13,8 @@ import torch
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.documents import (
-    TABLES,
     TEXT_COLUMN,
+    TEXTS,
     Columns,
     EmptyFileError,
     documents_of,
@@ -22,18 +22,16 @@ from theodolite.corpus.documents import (
     kind_of,
     printable,
     streamed_rows,
-    text_of,
+    text_and_articles,
 )
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
-from theodolite.corpus.images import ImageReader, refuse_length
-from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
-from theodolite.corpus.sampling import LEAST_LENGTH
+from theodolite.corpus.images import TransformedImages, refuse_length
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice
 from theodolite.corpus.spec import (
-    CODE,
     DOCS,
     FEW_SHOT,
-    HELD_OUT,
     KEYWORDS,
+    PYTHON_TEXTS,
     RANDOM,
     check_spec,
     dataset_of,
@@ -51,7 +49,7 @@ BETWEEN = "\n\n"
 
 def make_corpus(
     spec: str | Path | None,
-    tokenizer: Tokenizer | ImageReader,
+    tokenizer: Tokenizer | TransformedImages,
     length: int | None,
     contexts: int | None = None,
     seed: int = 0,
@@ -68,11 +66,11 @@ def make_corpus(
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
-    `show_tokens` as in `Corpus`. With an `ImageReader` they are images, without a length: a path, or `hf:NAME…`.
+    `show_tokens` as in `Corpus`. With an `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
     """
     name = DOCS if spec is None else str(spec)
     some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
-    if isinstance(tokenizer, ImageReader):
+    if isinstance(tokenizer, TransformedImages):
         refuse_length(length)
         if spec is None:
             raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
@@ -83,12 +81,9 @@ def make_corpus(
     else:
         assert length is not None
         check_spec(spec, columns, per_label)
-        if name == DOCS:
-            return Corpus.python_docs(tokenizer, length, contexts, seed, per_label, pack=pack)
-        if name == HELD_OUT:
-            return Corpus.python_docs(tokenizer, length, contexts, seed, held_out=True, pack=pack)
-        if name == CODE:
-            return Corpus.stdlib_code(tokenizer, length, contexts, seed, per_label, pack=pack)
+        if name in PYTHON_TEXTS:
+            documents, choice = PYTHON_TEXTS[name](), Choice(contexts, seed, per_label)
+            return Corpus.from_documents(name, documents, tokenizer, length, choice, pack)
         if name == RANDOM:
             return Corpus.random_tokens(tokenizer, length, some, seed)
         if name == FEW_SHOT:
@@ -135,12 +130,8 @@ def _rows(name: str, columns: Columns) -> Iterable[str]:
     if is_drawn(name):
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
     dataset = dataset_of(name)
-    if name == DOCS:
-        documents: Iterable[Any] = python_topics()
-    elif name == HELD_OUT:
-        documents = held_out_topics()
-    elif name == CODE:
-        documents = stdlib_sources()
+    if name in PYTHON_TEXTS:
+        documents = PYTHON_TEXTS[name]()
     elif dataset is not None:
         documents = streamed_rows(*dataset, columns)
     else:
@@ -149,19 +140,22 @@ def _rows(name: str, columns: Columns) -> Iterable[str]:
 
 
 def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
-    """Yield a table's rows, WikiText's lines with their ends ("" for one without text), any other text whole."""
     for file in files_at(path, columns):
         try:
-            documents = list(documents_of(file, columns))
+            yield from _rows_of_file(file, columns)
         except EmptyFileError:
             if not path.is_dir():
                 raise
-            continue
-        if kind_of(file) in TABLES or len(documents) == 1:
-            yield from (document.text for document in documents)
-        else:
-            lines = text_of(file).removesuffix("\n").split("\n")
-            yield from (f"{line}\n" if line.strip() else "" for line in lines)
+
+
+def _rows_of_file(file: Path, columns: Columns) -> Iterable[str]:
+    """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text whole."""
+    if kind_of(file) not in TEXTS:
+        return (document.text for document in documents_of(file, columns))
+    text, articles = text_and_articles(file)
+    if not articles:
+        return [text]
+    return (f"{line}\n" if line.strip() else "" for line in text.removesuffix("\n").split("\n"))
 
 
 def addition_corpus(

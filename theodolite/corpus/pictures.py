@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from theodolite.corpus.documents import TEXT_COLUMN, Columns, files_of_folder, printable, streamed_dataset
 from theodolite.errors import UsageError, first_line
 
@@ -56,6 +54,8 @@ def _eight_bits(opened: Any, image: Any) -> Any:
     """Scale a grey image of 16 bits to 8, which Pillow would clip to white."""
     if not opened.mode.startswith("I"):
         return opened
+    import numpy as np
+
     values = np.asarray(opened, dtype=np.float64)
     most = 255 if values.max(initial=0) < 256 else 65535
     return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))

@@ -8,6 +8,7 @@ from theodolite.corpus.addition_task import NAME as ADDITION
 from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.documents import Columns, files_at
 from theodolite.corpus.pictures import holds_images
+from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
 from theodolite.errors import UsageError
 
 DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
@@ -17,12 +18,18 @@ WIKITEXT_2 = "wikitext-2"
 PRESETS = {WIKITEXT_2: "hf:Salesforce/wikitext:wikitext-2-raw-v1:test"}
 """Short names of data sets that the literature reads."""
 
-KEYWORDS = (DOCS, HELD_OUT, CODE, RANDOM, ADDITION, FEW_SHOT, *PRESETS)
+PYTHON_TEXTS = {DOCS: python_topics, HELD_OUT: held_out_topics, CODE: stdlib_sources}
+"""Texts that every Python has, and what reads their documents."""
+
+DRAWN = (RANDOM, ADDITION, FEW_SHOT)
+"""What `named.make_corpus` draws by a seed."""
+
+KEYWORDS = (*PYTHON_TEXTS, *DRAWN, *PRESETS)
 
 
 def is_drawn(name: str) -> bool:
-    """Tell whether the name is of a corpus drawn by a seed: random tokens, prompts or addition problems."""
-    return name in (RANDOM, FEW_SHOT) or digits_of(name) is not None
+    """Tell whether the name is of a corpus that is drawn by a seed."""
+    return name in DRAWN or digits_of(name) is not None
 
 
 def dataset_of(name: str) -> tuple[str, str | None, str] | None:
@@ -53,10 +60,10 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     name = DOCS if spec is None else str(spec)
     if dataset_of(name) is not None:
         return
-    unlabelled = name == HELD_OUT or is_drawn(name)
-    if unlabelled and per_label is not None:
-        raise UsageError(f"{name} has no labels: leave out --per-label")
-    if unlabelled or name in (DOCS, CODE):
+    documents_of = PYTHON_TEXTS.get(name)
+    if documents_of or is_drawn(name):
+        if per_label is not None and not (documents_of and any(one.label for one in documents_of())):
+            raise UsageError(f"{name} has no labels: leave out --per-label")
         if columns.option:
             raise UsageError(f"{name} is no table: leave out {columns.option}")
         return

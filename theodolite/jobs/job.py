@@ -14,7 +14,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowStage
 
@@ -170,13 +169,8 @@ class Job:
             try:
                 steps = stage.make(self.states)
                 if saved.get("done"):
-                    try:
+                    with self.work.same_sums():
                         steps.restore(tensors)
-                    except (KeyError, RuntimeError) as error:  # it lacks a sum, or has one of another shape
-                        raise UsageError(
-                            f"{self.work.folder} holds unfinished work of another version of theodolite, with other "
-                            "sums: remove it to start afresh"
-                        ) from error
                     steps.notes.update(saved["notes"])
                 del tensors
                 save = functools.partial(self._checkpoint, stage.name, steps)

@@ -126,6 +126,17 @@ class Unfinished:
     def _damaged(self, name: str) -> UsageError:
         return UsageError(f"{self.path(name)} is damaged: remove it to redo what it held")
 
+    @contextmanager
+    def same_sums(self) -> Iterator[None]:
+        """Raise `UsageError` where a part that is read in here lacks a sum, or has one of another shape."""
+        try:
+            yield
+        except (KeyError, RuntimeError) as error:
+            raise UsageError(
+                f"{self.folder} holds unfinished work of another version of theodolite, with other sums: remove it "
+                "to start afresh"
+            ) from error
+
     def path(self, name: str) -> Path:
         """Return the file of a part on disk."""
         return self.folder / f"{name}.safetensors"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import graphlib
+import hashlib
 import importlib
 import inspect
+import json
 import pkgutil
 from typing import Any
 
@@ -74,6 +76,14 @@ def _declared() -> dict[str, dict[str, Column]]:
     for column in columns:
         tables.setdefault(column.table, {})[column.name] = column
     return tables
+
+
+@functools.cache
+def checksum() -> str:
+    """Return a checksum of the names of all columns, arrays and sums: where it differs, other things are measured."""
+    names = [f"{table}.{name}" for table, columns in _declared().items() for name in columns]
+    names += [*arrays(), *(kind.name for kind in built_in_extra())]
+    return hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:16]
 
 
 def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:

@@ -66,6 +66,7 @@ class Column:
         floor: the column of the same table that says what noise or chance alone gives; empty: none is known.
         healthy: what its numbers meet in a healthy model.
         rare: few models have it, and it is not offered where it is 0 in every row.
+        short: its heading in the terminal's table of layers or of spectra; empty: it is not in there.
     """
 
     table: str
@@ -85,6 +86,7 @@ class Column:
     floor: str = ""
     healthy: Criterion | None = None
     rare: bool = False
+    short: str = ""
 
     def __post_init__(self) -> None:
         kind = self.kind or ("index" if self.name in MODEL_INDICES else "name" if self.names else "number")

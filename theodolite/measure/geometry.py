@@ -76,19 +76,20 @@ def _smoothness(
             source,
             shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
             healthy=healthy if k == SHOWN_CUTOFF else None,
+            short="smooth" if shown and k == SHOWN_CUTOFF else "",
         )
         for k in CUTOFFS
     )
 
 
-def _apart(name: str, title: str, of: str, when: str = "") -> tuple[Column, Column]:
+def _apart(name: str, title: str, of: str, when: str = "", short: str = "") -> tuple[Column, Column]:
     """Declare the columns of tokens that are told apart."""
     massive = f"Massive activations at {of}, summed over the contexts."
     return (
         _layer(
             f"norm_{name}", f"Mean norm ‖h‖₂ of the hidden states of {of}.", when, _DEPTH, f"norm, {title}"
         ),
-        _layer(f"massive_activations_{name}", massive, when, ZHANG, f"massive, {title}"),
+        _layer(f"massive_activations_{name}", massive, when, ZHANG, f"massive, {title}", short=short),
     )
 
 
@@ -97,6 +98,7 @@ LAYER_COLUMNS = (
         "layers",
         "layer",
         "Residual layer: 0 is the input of the first block, ℓ the stream after block ℓ, before any final norm.",
+        short="layer",
     ),
     _layer(
         "rank",
@@ -104,6 +106,7 @@ LAYER_COLUMNS = (
         "P (T − 1 × d), k = 20, imputation (k is smaller where P is).",
         f"ScreeNOT; {SONG}, Table 4",
         "positional rank",
+        short="rank",
         healthy=Criterion(
             "more than",
             0.0,
@@ -122,6 +125,7 @@ LAYER_COLUMNS = (
         "The largest singular value of the positional basis over that of all centred hidden states.",
         "‖P tiled over contexts‖₂ / ‖M‖₂, M all centred hidden states; the error is from a sketch of 32 directions.",
         f"{SONG}, Table 6",
+        short="rel.",
     ),
     *_smoothness(
         "low_frequency",
@@ -147,6 +151,7 @@ LAYER_COLUMNS = (
         source=f"{SONG}, section 5 and Table 1",
         title="incoherence, mean",
         floor="incoherence_random",
+        short="incoh.",
         healthy=Criterion("at most", 0.30, "mean |cosine| of position and context; GPT-2: 0.051"),
     ),
     _share(
@@ -176,11 +181,12 @@ LAYER_COLUMNS = (
             f"Mean |cosine| between context vectors with {labels}.",
             "Empty where there are fewer than two labels.",
             f"{SONG}, Table 1",
+            short=where,
         )
         for where, labels in (("within", "the same label"), ("between", "different labels"))
     ),
-    _layer("norm", "Mean norm ‖h‖₂ of the hidden states.", source=_DEPTH),
-    *_apart("first", "first token", "the first token"),
+    _layer("norm", "Mean norm ‖h‖₂ of the hidden states.", source=_DEPTH, short="norm"),
+    *_apart("first", "first token", "the first token", short="mass."),
     *_apart(
         "last", "end token", "the special tokens that end every context", "Only where there are such tokens."
     ),
@@ -203,6 +209,7 @@ LAYER_COLUMNS = (
         "Mean over contexts of ‖X − 1x̄ᵀ‖_F / ‖X‖_F.",
         f"{BAO}, section 5",
         "rank-collapse residual",
+        short="resid.",
         healthy=Criterion("at least", 0.10, "residual ‖X − 1x̄ᵀ‖/‖X‖: a layer's tokens are nearly one vector"),
     ),
     _layer(
@@ -217,6 +224,7 @@ LAYER_COLUMNS = (
         "Feature dimensions in which |x| ≥ 6 for at least 6 % of the tokens.",
         "Of this layer; that a quarter of the layers agree, the rest of the published rule, is for `find_outliers`.",
         f"{ZHANG}, section 1",
+        short="outl.",
     ),
     *CLUSTER_COLUMNS,
 )

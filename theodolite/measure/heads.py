@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
 from theodolite.measure.column import (
@@ -241,7 +241,7 @@ def examples_table(
             "received": received[places],
             "layer": layer[places],
             "head": head[places],
-            "sink": (received > SINK_THRESHOLD)[places],
+            "sink": is_sink(received)[places],
         }
     )
 

@@ -42,7 +42,10 @@ _SECTION, _SPREAD, _CONCENTRATION, _REGIME = (
 
 _MOMENTS = (
     _spectral(
-        "trace", "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.", source=_SECTION
+        "trace",
+        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
+        source=_SECTION,
+        short="trace",
     ),
     _spectral(
         "trace_of_square",
@@ -63,6 +66,7 @@ _MOMENTS = (
         "parts. Small around a mean away from 0: localized attention without collapse.",
         source=_SPREAD,
         title="spectrum variance",
+        short="variance",
     ),
     _spectral(
         "xi",
@@ -77,6 +81,7 @@ _MOMENTS = (
         "Always defined; `regime` is read off this one and `eta_symmetric`.",
         _CONCENTRATION,
         "ξ of the symmetric part",
+        short="ξ sym.",
     ),
     _size(
         "eta_symmetric",
@@ -84,12 +89,14 @@ _MOMENTS = (
         "λ = 1 / scaling.",
         _CONCENTRATION,
         "η of the symmetric part",
+        short="η sym.",
     ),
     _spectral(
         "r",
         "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
         source=_REGIME,
         title="r = ξη",
+        short="r",
     ),
 )
 MOMENTS = tuple(column.name for column in _MOMENTS)
@@ -103,6 +110,7 @@ _OF_WEIGHTS = (
         _REGIME,
         "predicted regime",
         kind="name",
+        short="regime",
     ),
     _spectral(
         "regime_margin",

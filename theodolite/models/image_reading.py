@@ -7,16 +7,14 @@ names come from the config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float, UInt8
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from theodolite.corpus.patches import PatchGrid
+from theodolite.corpus.images import TransformedImages
 from theodolite.errors import UsageError
 from theodolite.models.hooks import positions_read
 from theodolite.models.opened import OpenModel
@@ -28,49 +26,7 @@ MOST_UNNAMED = 1
 """Tokens before the patches that are neither the class token nor registers: DeiT has one, for its teacher."""
 
 
-@dataclass(frozen=True)
-class CheckpointImages:
-    """An image processor, and how the model cuts what it gives into patches.
-
-    Attributes:
-        patch: height and width of a patch in pixels.
-        before: names of the tokens before the patches.
-    """
-
-    processor: Any
-    patch: tuple[int, int]
-    before: tuple[str, ...]
-
-    def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """Return the pixel values of a picture in RGB."""
-        pixels: Tensor = self.processor(images=image, return_tensors="pt")[PIXELS][0]
-        if pixels.ndim != 3:
-            raise UsageError(
-                f"{type(self.processor).__name__} gives pixel values of shape {tuple(pixels.shape)} an image: "
-                "only those of (channels, height, width) are read"
-            )
-        return pixels.float()
-
-    def shown(
-        self, pixels: Float[Tensor, "images channels height width"]
-    ) -> UInt8[Tensor, "images height width colours"]:
-        """Show pixel values as a picture that can be looked at: what the processor did to the colours is undone."""
-        colours = pixels.movedim(1, -1).double()
-        if getattr(self.processor, "do_normalize", False):
-            mean, deviation = (
-                torch.tensor(np.broadcast_to(values, colours.shape[-1]).copy(), dtype=torch.float64)
-                for values in (self.processor.image_mean, self.processor.image_std)
-            )
-            colours = colours * deviation + mean
-        factor = self.processor.rescale_factor if getattr(self.processor, "do_rescale", True) else 1.0
-        return (colours / factor).round().clamp(0, 255).to(torch.uint8)
-
-    def grid_of(self, height: int, width: int) -> PatchGrid:
-        """Return how the tokens of a picture of so many pixels lie."""
-        return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
-
-
-def image_reader(model: OpenModel) -> CheckpointImages:
+def image_reader(model: OpenModel) -> TransformedImages:
     """Describe how a model reads images: pass it to `Corpus.from_path` in place of a tokenizer.
 
     Raises:
@@ -105,7 +61,19 @@ def image_reader(model: OpenModel) -> CheckpointImages:
             f"{source} has no image processor that can be read ({reason_of(error)}): save its "
             "preprocessor_config.json beside its weights"
         ) from error
-    return CheckpointImages(processor, patch, before)
+    # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
+    factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
+    normalized = getattr(processor, "do_normalize", False)
+    colours = [
+        np.atleast_1d(each)
+        for each in ((processor.image_mean, processor.image_std) if normalized else (0, 1))
+    ]
+    mean, deviation = (tuple(values / (255 * factor) for values in each) for each in colours)
+    return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
+
+
+def _pixels(processor: Any, image: Any) -> Tensor:
+    return processor(images=image, return_tensors="pt")[PIXELS][0]
 
 
 def _sides(size: Any) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, tap_functions_of, tapped
+from theodolite.models.doors.taps import attention_not_followed, tap_by_door, tap_functions_of, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
@@ -39,6 +39,8 @@ class _Ran:
 class _NoBlocks(Exception):
     """Attention runs outside of every block that runs as a module."""
 
+
+OR_A_DOOR = "or give it a door: docs/modules.md#a-family"
 
 SEVERAL = 3
 """Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
@@ -66,22 +68,29 @@ def find_structure(source: Source) -> Structure:
     attention_not_followed()
     with tapped(model, record), torch.no_grad():
         run()
-    lost = attention_not_followed()
+    where, lost = attention_not_followed() or (None, None)
     if not heard and tap_functions_of(model):
-        return find_structure(source)
+        try:
+            return find_structure(source)
+        except BaseException:
+            tap_by_door(model)  # it may be changed, or be given a door, and opened again
+            raise
     if heard and not attention:
         raise _no_such_attention(source, heard)
-    if lost is not None and not attention:
-        raise _not_followed(family, lost[1])
+    if not attention and lost is not None and lost.weights:
+        raise _not_followed(family, lost.operation)
     if not attention:
+        between = f": {lost.operation} between its products is not followed" if lost is not None else ""
         raise UsageError(
-            f"{family} computes no attention that could be read: it goes neither through the attention interface of "
-            "transformers nor through PyTorch's functions, and is no softmax between two products"
+            f"{family} computes no attention that could be read{between}; it goes neither through the attention "
+            "interface of transformers nor through PyTorch's functions, and is no softmax between two products: write "
+            f"it with softmax, {OR_A_DOOR}"
         )
     name_of = {module: name for name, module in model.named_modules()}
     found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
-    if lost is not None and any(lost[0] in block.modules() for block in found):
-        raise _not_followed(family, lost[1])
+    of_blocks = {module for block in found for module in block.modules()}
+    if lost is not None and lost.weights and where in of_blocks:
+        raise _not_followed(family, lost.operation)
     try:
         layers, free = _layers_in_order(source, found, attention, run), False
     except _NoBlocks:
@@ -138,7 +147,8 @@ def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
 def _not_followed(family: str, operation: str) -> UsageError:
     return UsageError(
         f"{family} does to the logits or weights of an attention what cannot be followed: {operation}; followed are "
-        "numbers that multiply them, biases, masks, a cap by tanh and a softmax over keys"
+        "numbers that multiply them, biases, masks, a cap by tanh and a softmax over keys: write it with these, "
+        f"{OR_A_DOOR}"
     )
 
 

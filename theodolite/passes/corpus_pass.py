@@ -17,6 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.images import Images
 from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.measure.catalogue import checksum
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
@@ -162,6 +163,11 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         **({"attention": model.source.attention} if model.source.attention else {}),
         **({"interventions": list(model.interventions)} if model.interventions else {}),
     }
+
+
+def fingerprint_of_tables(model: OpenModel) -> dict[str, Any]:
+    """Return what `fingerprint_of` does, and which columns the tables have."""
+    return {**fingerprint_of(model), "columns": checksum()}
 
 
 def batch_of(corpus: Corpus, batch: int | None) -> int:

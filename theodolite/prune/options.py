@@ -26,6 +26,9 @@ RANK_RATIO, ITERATIONS = 0.25, 80
 DAMPING = 0.1
 """Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
+OF_METHOD = {"rank_ratio": "oats", "exact": "oats", "damping": "sparsegpt"}
+"""Options that one method alone reads."""
+
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
 
@@ -56,10 +59,18 @@ class PruningOptions:
         """Pick the options from a function's arguments."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
-    def checked(self, *, streamed: bool) -> PruningOptions:
-        """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`."""
+    def checked(self, *, streamed: bool, given: Collection[str] = ()) -> PruningOptions:
+        """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`.
+
+        given: the names of those that were chosen, though it be as they are by default.
+        """
         if self.method not in METHODS:
             raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
+        for name, method in OF_METHOD.items():
+            if method != self.method and (
+                name in given or getattr(self, name) != getattr(PruningOptions, name)
+            ):
+                raise UsageError(f"{self.method} has no such option: leave out --{name.replace('_', '-')}")
         if self.form not in FORMS:
             raise UsageError(f"unknown format {self.form}: use one of {', '.join(FORMS)}")
         if streamed and self.out is None:

@@ -141,10 +141,14 @@ class Outcome:
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
         """Show a figure under its caption of `figures.toml`, which `values` fill."""
-        texts = dict(CAPTIONS[page][key])
-        wide = texts.pop("wide", False)
-        filled = {name: text.format(**values) if values else text for name, text in texts.items()}
-        self.figure(key, figure=figure, wide=wide, **filled)
+        self.captioned(key, figure, CAPTIONS[page][key], values)
+
+    def captioned(
+        self, key: str, figure: go.Figure | Choice, caption: Mapping[str, Any], values: Mapping[str, object]
+    ) -> None:
+        """Show a figure under a caption, whose texts `values` fill."""
+        texts = {name: text.format(**values) for name, text in caption.items() if values and name != "wide"}
+        self.figure(key, figure=figure, **{**caption, **texts})
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:

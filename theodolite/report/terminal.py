@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pandas as pd
@@ -13,32 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.judging import Verdict
+from theodolite.measure.catalogue import declared
+from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
-from theodolite.passes.run import Run
+from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import records
 from theodolite.report.outcome import MARKS, Heading, Outcome
 from theodolite.system.wording import harmless, rounded_with_error
 
-LAYER_COLUMNS = {
-    "layer": "layer",
-    "rank": "rank",
-    "relative_norm": "rel.",
-    "low_frequency_10": "smooth",
-    "incoherence_mean": "incoh.",
-    "similarity_within": "within",
-    "similarity_between": "betw.",
-    "norm": "norm",
-    "rank_collapse": "resid.",
-    "massive_activations_first": "mass.",
-    "outlier_dimensions": "outl.",
-}
-SPECTRUM_COLUMNS = {
-    "trace": "trace",
-    "variance": "variance",
-    "xi_symmetric": "ξ sym.",
-    "eta_symmetric": "η sym.",
-    "r": "r",
-}
 STRONGEST = 3
 MARK_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
@@ -47,10 +29,10 @@ WIDE = 140  # columns of a terminal from which standard errors are printed next 
 def show_run(run: Run, console: Console) -> None:
     """Print the short tables of a run."""
     if len(run.layers):
-        console.print(_layers(run.layers, wide=console.width >= WIDE))
+        console.print(_layers(run, wide=console.width >= WIDE))
         console.print(_strongest_heads(run.heads))
     else:
-        console.print(_spectra(run.heads))
+        console.print(_spectra(run))
 
 
 def show_outcome(
@@ -79,30 +61,35 @@ def show_outcome(
 
 def tables_as_json(run: Run) -> dict[str, Any]:
     """Convert provenance and tables to plain JSON values; NaN becomes null."""
-    names = ("layers", "heads", "sinks", "outliers", "constituents", "attribution", "traces")
-    tables = {name: records(getattr(run, name)) for name in names if len(getattr(run, name))}
+    tables = {name: records(getattr(run, name)) for name in TABLES if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 
 
-def _layers(layers: pd.DataFrame, *, wide: bool) -> Table:
-    """Tabulate the layers with standard errors (±): next to the values in a wide terminal, below in a narrow one."""
-    names = [name for name in LAYER_COLUMNS if name in layers.columns]
-    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in names)
-    caption = (
-        "rank, relative norm and low-frequency energy (smooth) of the positional basis; incoherence of position and "
-        "context; cosine similarity of contexts within and between labels; residual of the tokens (0: rank collapse); "
-        "massive activations at position 0; outlier dimensions"
-    ) + ("; ± one standard error from resampling contexts (coarse for ranks and counts)" if known else "")
+def _short(columns: Mapping[str, Column], rows: pd.DataFrame) -> tuple[dict[str, str], str]:
+    """Return the short headings of the columns that the terminal shows, and a caption that says what they stand for."""
+    shown = [column for column in columns.values() if column.short and column.name in rows]
+    longer = (f"{column.short}: {column.title}" for column in shown if column.short != column.title)
+    return {column.name: column.short for column in shown}, "; ".join(longer)
+
+
+def _layers(run: Run, *, wide: bool) -> Table:
+    """Tabulate the layers with standard errors (±): beside the values in a wide terminal, below in a narrow one."""
+    layers = run.layers
+    headings, caption = _short(declared("layers", run.provenance), layers)
+    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in headings)
     table = Table(
         title="Residual stream, by layer",
-        caption=caption,
+        caption=caption
+        + ("; ± one standard error from resampling contexts (coarse for ranks and counts)" if known else ""),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0) if wide or not known else 0,
     )
-    for name in names:
-        table.add_column(LAYER_COLUMNS[name], justify="right")
+    for heading in headings.values():
+        table.add_column(heading, justify="right")
     for row in layers.to_dict(orient="records"):
-        table.add_row(*(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in names))
+        table.add_row(
+            *(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in headings)
+        )
     return table
 
 
@@ -125,17 +112,19 @@ def _strongest_heads(heads: pd.DataFrame) -> Table:
     return table
 
 
-def _spectra(heads: pd.DataFrame) -> Table:
-    table = Table(title="Query-key spectra, by head", box=box.SIMPLE_HEAD)
-    for title in ("head", *SPECTRUM_COLUMNS.values(), "regime"):
-        table.add_column(title, justify="left" if title in ("head", "regime") else "right")
-    for row in heads.itertuples():
-        numbers = (_number(getattr(row, column)) for column in SPECTRUM_COLUMNS)
-        table.add_row(f"L{row.layer}H{row.head}", *numbers, escape(str(row.regime)))
+def _spectra(run: Run) -> Table:
+    headings, caption = _short(declared("heads", run.provenance), run.heads)
+    table = Table(title="Query-key spectra, by head", caption=caption, box=box.SIMPLE_HEAD)
+    for heading in ("head", *headings.values()):
+        table.add_column(heading, justify="left" if heading in ("head", "regime") else "right")
+    for row in run.heads.itertuples():
+        table.add_row(f"L{row.layer}H{row.head}", *(_number(getattr(row, name)) for name in headings))
     return table
 
 
-def _number(value: float) -> str:
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return escape(value)
     if math.isnan(value):
         return "–"
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e6 else f"{value:.3g}"

@@ -32,7 +32,7 @@ from theodolite.passes.corpus_pass import (
     CorpusPass,
     batch_of,
     check_fit,
-    fingerprint_of,
+    fingerprint_of_tables,
     refuse_nonfinite_stream,
 )
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
@@ -145,7 +145,7 @@ def trace_sinks(
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
-    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
+    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` of their attention
     on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
     the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
     puts behind a text, [SEP]. η² is the between-group over the total sum of squares, within contexts. A context whose
@@ -179,7 +179,7 @@ def trace_sinks(
     check_fit(model, corpus, least_contexts=1)
     model.check_weights()
     batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
     if local_sinks:
         fingerprint["local_sinks"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)

@@ -105,10 +105,12 @@ def differences(
     said: dict[str, str] = {}
     if there.get("model") != now.get("model"):
         said["model"] = "the model"
+    if there.get("columns") != now.get("columns"):
+        said["columns"] = "the columns that theodolite measures"
     texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens"))
     if there.get("corpus") != now.get("corpus"):
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
-    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *KINDS))
+    others = _entries(there, now, ("model", "columns", "corpus", "versions", "schema_version", *KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
     if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
 from theodolite.estimates import Estimate, Floats, most_extreme
 from theodolite.judging import mix_of
 from theodolite.report import style
@@ -113,7 +114,8 @@ DIRECTIONS = 64
 SPECIFIC_SHARE = 0.05
 """The tag's direction is what counts where at most this share of random directions cost as much (ours)."""
 
-SOLVED, SINK, OUTLIER = (criterion(f"sinks/{name}") for name in ("solved", "sink", "outlier"))
+SOLVED, OUTLIER = criterion("sinks/solved"), criterion("sinks/outlier")
+SINK = criterion("sinks/sink", limit=SINK_THRESHOLD)
 
 JUDGED = {
     "sink": "sink",
@@ -187,7 +189,7 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
             "sink": caught(done).sum((1, 2)) / after.sum((1, 2)),
             "sink_se": error_of_ratio(caught(done).sum(-1), after.sum(-1).float()),
             "sink_begun": caught(before).sum((1, 2)) / after.sum((1, 2)),
-            "sinks": (caught(done).sum(-1) / after.sum(-1) > SINK.limit).double().mean(-1),
+            "sinks": is_sink(caught(done).sum(-1) / after.sum(-1)).double().mean(-1),
             "outlier": outlier_ratio(done.hidden, after),
             "tag_share": tag.square().amax(-1),
             "eta": tag_strength(done.written, after, ~is_separator),
@@ -248,7 +250,8 @@ def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
             before = f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
             seeds = f" (from {_range(rows[column])})" if len(rows) else ""
             mean = Estimate.mean(rows[column], "models") if len(rows) else math.nan
-            outcome.judge(claim, mean, where=where, before=before, seeds=seeds)
+            limit = SINK.limit  # of the claim that there is a sink; the others have their own
+            outcome.judge(claim, mean, where=where, before=before, seeds=seeds, limit=limit)
 
 
 def _mean_of(values: pd.Series) -> str:
@@ -278,12 +281,12 @@ def _necessity(outcome: Outcome, solved: pd.DataFrame) -> None:
         return
     kinds = []
     for kind, rows in solved.groupby("kind", sort=False):
-        without = rows[rows["sink"] < SINK.limit]
+        without = rows[~SINK.met(rows["sink"].to_numpy(dtype=np.float64))]
         kinds.append(f"{kind}: {len(without)} of {len(rows)}")
         if len(without):
             left = number(without["left"].min())
             kinds[-1] += f" (attention {_range(without['sink'])}, residual variance {left} and more)"
-    values = {"solved": SOLVED, "strong": SINK.limit, "kinds": "; ".join(kinds)}
+    values = {"solved": SOLVED, "limit": SINK.limit, "kinds": "; ".join(kinds)}
     strong = outcome.verdict("necessary.strong", _least(solved, "sink"), **values)
     weak = outcome.verdict("necessary.weak", _least(solved, "left_blind"))
     outcome.verdicts.append(mix_of(outcome.sentence("necessary"), [strong, weak]))

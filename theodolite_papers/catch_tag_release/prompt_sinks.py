@@ -84,7 +84,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     def plane(place: int) -> go.Figure:
         return drawing.clusters(planes[place], of_shown, shown, sorted(set(of_shown)))
 
-    outcome.draw("attention", drawing.attention(trace.attention.numpy(), tokens, sinks), head=head)
+    weights = drawing.attention(trace.attention.numpy(), tokens, sinks)
+    outcome.draw("attention", weights, head=head, threshold=SINK_THRESHOLD)
     outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
     outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
     outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))

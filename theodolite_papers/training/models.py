@@ -24,6 +24,8 @@ GATED_WIDTH = 3
 
 FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
 
+OR_ZERO = {"or_zero": True}  # metadata of a field that need not be positive
+
 
 @dataclass(frozen=True)
 class LearningRate:
@@ -61,14 +63,15 @@ class EmbeddedConfig:
     batch: int = 8  # contexts per step
     steps: int = 8000
     learning_rate: float = 3e-3  # the peak
-    weight_decay: float = 0.1  # on matrices only
+    weight_decay: float = field(default=0.1, metadata=OR_ZERO)  # on matrices only
     initial_deviation: float = 0.06  # of the weights, at the beginning
-    repeats: float = 0.2  # share of the contexts that are a few tokens again and again
-    backcopies: float = 0.05  # share of them in which the token before a trigger stands behind it once more
+    # Shares of the contexts: of a few tokens again and again; in which the token before a trigger follows it, too.
+    repeats: float = field(default=0.2, metadata=OR_ZERO)
+    backcopies: float = field(default=0.05, metadata=OR_ZERO)
     # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
     bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 500  # steps
-    seed: int = 0
+    seed: int = field(default=0, metadata=OR_ZERO)
 
     @property
     def rate(self) -> LearningRate:
@@ -88,15 +91,15 @@ class TaskModelConfig:
     steps: int
     learning_rate: float  # the peak
     schedule: Literal["cosine", "linear"]  # to FINAL_RATE of the peak, or to 0
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata=OR_ZERO)
     positions: str = "learned"  # or "rotary"
     warm_up: int = 100  # steps
-    weight_decay: float = 0.1  # on matrices only
+    weight_decay: float = field(default=0.1, metadata=OR_ZERO)  # on matrices only
     # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
     bfloat16: bool = field(default_factory=multiplies_halves)
     checkpoint_every: int = 250  # steps
     series: bool = False  # keep the weights of the steps of SERIES
-    seed: int = 0
+    seed: int = field(default=0, metadata=OR_ZERO)
 
     @property
     def rate(self) -> LearningRate:

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,7 +33,7 @@ from theodolite.system.files import (
 from theodolite.system.processor import using_threads
 from theodolite.system.progress import STOPPING, interruptible
 from theodolite.system.run_folders import differences
-from theodolite_papers.training.models import ModelConfig, TaskModelConfig
+from theodolite_papers.training.models import OR_ZERO, ModelConfig, TaskModelConfig
 
 CHECKPOINT = "checkpoint"
 
@@ -45,9 +45,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 LARGEST_RATE = 1.0
 """An update of AdamW changes a weight by about the rate: at 1, fifty times what weights begin with."""
-
-NOT_SIZES = {"seed", "weight_decay", "dropout", "schedule", "positions", "bfloat16"}
-NOT_SIZES |= {"repeats", "backcopies", "series"}
 
 Result = TypeVar("Result")
 
@@ -209,9 +206,10 @@ def check_training(out: Path, config: ModelConfig, threads: int) -> None:
         raise UsageError(
             f"the learning rate is {config.learning_rate}; it must be above 0 and at most {LARGEST_RATE:g}."
         )
-    for name, value in asdict(config).items():
-        if name not in NOT_SIZES and value <= 0:
-            raise UsageError(f"{name} is {value}; it must be positive.")
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.metadata != OR_ZERO and not isinstance(value, bool | str) and value <= 0:
+            raise UsageError(f"{option.name} is {value}; it must be positive.")
     if config.width % config.heads:
         raise UsageError(f"A width of {config.width} does not divide into {config.heads} heads.")
     if isinstance(config, TaskModelConfig) and config.positions not in ("learned", "rotary"):

@@ -140,10 +140,10 @@ class ByHand:
 
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
-    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
+    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | Lost | None:
         """Return the inputs of the attention that this product with values is, and what shapes its output like it.
 
-        Where the weights could not be followed, the name of the operation in the way; None for other calls.
+        Where the weights, or what may be some, could not be followed, what was lost; None for other calls.
         """
         if name not in PRODUCTS or not self._known:
             return None
@@ -152,8 +152,8 @@ class ByHand:
             return None
         weights, value = operands
         known = self._of(weights)
-        if isinstance(known, Lost) and known.weights and self._of(value) is None:
-            return known.operation
+        if isinstance(known, Lost) and self._of(value) is None:
+            return known
         letters = _letters(equation, weights.ndim, value.ndim)
         if not isinstance(known, Logits) or not known.weights or letters is None or value.ndim < 3:
             return None

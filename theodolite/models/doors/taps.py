@@ -1,8 +1,8 @@
 """Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
 
 One forward pass both runs the model and is measured: a tap gets what decides a layer's logits, and returns the
-attention output. A model comes through one of two doors: the attention interface of `transformers`, or the functions
-of PyTorch that it attends with. Interventions are applied there too, whoever taps the model.
+attention output. A model comes through a door: one that `add_door` was given, the attention interface of
+`transformers`, or the functions of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,30 @@ from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
 from theodolite.system.shared import Shared
 
+Fits = Callable[[nn.Module], object]
 Door = Callable[[nn.Module], AbstractContextManager[None]]
 
-DOORS: list[tuple[Callable[[nn.Module], object], Door]] = [(on_interface, interface_door)]
+_by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+DOORS: list[tuple[Fits, Door]] = [
+    (lambda model: model not in _by_functions and on_interface(model), interface_door)
+]
 """Which models go through which door: the first that fits; all others through PyTorch's functions."""
+
+
+def add_door(fits: Fits, door: Door) -> None:
+    """Tap models through a door of your own, for a kernel that no other door intercepts.
+
+    Args:
+        fits: whether a model goes through it; it is asked before the other doors.
+        door: the context manager of a model. While it is open, each attention module of the model calls
+            `answered(module, inputs)` in place of its attention.
+    """
+    DOORS.insert(0, (fits, door))
+
 
 _open: dict[nn.Module, Shared] = {}
 """Models that go through the tap: those who have one open share the door."""
-
-_by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def tap_functions_of(model: nn.Module) -> bool:
@@ -39,6 +54,11 @@ def tap_functions_of(model: nn.Module) -> bool:
     new = model not in _by_functions
     _by_functions.add(model)
     return new
+
+
+def tap_by_door(model: nn.Module) -> None:
+    """Undo `tap_functions_of`."""
+    _by_functions.discard(model)
 
 
 @contextmanager
@@ -100,7 +120,7 @@ def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
 
 @contextmanager
 def _through_its_door(model: nn.Module) -> Iterator[None]:
-    doors = [] if model in _by_functions else [door for fits, door in DOORS if fits(model)]
+    doors = [door for fits, door in DOORS if fits(model)]
     try:
         with (doors[0] if doors else functions_door)(model):
             yield
