@@ -23,7 +23,7 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.structure import Structure
 from theodolite.models.training.adapters import refuse_replaced_weights
 from theodolite.models.weights.copies import AFFINE_TOLERANCE, NotAffine, stop_at_tap
-from theodolite.models.weights.norms import norms_inside
+from theodolite.models.weights.norms import with_norms
 from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps
 
 POSITIONS = 8
@@ -108,11 +108,9 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call) -> lis
     except NotAffine as error:
         raise UsageError(f"{where}: QK-Clip cannot find its query and key weights: {error}") from error
     if rows is None:
-        norms = ", ".join(name for name, _ in norms_inside(attention))
-        why = f" (it has norms inside: {norms})" if norms else ""
         raise UsageError(
-            f"{where}: scaling rows of its weights does not scale the logits of a head alone{why}: queries that are "
-            "normalised or clamped after their projection, or shared among heads, cannot be clipped by their weights"
+            f"{where}: scaling rows of its weights does not scale the logits of a head alone{with_norms(attention)}: "
+            "queries that are normalised or clamped after their projection, or shared among heads, cannot be clipped by their weights"
         )
     return rows
 

@@ -31,6 +31,12 @@ FUNCTIONS = frozenset({functional.layer_norm, functional.rms_norm, functional.no
 """Norms that a module may call as functions of PyTorch."""
 
 
+def with_norms(module: nn.Module) -> str:
+    """Return for a refusal which norms are inside a module, in brackets; "" where there are none."""
+    names = ", ".join(name for name, _ in norms_inside(module))
+    return f" (it has norms inside: {names})" if names else ""
+
+
 def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
     return [

@@ -48,7 +48,7 @@ from theodolite.models.weights.copies import (
     run_until_tap,
     stop_at_tap,
 )
-from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, norms_inside
+from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
 
 Result = TypeVar("Result")
 
@@ -412,12 +412,10 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replac
     except NotAffine as error:
         raise UsageError(f"layer {layer}: {error}; leave it out by layers=[…]") from error
     if projections is None:
-        norms = ", ".join(name for name, _ in norms_inside(attention))
-        why = f" (it has norms inside: {norms})" if norms else ""
         penalised = "LocAteR is not defined for it; leave it out by layers=[…]"
         raise UsageError(
             f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
-            f"matrix each{why}, so {'no part of them can be taken out' if replacing else penalised}"
+            f"matrix each{with_norms(attention)}, so {'no part of them can be taken out' if replacing else penalised}"
         )
     return projections
 
