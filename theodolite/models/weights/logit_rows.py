@@ -110,7 +110,8 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call) -> lis
     if rows is None:
         raise UsageError(
             f"{where}: scaling rows of its weights does not scale the logits of a head alone{with_norms(attention)}: "
-            "queries that are normalised or clamped after their projection, or shared among heads, cannot be clipped by their weights"
+            "queries that are normalised or clamped after their projection, or shared among heads, cannot be clipped "
+            "by their weights"
         )
     return rows
 
