@@ -1,4 +1,4 @@
-"""What the monitor costs: a look as a share of the training steps between looks.
+"""The monitor's cost: a look as a share of the training steps between looks.
 
 An AdamW step of a random model of GPT-2's width, a look at it, and a look that also reads every head's weights; and a
 step that is a look itself (`inline`), which makes no second pass. The monitor batch has its default size.

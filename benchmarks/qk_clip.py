@@ -50,7 +50,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done against collapse; all that is None or False is not."""
+    """The measures against collapse; those that are None or False are off."""
 
     threshold: float | None = None
     scale: float | None = None
@@ -86,7 +86,7 @@ class NormedQueriesKeys(nn.Module):
         self.query_norm, self.key_norm = (nn.RMSNorm(WIDTH // HEADS, eps=1e-6) for _ in range(2))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Queries, keys and values side by side."""
+        """Return queries, keys and values side by side."""
         query, key, value = self.projection(hidden).chunk(3, dim=-1)
         query = self.query_norm(query.unflatten(-1, (HEADS, -1))).flatten(-2)
         key = self.key_norm(key.unflatten(-1, (HEADS, -1))).flatten(-2)

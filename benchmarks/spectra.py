@@ -43,7 +43,7 @@ def dense_eigenvalues(w_q: Tensor, w_k: Tensor) -> Tensor:
 
 
 def relative_difference(ours: Tensor, dense: Tensor) -> float:
-    """Largest |a − b|/|b| over the pairs of the best matching of our eigenvalues with the d_h largest dense
+    """Compute the largest |a − b|/|b| over the best matching of our eigenvalues with the d_h largest dense
     ones. Complex eigenvalues have no order that rounding respects, hence a matching and not two sorted lists.
     """
     largest = dense[dense.abs().argsort(descending=True)[: len(ours)]]

@@ -1,4 +1,4 @@
-"""What a survey costs beyond the forward pass it rides on: time and memory, as ratios measured in one run.
+"""A survey's cost beyond the forward pass that it rides on: time and memory, as ratios measured in one run.
 
 On the same batches of a random model of GPT-2's size: the bare `sdpa` forward pass of its backbone, and the same pass
 under all accumulators of a survey. Once as the `theodolite` command runs, whose process keeps the memory that it has

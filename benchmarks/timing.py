@@ -39,7 +39,7 @@ class Ratio:
 
 
 class Seconds(NamedTuple):
-    """Of a call: on the clock, and of this process, which other processes disturb less."""
+    """The seconds of a call: on the clock, and of this process, which other processes disturb less."""
 
     wall: float
     processor: float

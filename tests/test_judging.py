@@ -16,6 +16,7 @@ from scipy import stats
 
 from tests.referee import answers_of
 from theodolite.corpus.groups import halves
+from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -24,8 +25,6 @@ from theodolite.judging import (
     UNTESTABLE,
     Answer,
     Criterion,
-    Estimate,
-    Estimates,
     Verdict,
     all_hold,
     all_of,

@@ -1,4 +1,4 @@
-"""What theodolite raises when it cannot go on.
+"""The errors that theodolite raises when it cannot continue.
 
 Every message is one line that names the thing at fault and says what to do. The command line prints it
 without a traceback and exits with the class's `exit_status`. Nothing else belongs in this module but `first_line`, for
@@ -27,5 +27,5 @@ class WorkError(TheodoliteError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, "" where it has none."""
+    """Return the first line of an error's message, "" where it has none."""
     return (str(error).strip().splitlines() or [""])[0]

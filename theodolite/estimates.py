@@ -47,7 +47,7 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """A number without sampling error.
+        """Make a number without sampling error.
 
         That is: a formula in closed form, a function of the weights that the claim is about, or a count over all of
         those that the claim is about. What was measured on some contexts, prompts, seeds or models is none of these.
@@ -56,24 +56,24 @@ class Estimate:
 
     @classmethod
     def share(cls, share: float, count: float, of: str) -> Estimate:
-        """A share of `count` independent trials, with the largest standard error that such a share can have.
+        """Make a share of `count` independent trials, with the largest standard error that such a share can have.
 
-        That is one half's: against a criterion of one half this is the score test; and 0 or n of few trials do not
-        look certain. Half a trial is added to the interval (Yates's correction), without which 4 of 4 would be clearly
-        more than half, as by chance in one case of 16.
+        This is the error at a share of ½, the largest: against a criterion of ½ it is the score test, and 0 or n of few
+        trials do not look certain. Half a trial is added to the interval (Yates's correction), without which 4 of 4
+        would be clearly more than half, as by chance in one case of 16.
         """
         error = 0.5 / math.sqrt(count) + 0.5 / count / SIGMAS
         return cls(share, error, max(1, round(count)), of, by_chance=True)
 
     @classmethod
     def mean(cls, values: npt.ArrayLike, of: str) -> Estimate:
-        """The mean of independent values, its error s/√n with s² the unbiased variance; one value has none."""
+        """Compute the mean of independent values, its error s/√n with s² the unbiased variance; one value has none."""
         values = np.asarray(values, dtype=np.float64)
         error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         return cls(float(values.mean()), error, len(values), of)
 
     def floored(self, span: float = 1.0, count: int = 0) -> Estimate:
-        """The same, with an interval of at least span·(1 − 0.025^{1/n}) on either side: no spread is no certainty.
+        """Widen the interval to span·(1 − 0.025^{1/n}) or more on either side: no spread is no certainty.
 
         What was alike in n things is otherwise in up to that share of all (Clopper & Pearson's bound). For numbers that
         take few values: shares, counts, correlations over few places. Where no error is known, none is given.
@@ -125,18 +125,18 @@ class Estimates:
 
     @classmethod
     def exact(cls, values: npt.ArrayLike, each: str = "layers") -> Estimates:
-        """As `Estimate.exact`."""
+        """Make numbers without sampling error."""
         values = np.asarray(values, dtype=np.float64)
         return cls(values, np.zeros(values.shape), each=each, is_exact=True)
 
     def at(self, place: int) -> Estimate:
-        """One layer's number."""
+        """Return one layer's number."""
         error = math.nan if self.errors is None else float(self.errors[place])
         return Estimate(float(self.values[place]), error, self.n, self.of, is_exact=self.is_exact)
 
     @property
     def looks(self) -> int:
-        """How many intervals share the 5 % that may miss: those of a claim on more than half of N, ⌈N/2⌉.
+        """The number of intervals that share the 5 %: those of a claim on more than half of N, ⌈N/2⌉.
 
         Such a claim errs only if a number errs beyond the N − ⌈N/2⌉ that may be on either side by right: it holds by
         mistake no more often than 2.5 % (Bonferroni's bound for a partial conjunction, Benjamini & Heller 2008),
@@ -162,7 +162,7 @@ class Estimates:
 
 
 def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
-    """Standard errors on either side of an interval from n things that misses in one of 20·`looks` cases.
+    """Compute the standard errors on either side of an interval from n things that misses in one of 20·`looks` cases.
 
     NaN for one thing.
     """
@@ -176,11 +176,11 @@ def _sigmas(n: int, looks: int = 1) -> float:
 
 
 def most_extreme(count: int) -> float:
-    """The factor by which an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
+    """Return the factor by which an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
     return float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / max(1, count))) / SIGMAS
 
 
 def jackknife_error(left_out: npt.ArrayLike) -> Floats:
-    """The jackknife's standard error, from the numbers without each of n things, (n, …)."""
+    """Return the jackknife's standard error, from the numbers without each of n things, (n, …)."""
     left_out = np.asarray(left_out, dtype=np.float64)
     return np.asarray(left_out.std(axis=0) * math.sqrt(len(left_out) - 1))

@@ -1,4 +1,4 @@
-"""How a number is judged against a criterion: the verdict on a claim, and its evidence.
+"""Judge a number against a criterion: the verdict on a claim, and its evidence.
 
 One rule: a claim holds where the whole 95 % interval of its number is on the right side of the criterion, and fails
 where all of it is on the other; else nothing is decided. A number whose error nobody knows has no interval; an exact
@@ -19,11 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import INTERVAL as INTERVAL
-from theodolite.estimates import SIGMAS as SIGMAS
-from theodolite.estimates import Estimate as Estimate
-from theodolite.estimates import Estimates as Estimates
-from theodolite.estimates import Floats as Floats
+from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats
 from theodolite.system.wording import number
 
 Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]
@@ -103,12 +99,12 @@ class Criterion:
     negligible: float = 0.0
 
     def met(self, values: Floats | float) -> npt.NDArray[np.bool_]:
-        """Whether each value is on the right side."""
+        """Mark the values on the right side."""
         beyond = self._beyond(values)
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
     def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
-        """Of each value whether the claim holds, and whether it fails; neither within its margin, or at a tie.
+        """Mark the values for which the claim holds, and for which it fails; neither within the margin, or at a tie.
 
         Nor where the margin is not known (NaN).
         """
@@ -117,7 +113,7 @@ class Criterion:
         return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
 
     def _beyond(self, values: Floats | float) -> Floats:
-        """How far each value is on the right side of the limit, and of what is negligible beyond it."""
+        """Measure how far each value is beyond the limit on the right side, less what is negligible."""
         values = np.asarray(values, dtype=np.float64)
         if self.side == "within":
             return np.asarray(self.limit - np.abs(values))
@@ -134,7 +130,7 @@ class Criterion:
 
 
 def independent(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts without those that an earlier one's number decides: a number in two claims' evidence counts once."""
+    """Leave out verdicts that an earlier one's number decides: a number in two claims' evidence counts once."""
     numbers: set[tuple[str, str]] = set()
     first = []
     for verdict in verdicts:
@@ -231,7 +227,7 @@ def _spread(layers: Estimates) -> str:
 
 
 def untestable(claim: str, why: str) -> Verdict:
-    """The verdict on a claim that no number of this run can answer."""
+    """Make the verdict on a claim that no number of this run can answer."""
     return Verdict(claim, UNTESTABLE, why)
 
 
@@ -248,7 +244,7 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
 
 
 def most(answers: Sequence[Answer]) -> Answer:
-    """The answer of many like parts: that of more than half; in part where more than half are decided, but split."""
+    """Return the answer of more than half of many like parts; in part where more than half are decided, but split."""
     counts = {answer: list(answers).count(answer) for answer in (HOLDS, FAILS)}
     for answer, count in counts.items():
         if 2 * count > len(answers):
@@ -257,18 +253,18 @@ def most(answers: Sequence[Answer]) -> Answer:
 
 
 def all_hold(answers: Iterable[Answer]) -> Answer:
-    """The answer of several parts that must all hold: one that fails decides, then one that is open."""
+    """Answer for several parts that must all hold: one that fails decides, then one that is open."""
     order = (FAILS, IN_PART, UNTESTABLE, UNDECIDED, HOLDS)
     return min(answers, key=order.index, default=UNTESTABLE)
 
 
 def opposite(answer: Answer) -> Answer:
-    """The answer on the negated claim."""
+    """Answer the negated claim."""
     return {HOLDS: FAILS, FAILS: HOLDS}.get(answer, answer)
 
 
 def combined(answers: Iterable[Answer]) -> Answer:
-    """The answer of several parts that are claimed together, where some may be true and others not.
+    """Answer for several parts that are claimed together, where some may be true and others not.
 
     In part where one holds and another fails; else not decided where one is not; else what all say. A part that is
     not testable does not count.
@@ -280,17 +276,17 @@ def combined(answers: Iterable[Answer]) -> Answer:
 
 
 def all_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a claim whose parts must `all_hold`, with the evidence of each."""
+    """Judge a claim whose parts must `all_hold`, with the evidence of each."""
     return _joined(claim, parts, "all", all_hold(part.answer for part in parts))
 
 
 def mix_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
-    """The verdict on a claim whose parts are true or not by themselves (`combined`), with the evidence of each."""
+    """Judge a claim whose parts are true or not by themselves (`combined`), with the evidence of each."""
     return _joined(claim, parts, "mixed", combined(part.answer for part in parts))
 
 
 def opposite_of(claim: str, verdict: Verdict) -> Verdict:
-    """The verdict on the negated claim."""
+    """Judge the negated claim."""
     return Verdict(claim, opposite(verdict.answer), verdict.evidence, "not", (verdict,))
 
 
@@ -299,7 +295,7 @@ def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) ->
 
 
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
-    """Every verdict and every number behind it, from which the answers can be found again.
+    """Tabulate every verdict and every number behind it, from which the answers can be found again.
 
     `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
     `withheld` where its answer was; a number has all other columns. `looks`: how many intervals share the 5 %.

@@ -1,4 +1,4 @@
-"""What each paper's `experiments.toml` declares of its experiments; no experiment is imported for it."""
+"""Read what each paper's `experiments.toml` declares of its experiments; no experiment is imported for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Alias:
 
 @cache
 def declarations() -> dict[str, Declaration]:
-    """All declarations by name: of each paper the tables, the figures, the rest, the claims."""
+    """Read all declarations by name: of each paper the tables, the figures, the rest, the claims."""
     found: dict[str, Declaration] = {}
     for group, folder in PAPERS.items():
         text = (files("theodolite_papers") / folder / "experiments.toml").read_text(encoding="utf-8")
@@ -75,14 +75,14 @@ def declarations() -> dict[str, Declaration]:
 
 
 def _like(others: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry, with all that it does not give from the other one that it is `like`."""
+    """Complete an entry with all that it does not give from the other one that it is `like`."""
     own = dict(entry)
     return {**others.get(own.pop("like", ""), {}), **own}
 
 
 @cache
 def aliases() -> dict[str, Alias]:
-    """The published figures that are another experiment's, by name."""
+    """Read the published figures that are another experiment's, by name."""
     return {
         f"{one.name.partition('/')[0]}/{name}": Alias(f"{one.name.partition('/')[0]}/{name}", one.name, text)
         for one in declarations().values()

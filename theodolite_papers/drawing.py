@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.report import published, style
-from theodolite.report.data import Floats, layer_numbers, need_column
+from theodolite.report.data import layer_numbers, need_column
 from theodolite.report.drawing.grammar import (
     HEADROOM,
     Panel,
@@ -70,7 +71,7 @@ def curves(
     height: int = CURVES_HEIGHT,
     **layout: Any,
 ) -> go.Figure:
-    """Curves over one axis, or each over its own `x`, with their standard errors; `titles` of x and y."""
+    """Draw curves over one axis, or each over its own `x`, with their standard errors; `titles` of x and y."""
     at = [x] * len(lines) if isinstance(x, np.ndarray) else x
     traces: list[Any] = []
     for curve, x_of, y, error in zip(lines, at, values, errors or [None] * len(lines), strict=True):
@@ -89,7 +90,7 @@ def over_layers(
     *,
     baselines: bool = False,
 ) -> go.Figure:
-    """Layer measures with their standard errors, by name; `baselines`: each is followed by its own, dotted."""
+    """Draw layer measures with their standard errors, by name; `baselines`: each is followed by its own, dotted."""
     first = Line("", THIS_MODEL, width=2.4, marker=6)
     second = replace(first, colour=style.BLUE)
     looks = [first, replace(second, dash="dash")]
@@ -104,7 +105,7 @@ def over_layers(
 def propagation_curves(
     theta: Floats, etas: Sequence[float], published: Floats, corrected: Floats
 ) -> go.Figure:
-    """ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
+    """Draw ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
     lines, values = [], []
     for index, eta in enumerate(etas):
         colour = order_colour(index / max(1, len(etas) - 1))
@@ -115,7 +116,7 @@ def propagation_curves(
 
 
 def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
-    """The figure with shaded intervals of its x axis, named at the top."""
+    """Shade intervals of the figure's x axis, named at the top."""
     for index, (name, (low, high)) in enumerate(windows.items()):
         colour = style.CATEGORIES[index % len(style.CATEGORIES)]
         drawn.add_vrect(
@@ -138,7 +139,7 @@ def maps(
     signed: Sequence[str] = (),
     square: bool = False,
 ) -> go.Figure:
-    """Heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
+    """Draw heat maps side by side: name → (rows, columns), all on the same axes and, but for `signed`, one scale.
 
     axes: values of x and y. titles: of x, y and the colours. signed: names of maps that are coloured by their sign.
     """
@@ -171,7 +172,7 @@ def maps(
 
 
 def _scale_bar(title: str, name: str, signed: bool, both: bool) -> dict[str, Any]:
-    """The colour bar of a map: of amounts, or of `signed` differences, which stands below where there are `both`."""
+    """Make the colour bar of a map: of amounts, or of `signed` differences, which stands below if there are `both`."""
     if not both:
         return style.colour_bar(title)
     upper = {"y": 1, "yanchor": "top", "len": 0.46}
@@ -185,7 +186,7 @@ PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
 def simulation(
     positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
 ) -> go.Figure:
-    """ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
+    """Draw ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
     name, at = "simulated, error over", (positions, simulated, None)
     hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
     by_draws = style.error_bars(errors[1], width=4, thickness=1.0)
@@ -209,7 +210,7 @@ def simulation(
 def entropies(
     scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
 ) -> go.Figure:
-    """Mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
+    """Draw mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
     colours = [style.order_colour(index / max(1, len(means) - 1)) for index in range(len(means))]
     lines = [Line(f"mean {mean:g}", colour, marker=7) for mean, colour in zip(means, colours, strict=True)]
     x = {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]}
@@ -220,7 +221,7 @@ def entropies(
 
 
 def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
-    """Error bars from the lower to the upper end of an interval."""
+    """Make error bars from the lower to the upper end of an interval."""
     up, down = (part.astype(np.float32) for part in (high - middle, middle - low))
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.2, "width": 3}
 
@@ -228,7 +229,7 @@ def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
 def bars(
     groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
 ) -> go.Figure:
-    """Grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
+    """Draw grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
     traces = [
         go.Bar(
             x=list(groups),
@@ -255,7 +256,7 @@ NARROW = 16  # characters in a line of an axis title
 def against_published(
     run: Run, name: str, rows: published.Rows, y: str, errors: Floats, *, log: bool = False
 ) -> go.Figure:
-    """A layer column over the rows of Table 4, 5 or 6, one line per model and text, rescaled to this depth."""
+    """Draw a layer column over the rows of Table 4, 5 or 6, one line per model and text, rescaled to this depth."""
     layers, values = layer_numbers(run), need_column(run.layers, name)
     drawn = over_layers(layers, {"this model": (values, errors)}, y, TWOS if log else None)
     depth = np.linspace(0, float(layers.max()), 13).round(4)
@@ -272,7 +273,7 @@ def against_published(
 
 
 def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
-    """Table 1 as dots: one panel per quantity, one line per row, a bar of one standard deviation over layers."""
+    """Draw Table 1 as dots: a panel per quantity, a line per row, a bar of one standard deviation over layers."""
     names = [for_plotly(name) for name in rows]
     shown: list[Panel] = []
     for quantity in quantities:
@@ -295,7 +296,7 @@ def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: 
 def shares_by_cutoff(
     measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
 ) -> go.Figure:
-    """Share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
+    """Draw the share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
     shown = {}
     for (name, printed), colour in zip(paper.items(), ORDERS, strict=True):
         shown[Line(name, colour, width=2.2, marker=6)] = measured[name]
@@ -308,14 +309,14 @@ def shares_by_cutoff(
 
 
 def layer_cosines(cosines: Floats) -> go.Figure:
-    """Mean cosine between a token's vectors at every two layers, (N, N)."""
+    """Draw the mean cosine between a token's vectors at every two layers, (N, N)."""
     rows = [f"layer {layer}" for layer in range(len(cosines))]
     layers = range(0, len(rows), max(1, len(rows) // 12))
     return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
 
 
 def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
-    """Singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
+    """Draw singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
     depth = max(1, len(learned) - 1)
     shown = [
         (Line(f"layer {layer}", order_colour(layer / depth), width=LINE, legend=False), values)
@@ -332,7 +333,7 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
 
 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
-    """Mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
+    """Draw the mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
     layers = np.arange(len(norms), dtype=np.float64)
     axis = TWOS | {"tickformat": "~s"}
     drawn = over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", axis)
@@ -350,7 +351,7 @@ LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would 
 
 
 def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
-    """The maps of one layer's heads as tiles of one picture, −1 … 1: survivors below 0, the diagonal above.
+    """Lay out the maps of one layer's heads as tiles, −1 … 1: survivors below 0, the diagonal above.
 
     Magnitudes are square roots of shares of the head's largest; NaN separates the tiles.
     """
@@ -365,13 +366,13 @@ def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
 
 
 def positional_tiles(logits: Floats) -> Floats:
-    """One layer's heads as tiles of one picture, as in `weight_tiles`: rows less their means, of −1 … 1."""
+    """Lay out one layer's heads as tiles, as in `weight_tiles`: rows less their means, of −1 … 1."""
     centred = logits - logits.mean(axis=-1, keepdims=True)
     return _in_tiles([np.clip(tile / saturation([tile]), -1, 1) for tile in centred])
 
 
 def _in_tiles(tiles: Sequence[Floats]) -> Floats:
-    """Square matrices of one size as one picture, NaN between them and above each, where its name stands."""
+    """Tile square matrices of one size, NaN between them and above each, where its name stands."""
     side = len(tiles[0])
     across, step, tall = min(len(tiles), TILES_ACROSS), side + TILE_GAP, side + TILE_HEADROOM
     picture = np.full((math.ceil(len(tiles) / across) * tall, across * step - TILE_GAP), np.nan)
@@ -383,7 +384,7 @@ def _in_tiles(tiles: Sequence[Floats]) -> Floats:
 
 
 def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
-    """`weight_tiles` with the heads' names above them; `side`: cells along a tile."""
+    """Draw `weight_tiles` with the heads' names above them; `side`: cells along a tile."""
     across = min(len(names), TILES_ACROSS)
     trace = heat(tiles, -1, 1, "", scale=style.SIGNED, hoverinfo="skip")
     labels, boxes = [], []
@@ -409,7 +410,7 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
 def head_values(
     grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
 ) -> go.Figure:
-    """One number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm."""
+    """Draw one number per head over layer × head: a share of one, or (`decades`) a ratio coloured by its logarithm."""
     colour_values, bar, limits = grid, style.colour_bar(what), (0.0, 1.0)
     if decades:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -431,7 +432,7 @@ def head_values(
 
 
 def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tuple[str, str]) -> go.Figure:
-    """Every head on two measures, coloured by its block; `titles` of x and y."""
+    """Draw every head on two measures, coloured by its block; `titles` of x and y."""
     depth = max(1.0, float(layers.max()))
     names = [head_name(int(layer), int(head)) for layer, head in zip(layers, heads, strict=True)]
     colours = [style.order_colour(layer / depth) for layer in layers]
@@ -443,7 +444,7 @@ def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tu
 def smoothness_bounds(
     cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: Floats, layer: int
 ) -> go.Figure:
-    """Theorem 1 at one layer: the bound for each order of difference (dashed), the attained error, no approximation."""
+    """Draw Theorem 1 at one layer: the bound for each order (dashed), the attained error, no approximation."""
     all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
     positive = all_values[np.isfinite(all_values) & (all_values > 0)]
     # What is left at the last k is rounding: a curve may leave the picture below.
@@ -465,7 +466,7 @@ def factorisation(
     bound: tuple[Floats, Floats],
     marks: Mapping[str, float],
 ) -> go.Figure:
-    """Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
+    """Draw Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
     low = min(float(means.min()) for means, _ in measured.values()) / 2
     shown: list[tuple[Line, Floats, Floats, Floats | None]] = [
         (Line(name, colour, marker=8), levels, means, errors)
@@ -485,7 +486,7 @@ def factorisation(
 
 
 def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
-    """Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
+    """Draw Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
     lines = [Line(name, colour, marker=6) for name, colour in zip(measured, style.CATEGORIES, strict=False)]
     values, errors = zip(*measured.values(), strict=True)
     x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
@@ -500,7 +501,7 @@ CELL_PIXELS = 96
 
 
 def log_step_axis(steps: Sequence[int]) -> Floats:
-    """Where steps stand on a logarithmic axis that has room for step 0."""
+    """Place steps on a logarithmic axis that has room for step 0."""
     first = min((step for step in steps if step > 0), default=1)
     return np.array([math.log10(step) if step > 0 else math.log10(first) - BEFORE_FIRST for step in steps])
 
@@ -515,7 +516,7 @@ def _step_axis(steps: Sequence[int], log_steps: Floats) -> dict[str, Any]:
 def measures_by_step(
     steps: Sequence[int], measures: Mapping[str, tuple[Floats, Floats]], limits: Mapping[str, float]
 ) -> go.Figure:
-    """One panel per measure, one line per layer, against training step."""
+    """Draw one panel per measure, one line per layer, against training step."""
     log_steps = log_step_axis(steps)
     layers = next(iter(measures.values()))[0].shape[1]
     down = math.ceil(len(measures) / PANELS_ACROSS)
@@ -540,7 +541,7 @@ def measures_by_step(
 
 
 def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) -> go.Figure:
-    """The positions on their two leading directions, one cell per step and layer, each cell on its own scale."""
+    """Draw the positions on their two leading directions, one cell per step and layer, each cell on its own scale."""
     centred = curves - curves.mean(axis=2, keepdims=True)
     # One scale for both directions: a second one that is nothing but noise must not look like half of the curve.
     reach = np.abs(centred).max(axis=(2, 3), keepdims=True)
@@ -569,7 +570,7 @@ def curves_by_step(steps: Sequence[int], layers: Sequence[int], curves: Floats) 
 def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:
-    """Accuracy by number of digits: this model with standard errors, and rows of the paper."""
+    """Draw the accuracy by number of digits: this model with standard errors, and rows of the paper."""
     rows: list[tuple[str, Floats, str, dict[str, Any]]] = [
         ("this model", measured[0], THIS_MODEL, {"error_y": style.error_bars(measured[1])})
     ]

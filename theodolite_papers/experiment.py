@@ -1,4 +1,4 @@
-"""What an experiment is, and what it works on: the run, and on demand the model, its text, further surveys."""
+"""An experiment and its material: the run, and on demand the model, its text, further surveys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Number = Estimate | Estimates | float
 
 @dataclass
 class Outcome(PageOutcome):
-    """What an experiment gives; captions, claims and criteria are those of its declaration in `experiments.toml`."""
+    """An experiment's outcome; captions, claims and criteria are those of its declaration in `experiments.toml`."""
 
     declared: Declaration = field(default_factory=lambda: Declaration("", "", "", ""))
     judged: set[str] = field(default_factory=set)  # the names of claims that were given a verdict
@@ -47,7 +47,7 @@ class Outcome(PageOutcome):
         self.captioned(key, figure, self.declared.figures[caption or key], values)
 
     def sentence(self, key: str, entry: str = "claim", /, **values: Any) -> str:
-        """The sentence of the claim of that name, or of a part of it (`claim.part`), filled with `values`.
+        """Fill the sentence of the claim of that name, or of a part of it (`claim.part`), with `values`.
 
         entry: `what` instead of the claim, what its number is.
         """
@@ -56,15 +56,15 @@ class Outcome(PageOutcome):
         return str(self._claim(key)[entry]).format(**values)
 
     def parts(self, key: str) -> list[str]:
-        """The names of a claim's parts."""
+        """Return the names of a claim's parts."""
         return [name for name, entry in self._claim(key).items() if isinstance(entry, Mapping)]
 
     def criterion(self, key: str, /, **values: Any) -> Criterion:
-        """The criterion of a claim or of its part; `limit` is among the values where it depends on the numbers."""
+        """Return the criterion of a claim or part; `limit` is among the values where it depends on the numbers."""
         return _criterion(self.declared.criteria[self._claim(key)["criterion"]], **values)
 
     def verdict(self, key: str, number: Number | Sequence[bool], /, **values: Any) -> Verdict:
-        """The verdict on a claim or on its part, which is not yet shown.
+        """Judge a claim or its part, which is not yet shown.
 
         number: an estimate, or of each head whether it is so: their share (`share_of_heads`).
         """
@@ -89,7 +89,7 @@ class Outcome(PageOutcome):
         return sorted(set(self.declared.claims) - self.judged)
 
     def _claim(self, key: str) -> Mapping[str, Any]:
-        """What is declared of a claim; of a part, the claim's own where the part has nothing else."""
+        """Return the declaration of a claim; of a part, the claim's own where the part has nothing else."""
         name, _, part = key.partition(".")
         of = self.declared.claims[name]
         return {**of, **of[part]} if part else of
@@ -101,14 +101,17 @@ def _criterion(declared: Mapping[str, Any], **values: Any) -> Criterion:
     return Criterion(declared["side"], limit, source, declared.get("negligible", 0.0))
 
 
-def criterion(name: str) -> Criterion:
-    """The criterion of a group and name (`geometry/rank`), for numbers that are not judged by a claim alone."""
+def criterion(name: str, **values: Any) -> Criterion:
+    """Return the criterion of a group and name (`geometry/rank`), for numbers not judged by a claim alone.
+
+    `limit` is among the values where the declaration has none.
+    """
     group, _, own = name.partition("/")
-    return _criterion(declarations()[f"{group}/claims"].criteria[own])
+    return _criterion(declarations()[f"{group}/claims"].criteria[own], **values)
 
 
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
-    """The share of a model's heads that are so, with the error that it has where the criterion's limit is the truth.
+    """Estimate the share of a model's heads that meet a condition, with the error at the criterion's limit.
 
     √(p(1 − p)/H) at the limit p (the score test), and half a head added to the interval (Yates's correction).
     """
@@ -152,7 +155,7 @@ def _made_of(of: Declaration) -> Decorator:
 
 
 def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
-    """The experiment that collects the verdicts of `experiments`."""
+    """Make the experiment that collects the verdicts of `experiments`."""
 
     @_made_of(of)
     def collected(study: Study, outcome: Outcome) -> None:
@@ -216,7 +219,7 @@ class Study:
         return self._run
 
     def outcome(self, experiment: Experiment) -> Outcome:
-        """The experiment's outcome; made once."""
+        """Make the experiment's outcome, once."""
         if experiment.name not in self._outcomes:
             for need in experiment.declared.needs:
                 self._require(need, experiment.name)
@@ -226,7 +229,7 @@ class Study:
         return self._outcomes[experiment.name]
 
     def provenance_of(self, experiment: Experiment) -> dict[str, Any]:
-        """The provenance of an outcome, with the prompt, head or second text asked for, where it reads them."""
+        """Return the provenance of an outcome, with the prompt, head or second text asked for, where it reads them."""
         asked = self.focus.given() | ({} if self.other is None else {"other": self.other.name})
         read = {name: value for name, value in asked.items() if name in experiment.declared.options}
         return self.provenance | ({"asked": read} if read else {})
@@ -252,7 +255,7 @@ class Study:
         return self.corpus
 
     def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
-        """The folder of training runs that the run's provenance describes under `key`, and then the outcome's, too."""
+        """Find the folder of training runs that the provenance has under `key`; the outcome's then has it, too."""
         training: dict[str, Any] | None = self.provenance.get(key)
         if training is None:
             raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
@@ -261,11 +264,11 @@ class Study:
         return Path(training["folder"])
 
     def other_run(self) -> Run:
-        """The survey of the second text."""
+        """Survey the second text."""
         return self.random_run() if self.other is None else self._survey_of(self.other)
 
     def random_run(self) -> Run:
-        """The survey of as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+        """Survey as many contexts of random tokens, as long as those of the run; the run, if it is one."""
         if self.run.provenance["corpus"]["name"] == RANDOM:
             return self.run
         return self._survey_of(random_tokens_like(self.require_model(), self.run))
@@ -278,7 +281,7 @@ class Study:
         return self._runs[corpus.sha256]
 
     def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
-        """The survey of a further model or text, into a folder or in memory."""
+        """Survey a further model or text, into a folder or in memory."""
 
         def show(what: str, done: int, total: int) -> None:
             self.show(f"{Path(place or corpus.name).name}: {what}", done, total)
@@ -320,19 +323,19 @@ def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
 
 
 def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:
-    """The provenance of experiments that read a prompt alone."""
+    """Describe experiments that read a prompt alone, for their provenance."""
     return describe_model(model) | {"seed": seed, "reads": "a prompt"}
 
 
 def of_nothing(seed: int = 0) -> dict[str, Any]:
-    """The provenance of experiments that read no model and no text."""
+    """Describe experiments that read no model and no text, for their provenance."""
     return of_trainings("no model", "no model", seed=seed)
 
 
 def of_trainings(
     model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
 ) -> dict[str, Any]:
-    """The provenance of experiments that survey no model."""
+    """Describe experiments that survey no model, for their provenance."""
     described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
     entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
     return entries | provenance

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Names of experiments and of their groups; the last of several with commas between them."""
+    """Complete names of experiments and of their groups; the last of several with commas between them."""
     before, comma, last = incomplete.rpartition(",")
     groups = dict.fromkeys(name.partition("/")[0] for name in catalogue.EXPERIMENTS)
     names = *groups, *catalogue.EXPERIMENTS, *aliases()
@@ -108,7 +108,7 @@ def reproduce_command(
 
 
 def _with_corpus(text: Text, other: str | None) -> Text:
-    """The options of the text to compare with, whose labels do not matter."""
+    """Return the options of the text to compare with, whose labels do not matter."""
     return replace(text, corpus=other, label_column=None, label_rows=False, per_label=None)
 
 
@@ -125,7 +125,7 @@ class _Request:
     stopped: Callable[[], bool]
 
     def unread(self) -> dict[str, object]:
-        """The text and model options, to be refused where neither is read."""
+        """Return the text and model options, to be refused where neither is read."""
         options = "device", "device_map", "revision", "attention"
         of_model = {f"--{name.replace('_', '-')}": getattr(self.opening, name) for name in options}
         return self.text.given() | of_model
@@ -163,7 +163,7 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
 
 
 def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
-    """Experiments on a survey, which is made here or reused if it is finished."""
+    """Run experiments on a survey, which is made here or reused if it is finished."""
     from theodolite import survey
     from theodolite.report.page import write_report
     from theodolite_papers import Study

@@ -72,7 +72,7 @@ class _Running:
     as_json: AsJson = False
 
     def settings(self, options: _Steps) -> dict[str, Any]:
-        """The options that were given, and the seed."""
+        """Return the options that were given, and the seed."""
         given = {name: value for name, value in asdict(options).items() if value is not None}
         return given | {"seed": self.seed}
 

@@ -32,7 +32,7 @@ def commands(out: Path) -> list[list[str]]:
     runs = [
         [command, *options, "--dtype", dtype, "--out", str(out / f"{command}-{dtype}")]
         for dtype in ("float64", "float32")
-        for command, options in (("survey", TEXT), ("spectra", []), ("trace", [*TEXT, "--stretches"]))
+        for command, options in (("survey", TEXT), ("spectra", []), ("trace", [*TEXT, "--local-sinks"]))
     ]
     pruned = str(out / "pruned")
     prune = f"prune --method oats --sparsity 0.5 --contexts 16 --length 128 --out {pruned}".split()

@@ -120,7 +120,7 @@ def _plotly() -> str:
 
 
 def table(name: str) -> str:
-    """Every column of a table of the run folder, from the declarations beside their formulas."""
+    """Tabulate every column of a table of the run folder, from the declarations beside their formulas."""
     from theodolite.measure.catalogue import declared
 
     described = declared(name)
@@ -135,7 +135,7 @@ def table(name: str) -> str:
 
 
 def columns(names: str) -> str:
-    """The rows of the run folder's page for these columns, of layers and heads or named as `TABLE.COLUMN`."""
+    """Write the rows of the run folder's page for these columns, of layers and heads or named as `TABLE.COLUMN`."""
     from theodolite.measure.catalogue import declared
 
     described = declared("layers") | declared("heads")
@@ -147,7 +147,7 @@ def columns(names: str) -> str:
 
 
 def _rows(described: dict[str, Any], names: list[str]) -> str:
-    """A table of columns: those that differ by a number, or by the matrix that they are of, share a row."""
+    """Tabulate columns: those that differ by a number, or by the matrix that they are of, share a row."""
     rows: dict[str, list[str]] = {}
     for name in names:
         column = described[name]
@@ -163,7 +163,7 @@ def _rows(described: dict[str, Any], names: list[str]) -> str:
 
 
 def arrays(_: str | None) -> str:
-    """Every array of a run, from the declarations."""
+    """Tabulate every array of a run, from the declarations."""
     from theodolite.measure import catalogue
 
     rows = [f"| `{a.name}` | {a.shape} | {escaped(a.meaning)} |" for a in catalogue.arrays().values()]
@@ -252,7 +252,7 @@ def experiments(_: str | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """Prose that holds names from code, for the cell of a table; what is between backticks stays."""
+    """Escape prose that holds names from code, for the cell of a table; what is between backticks stays."""
     return re.sub(r"(`[^`|]*`)|([|<*_\[\]])", lambda match: match[1] or f"\\{match[2]}", text)
 
 

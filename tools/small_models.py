@@ -235,7 +235,7 @@ def _small_size(name: str, value: int, fields: dict[str, Any]) -> int:
 
 
 def _other_size(name: str, value: Any, fields: dict[str, Any]) -> Any:
-    """Of a layer that is an exception: twice or half as large as others, as it was before."""
+    """Make a layer that is an exception: twice or half as large as others, as it was before."""
     usual = fields.get(name)
     if not isinstance(value, int) or not isinstance(usual, int):
         return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -29,8 +31,8 @@ def random_catches(generator: np.random.Generator, length: int, heads: int = 2) 
     of = torch.tensor(head)
     kept_, caught_ = torch.from_numpy(np.array(kept)), torch.from_numpy(np.array(caught))
     received = torch.full((len(of),), 0.5, dtype=torch.float64)
-    stretch = torch.zeros(len(of), dtype=torch.bool)
-    return Catches(of, torch.tensor(position), received, stretch, caught_, kept_[of], of, kept_)
+    local = torch.zeros(len(of), dtype=torch.bool)
+    return Catches(of, torch.tensor(position), received, local, caught_, kept_[of], of, kept_)
 
 
 def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
@@ -41,14 +43,23 @@ def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
     return float(between), float(np.square(x - mean).sum())
 
 
-@pytest.mark.parametrize("stretches", [False, True])
+def test_keys_and_learned_columns_are_sinks_by_the_one_rule(monkeypatch):
+    """Oracle: nothing gets more than all of the attention, so that none is left where the rule asks for it."""
+    inputs = make("sink")
+    inputs = replace(inputs, sink=torch.full_like(inputs.sink, 9.0))
+    assert all(LEARNED in catches.position for catches in attend_and_catch(inputs)[1])
+    monkeypatch.setattr("theodolite.attention.sinks.SINK_THRESHOLD", 1.0)
+    assert not any(len(catches.position) for catches in attend_and_catch(inputs)[1])
+
+
+@pytest.mark.parametrize("local_sinks", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_catches_are_those_of_dense_attention(kind, stretches):
+def test_catches_are_those_of_dense_attention(kind, local_sinks):
     """Oracle: softmax matrices in float64, a loop over heads and queries."""
     inputs = make(kind, strength=4.0)
     weights, output, learned = dense(inputs)
-    found = of_stretches = 0
-    ours, contexts = attend_and_catch(inputs, stretches=stretches)
+    found = local = 0
+    ours, contexts = attend_and_catch(inputs, local_sinks=local_sinks)
     torch.testing.assert_close(ours, output, rtol=1e-10, atol=1e-10)
     for context, catches in enumerate(contexts):
         expected = []
@@ -60,8 +71,8 @@ def test_catches_are_those_of_dense_attention(kind, stretches):
             whole = (received > 0.3) & (seen.sum(0) > 16)
             most = [q for q in range(LENGTH) if p[q].max() > 0.3 and p[q].argmax() != q]
             paid_most = np.bincount(p[most].argmax(1), minlength=LENGTH) if most else np.zeros(LENGTH)
-            sinks = [int(k) for k in np.flatnonzero(whole | (stretches & (paid_most >= 16)))]
-            of_stretches += sum(not whole[k] for k in sinks)
+            sinks = [int(k) for k in np.flatnonzero(whole | (local_sinks & (paid_most >= 16)))]
+            local += sum(not whole[k] for k in sinks)
             paid = {k: p[:, k] for k in sinks}
             if kind == "sink" and learned[context, head].mean() > 0.3:
                 paid[LEARNED] = learned[context, head].numpy()
@@ -74,16 +85,16 @@ def test_catches_are_those_of_dense_attention(kind, stretches):
                 expected.append((head, k, mean, caught, sees, counts, k != LEARNED and not whole[k]))
         assert catches.head.tolist() == [e[0] for e in expected]
         assert catches.position.tolist() == [e[1] for e in expected]
-        assert catches.stretch.tolist() == [e[6] for e in expected]
+        assert catches.local.tolist() == [e[6] for e in expected]
         for row, (_, _, mean, caught, sees, counts, _) in enumerate(expected):
             assert float(catches.received[row]) == pytest.approx(mean, rel=1e-10)
             np.testing.assert_array_equal(catches.caught[row], caught)
             np.testing.assert_array_equal(catches.seen[row], sees)
-            np.testing.assert_array_equal(catches.kept[catches.of[row]], counts)
+            np.testing.assert_array_equal(catches.counted[catches.of[row]], counts)
         found += len(expected)
     # A window's keys are seen by too few queries, and a cap leaves no key so much attention.
     assert found or kind in ("window", "padded", "capped")
-    assert bool(of_stretches) == (stretches and kind not in ("window", "capped", "grouped", "alibi"))
+    assert bool(local) == (local_sinks and kind not in ("window", "capped", "grouped", "alibi"))
 
 
 def test_of_sinks_that_are_paid_alike_the_first_catches():
@@ -103,7 +114,7 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     mask = ((position - position[:, None]) % 8 < 3)[None, None]
     _, (catches,) = attend_and_catch(AttentionInputs(x, x, x + 1.0, 1.0, causal=False, mask=mask))
     assert catches.position.tolist() == list(range(8))
-    assert not catches.kept.any()
+    assert not catches.counted.any()
     tags = Tags(1, 2, 1)
     sums, place = measured(catches, HeadOutputs(x[0], x[0] + 1.0, torch.eye(2).double()[None]))
     rows = tags.update(0, catches, position, sums, 0)
@@ -124,7 +135,7 @@ def test_sums_of_squares_are_those_by_definition_whatever_is_added_to_all(seed, 
     x[0] *= 1e4
     got = between_and_total(torch.from_numpy(x), catches)
     for head in range(2):
-        counts = catches.kept[head].numpy()
+        counts = catches.counted[head].numpy()
         if not counts.any():
             continue
         scale = np.square(x[counts]).sum()  # a sink of the other head is kept by this one

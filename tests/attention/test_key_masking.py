@@ -8,7 +8,7 @@ import torch
 from tests import checkpoints
 from tests.attention.kinds import dense
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.attention.key_masking import hide_keys, restore_blind_queries
+from theodolite.attention.key_masking import mask_keys, restore_blind_queries
 from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import intervened, tapped
@@ -45,7 +45,7 @@ def _scaled_by_hook(model: torch.nn.Module, factor: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_edits_and_listeners_compose_in_either_order():
+def test_interventions_and_taps_compose_in_either_order():
     """Oracle: the same hook; and a tap that sees every layer once, and what the heads themselves computed."""
     model = checkpoints.build("gpt2")
     expected = _scaled_by_hook(model, 3.0)
@@ -66,7 +66,7 @@ def test_edits_and_listeners_compose_in_either_order():
 
 
 @torch.no_grad()
-def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_come_before_all():
+def test_the_intervention_opened_first_is_nearest_to_the_attention_and_those_of_inputs_come_before_all():
     """Oracle: 3 (o + 1) and 3 o + 1 differ."""
     model = checkpoints.build("gpt2")
     attention, answers = _attention(model), []
@@ -93,7 +93,7 @@ def test_the_edit_opened_first_is_nearest_to_the_attention_and_edits_of_inputs_c
 
 
 @torch.no_grad()
-def test_another_model_inside_is_neither_edited_nor_listened_to_by_mistake():
+def test_another_model_inside_is_neither_changed_nor_tapped_by_mistake():
     """Each model's calls go to its own tap, whatever was opened last."""
     one, two = checkpoints.build("gpt2"), checkpoints.build("llama2")
     own, seen = two(_ids()).logits, []
@@ -191,7 +191,7 @@ def test_hidden_keys_get_no_weight_and_queries_without_a_key_keep_what_they_had(
     hidden = torch.zeros(2, 20, dtype=torch.bool)
     hidden[0, [0, 1, 2, 3, 4, 9]] = True
     hidden[1, [0, 7]] = True
-    got = restore_blind_queries(inputs, hidden, heads, attend(hide_keys(inputs, hidden, heads, False)))
+    got = restore_blind_queries(inputs, hidden, heads, attend(mask_keys(inputs, hidden, heads, False)))
     extra = torch.zeros(2, 4, 20, 20, dtype=torch.float64)
     extra[:, heads] = extra[:, heads].masked_fill(hidden[:, None, None], -torch.inf)
     visible = torch.ones(20, 20, dtype=torch.bool)
@@ -209,7 +209,7 @@ def test_a_listener_sees_weights_of_exactly_zero():
     inputs = _inputs()
     hidden = torch.zeros(1, 20, dtype=torch.bool)
     hidden[0, 5] = True
-    for block in hide_keys(inputs, hidden, [1], False).blocks():
+    for block in mask_keys(inputs, hidden, [1], False).blocks():
         weights = block.logits.softmax(-1)
         assert not weights[:, 1, 6 - block.start :, 5].any()
         assert weights[:, 0, 6 - block.start :, 5].any()

@@ -65,7 +65,7 @@ def edited(model: OpenModel) -> list[Any]:
 
 
 def ablated(model: OpenModel) -> Any:
-    traces = trace_sinks(model, CORPUS, stretches=True).traces
+    traces = trace_sinks(model, CORPUS, local_sinks=True).traces
     place = (int(traces["layer"][0]), int(traces["head"][0])) if len(traces) else (0, 0)
     try:
         return ablation_test(model, CORPUS, *place, DIRECTION)
@@ -127,7 +127,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "spectra": spectra,
     "spectra, lazily": lambda model: spectra(open_weights(model.id)),
     "merged": merged,
-    "trace": lambda model: trace_sinks(model, CORPUS, stretches=True),
+    "trace": lambda model: trace_sinks(model, CORPUS, local_sinks=True),
     "prompt": lambda model: trace_prompt(model, IDS[0], 1, 1),
     "outliers": lambda model: find_outliers(model, CORPUS),
     "ablation": ablated,

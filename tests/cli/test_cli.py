@@ -214,14 +214,14 @@ def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
     assert "reads its prompt and no text: leave out --corpus" in " ".join(stderr.split())
 
 
-def test_traces_of_stretches_have_a_folder_of_their_own(checkpoint, text, tmp_path, monkeypatch):
+def test_traces_of_local_sinks_have_a_folder_of_their_own(checkpoint, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ("--corpus", text, "--length", 40, "--contexts", 4)
-    for more in ((), ("--stretches",)):
+    for more in ((), ("--local-sinks",)):
         assert call("trace", checkpoint("gpt2"), *options, *more)[0] == 0
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "gpt2-text.txt-local-sinks",
         "gpt2-text.txt-sinks",
-        "gpt2-text.txt-stretches",
     ]
 
 

@@ -113,8 +113,8 @@ def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, check
 def test_versions_are_told_apart() -> None:
     there, now = ({"versions": {"torch": version}, "model": "a"} for version in ("2.9", "2.10"))
     assert differences(there, now) == "torch 2.9 there, 2.10 now"
-    there, now = ({"batch": batch, "corpus": "a", "stretches": batch == 1} for batch in (0, 1))
-    assert differences(there, now) == "--batch 0 there, 1 now; --stretches not given there, given now"
+    there, now = ({"batch": batch, "corpus": "a", "local_sinks": batch == 1} for batch in (0, 1))
+    assert differences(there, now) == "--batch 0 there, 1 now; --local-sinks not given there, given now"
 
 
 def test_rules_are_not_overwritten(surveyed: Path, tmp_path: Path) -> None:

@@ -212,11 +212,11 @@ def test_the_term_that_a_model_was_pruned_to_is_read_from_its_folder(damaged, tm
     for place, name in enumerate("qkv"):
         own = slice(64 * place, 64 * (place + 1))
         low = factors[f"0/{name}/left"] @ factors[f"0/{name}/right"]
-        with term.edit(model) as taken:
+        with term.intervention(model) as taken:
             left = model.hf.transformer.h[0].attn.c_attn.weight.T[own].clone()
         torch.testing.assert_close(left, weight[own] - low, atol=1e-9, rtol=0)
         assert taken[name] == pytest.approx(float(low.square().sum() / weight[own].square().sum()))
-        with control.edit(model):
+        with control.intervention(model):
             left = model.hf.transformer.h[0].attn.c_attn.weight.T[own].clone()
         values = torch.linalg.svdvals(weight[own] - left)
         torch.testing.assert_close(values, torch.linalg.svdvals(low), atol=1e-7, rtol=0)

@@ -73,8 +73,8 @@ def test_the_attention_map_and_its_switches(sharp):
 def test_labels_of_the_attention_map_do_not_touch(sharp):
     """Oracle: a line of 9 pixels is 12 high; the map of a column of 380 pixels is 380 − 92 wide and high."""
     view = sharp.view(prompt_ids([sharp], PROMPT), 0, 0)
-    stretch = tuple(Sink(place, 0.5, 3, True) for place in range(100, 140))
-    for count, sinks in ((30, ()), (240, ()), (240, stretch)):
+    local = tuple(Sink(place, 0.5, 3, True) for place in range(100, 140))
+    for count, sinks in ((30, ()), (240, ()), (240, local)):
         long = replace(
             view, tokens=("word",) * count, attention=np.tril(np.full((count, count), 0.1)), sinks=sinks
         )

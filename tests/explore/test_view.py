@@ -84,7 +84,7 @@ def test_sinks_tags_and_their_colours(sharp):
         for number, sink in enumerate(view.sinks):
             assert sink.caught == (view.group == number).sum()
             assert sink.received == pytest.approx(received[sink.position], abs=1e-5)
-            assert sink.stretch == (not (enough & (received > 0.3))[sink.position])
+            assert sink.local == (not (enough & (received > 0.3))[sink.position])
             found += 1
         kept = view.group != LEFT_OUT
         x, names = trace.output.double().numpy()[kept], view.group[kept]

@@ -105,7 +105,7 @@ VALUES = st.sampled_from(
 READING = ["--length", "--contexts", "--seed", "--json"]
 OPTIONS = {
     "survey": [*READING, "--batch", "--dtype", "--text-column", "--device"],
-    "trace": [*READING, "--batch", "--stretches"],
+    "trace": [*READING, "--batch", "--local-sinks"],
     "prune": [*READING[:2], "--method", "--sparsity", "--pattern", "--rank-ratio", "--damping", "--format"],
     "spectra": ["--dtype", "--device", "--json", "--revision"],
     "evaluate": [*READING, "--task"],
@@ -113,7 +113,7 @@ OPTIONS = {
     "exclude": ["--least-share"],
     "compare": ["--length", "--json"],
 }
-FLAGS = {"--json", "--stretches"}
+FLAGS = {"--json", "--local-sinks"}
 
 
 @pytest.mark.chaos

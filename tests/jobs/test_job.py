@@ -152,5 +152,5 @@ def test_a_state_that_lacks_a_sum_is_refused(tmp_path):
     path = tmp_path / "run.partial" / "first.safetensors"
     _, notes = read_checked(path)
     write_checked(path, {}, notes)
-    with pytest.raises(UsageError, match="another version of theodolite left unfinished"):
+    with pytest.raises(UsageError, match="unfinished work of another version of theodolite"):
         run(tmp_path / "run", [])

@@ -32,7 +32,7 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
     assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays())
-    for measure in catalogue.own_extra():
+    for measure in catalogue.built_in_extra():
         for column in measure.declared:
             assert getattr(surveyed, column.table)[column.name].notna().all(), column
 

@@ -70,7 +70,7 @@ def test_chance_is_the_mean_over_random_groupings():
         for draw in draws:
             pairs = np.zeros((2, 2))
             for catches, output, _, hidden in contexts:
-                counts = catches.kept[head].numpy()
+                counts = catches.counted[head].numpy()
                 rows = np.flatnonzero(catches.head == head)
                 group = (catches.caught[rows].int() * torch.arange(1, len(rows) + 1)[:, None]).sum(0).numpy()
                 shuffled = generator.permutation(group[counts])
@@ -131,10 +131,10 @@ def test_a_ratio_of_one_context_or_of_nothing_has_no_error():
 
 
 def _catching(catches: Catches, all_of_them: bool) -> Catches:
-    """The first head's sinks catch every token that is kept, or none."""
+    """The first head's sinks catch every token that is counted, or none."""
     caught = catches.caught.clone()
     caught[catches.of == 0] = False
-    caught[0] = catches.kept[0] & all_of_them
+    caught[0] = catches.counted[0] & all_of_them
     return replace(catches, caught=caught)
 
 

@@ -168,8 +168,8 @@ def test_an_intervention_begins_between_passes(opened):
         under = survey(model, CORPUS, batch=1)
     thread.join()
     assert not difference(runs[0].heads, survey(model, CORPUS, batch=1).heads)
-    assert "edits" not in runs[0].provenance["fingerprint"]
-    assert under.provenance["fingerprint"]["edits"]
+    assert "interventions" not in runs[0].provenance["fingerprint"]
+    assert under.provenance["fingerprint"]["interventions"]
     assert difference(under.heads, runs[0].heads)
 
 

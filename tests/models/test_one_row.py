@@ -182,7 +182,7 @@ def test_rows_that_cannot_be_told_apart_are_refused_in_a_line(forward, line):
 
 def test_rows_are_not_known_of_training_nor_without_their_contexts():
     with pytest.raises(
-        UsageError, match="Rows reads its contexts in one row, which is not known of training"
+        UsageError, match="Rows reads its contexts in one row, which cannot be split in training"
     ):
         GeometryMonitor(opened(seeded(Rows("flex")), forward=in_a_row), inline=True)
     with pytest.raises(UsageError, match="blocks read a row of 5 tokens, which is not contexts"):

@@ -115,7 +115,7 @@ def test_what_is_no_checkpoint(tmp_path, opening):
         ("gpt2", {"device": "cpu", "device_map": "auto"}, "--device-map both say where .*: give one"),
         ("gpt2", {"device": "meta"}, "cannot use device meta, which holds no numbers: use --device cpu"),
         ("gpt2", {"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way"),
-        ("t5gemma2", {}, "T5Gemma2ForConditionalGeneration has no attention of the kind that is asked for"),
+        ("t5gemma2", {}, "T5Gemma2ForConditionalGeneration has no such attention"),
         ("longcat_flash", {}, "LongcatFlashForCausalLM has a block that attends twice"),
     ],
 )
@@ -201,7 +201,7 @@ def test_the_text_side_of_whisper():
     with torch.no_grad():
         own = eager(torch.zeros(2, 8, 30), decoder_input_ids=ids, output_attentions=True).decoder_attentions
     _assert_seen(model, ids, own, (), CLOSE)
-    with pytest.raises(UsageError, match="hears speech: only its decoder's own attention is looked at"):
+    with pytest.raises(UsageError, match="reads speech: only its decoder's self-attention is surveyed"):
         open_model(hf, attention="cross")
 
 

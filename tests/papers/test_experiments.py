@@ -20,13 +20,13 @@ from tests.report.drawn import drawn
 from tests.report.synthetic import make_run, weights_only
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.estimates import Estimate
 from theodolite.judging import (
     FAILS,
     HOLDS,
     UNDECIDED,
     UNTESTABLE,
     Criterion,
-    Estimate,
     independent,
     judge,
     most,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.passes.test_survey import gpt2_weights, kept_whole
+from theodolite import measure
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
+from theodolite.measure import catalogue
 from theodolite.measure.column import Column
-from theodolite.measure.extra import Extra
+from theodolite.measure.extra import Extra, HeadMean
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
-from theodolite.passes.survey import TEXT_TITLE, survey
+from theodolite.passes.survey import TEXT_TITLE, spectra, survey
 from theodolite.report import figures, health
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render
@@ -158,3 +161,85 @@ def test_what_is_no_accumulator_with_columns_is_refused_before_the_first_pass(op
     ):
         with pytest.raises(UsageError, match=message):
             survey(opened("gpt2"), corpus, extra=[wrong], show_progress=_no_pass)
+
+
+PLANTED = """
+import torch
+from theodolite.measure.column import Column
+from theodolite.measure.extra import HeadMean
+class Planted(HeadMean):
+    column = Column("heads", "planted", "A number of a test.")
+    def values(self, inputs):
+        return torch.full((*inputs.query.shape[:2], 1), 3.0)
+"""
+
+
+@pytest.fixture
+def add_measurement(tmp_path, monkeypatch):
+    """Return what adds a file to `theodolite.measure`, as a new release of the package or its user may."""
+    cached = [one for one in vars(catalogue).values() if hasattr(one, "cache_clear")]
+
+    def forget():
+        for one in cached:
+            one.cache_clear()
+
+    def add():
+        (tmp_path / "planted.py").write_text(PLANTED)
+        monkeypatch.setattr(measure, "__path__", [*measure.__path__, str(tmp_path)])
+        forget()
+
+    yield add
+    sys.modules.pop("theodolite.measure.planted", None)
+    monkeypatch.undo()
+    forget()
+
+
+def test_a_survey_of_before_a_measurement_was_added_is_another_one(add_measurement, opened, corpus, tmp_path):
+    """Oracle: the planted value; without it, what was finished or read before is not taken for the same survey."""
+    model, whole, shards, heads = opened("gpt2"), tmp_path / "run", tmp_path / "shards", tmp_path / "heads"
+    survey(model, corpus, whole)
+    survey(model, corpus, shards, batch=2, shard=(1, 2))
+    spectra(model, heads)
+    add_measurement()
+    for again in (
+        lambda: survey(model, corpus, whole),
+        lambda: survey(model, corpus, shards, batch=2, shard=(2, 2)),
+        lambda: spectra(model, heads),
+    ):
+        with pytest.raises(UsageError, match=r"\(the columns that theodolite measures\)"):
+            again()
+    assert (survey(model, corpus).heads["planted"] == 3.0).all()
+
+
+class Constant(HeadMean):
+    column = Column("heads", "constant", "A number of a test.")
+    number, shape = 2.0, (1,)
+
+    def values(self, inputs):
+        return torch.full((*inputs.query.shape[:2], *self.shape), self.number)
+
+
+def test_a_mean_of_heads_of_another_name_is_another_measurement(opened, corpus, tmp_path):
+    """Oracle: the planted numbers."""
+
+    class Second(Constant):
+        name, number = "constant, version 2", 3.0
+
+    model, out = opened("gpt2"), tmp_path / "run"
+    for kind, planted in ((Constant, 2.0), (Second, 3.0)):
+        run = survey(model, corpus, out / kind.__name__, extra=[kind(model.layers, model.heads)])
+        assert (run.heads["constant"] == planted).all()
+    assert run.provenance["fingerprint"]["extra"] == ["constant, version 2"]
+    with pytest.raises(UsageError, match="extra"):
+        survey(model, corpus, out / "Constant", extra=[Second(model.layers, model.heads)])
+
+
+def test_a_mean_of_heads_that_cannot_be_one_is_refused(opened, corpus):
+    model = opened("gpt2")
+    with pytest.raises(UsageError, match="Bare declares no column: give the class `column`, a Column"):
+        type("Bare", (HeadMean,), {"name": "bare"})
+    flat = type("Flat", (Constant,), {"shape": ()})
+    with pytest.raises(
+        UsageError, match=r"constant: `values` gives a tensor of \(\d+, 4\), not \(\d+, 4, any"
+    ):
+        survey(model, corpus, extra=[flat(model.layers, model.heads)])

@@ -18,6 +18,7 @@ from tests.calls import call, same_bytes
 from theodolite import merge
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import open_model
 from theodolite.passes import chunks
 from theodolite.passes.chunks import chunks_of, packed, unpacked
@@ -116,9 +117,22 @@ def test_shards_of_something_else_are_refused(opened, corpus, tmp_path):
     survey(model, corpus, out, batch=BATCH, shard=(1, 2))
     with pytest.raises(UsageError, match=r"unfinished survey of another .*--seed 0 there, 1 now"):
         survey(model, corpus, out, batch=BATCH, seed=1, shard=(2, 2))
+    with pytest.raises(UsageError, match=r"run\.partial holds shards of 2: give --shard K/2, or remove it"):
+        survey(model, corpus, out, batch=BATCH, shard=(1, 3))
     survey(model, corpus, out, batch=BATCH, shard=(2, 2))
     with pytest.raises(UsageError, match="unfinished survey of another model"):
         merge(out, opened("llama2"))
+
+
+def test_a_shard_that_lacks_a_sum_is_refused_in_a_line(opened, corpus, tmp_path):
+    out = tmp_path / "run"
+    for number in (1, 2):
+        survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(number, 2))
+    work = Unfinished(out, {})
+    sums, notes = work.load("chunk-001")
+    work.save("chunk-001", {name: sums[name] for name in sums if name != "extra.logit_std.sum"}, notes)
+    with pytest.raises(UsageError, match=r"run\.partial holds what another version .* with other sums"):
+        merge(out)
 
 
 def test_a_model_in_memory_is_given_to_merge(corpus, tmp_path):

@@ -52,7 +52,7 @@ class Shards:
 
 def trace_pass(model: OpenModel, corpus: Corpus) -> TracePass:
     weights = [model.output_weights(layer) for layer in range(model.layers)]
-    return TracePass(model, corpus, 1, torch.stack([w_o @ w_o.mT for w_o in weights]), stretches=True)
+    return TracePass(model, corpus, 1, torch.stack([w_o @ w_o.mT for w_o in weights]), local_sinks=True)
 
 
 def merge_tags(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:

@@ -123,7 +123,7 @@ def test_heads_of_two_widths_are_traced(model, tmp_path):
     assert run.arrays["spectrum"][0, :, 8:].isnan().all()
     assert not run.arrays["spectrum"][3].isnan().any()
     write_report(run, tmp_path)
-    assert len(trace_sinks(gemma, CORPUS, stretches=True).traces)
+    assert len(trace_sinks(gemma, CORPUS, local_sinks=True).traces)
     with pytest.raises(UsageError, match="layers differ in number or width of heads"):
         find_outliers(gemma, CORPUS)
 

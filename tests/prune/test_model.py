@@ -366,14 +366,14 @@ def test_the_half_that_is_pruned_is_named_and_read_back(tmp_path, attention, hal
 
 def test_the_model_says_that_it_was_pruned_and_how(anew):
     """What is measured of it in memory must not be taken for the dense model's, nor for another pruning's."""
-    edits = []
+    interventions = []
     for sparsity in (0.5, 0.5, 0.6):
         model = anew("gpt2")
         assert model.interventions == ()
         prune_model(model, corpus_of(), "magnitude", sparsity)
-        edits += model.interventions
-    assert all(re.fullmatch(r"pruned\(magnitude, sha256:[0-9a-f]{16}\)", edit) for edit in edits)
-    assert edits[0] == edits[1] != edits[2]
+        interventions += model.interventions
+    assert all(re.fullmatch(r"pruned\(magnitude, sha256:[0-9a-f]{16}\)", name) for name in interventions)
+    assert interventions[0] == interventions[1] != interventions[2]
     with pytest.raises(UsageError, match=r"the opened model was modified \(pruned\(magnitude"):
         prune_model(model, corpus_of(), "magnitude", 0.5)
 

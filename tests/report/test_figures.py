@@ -168,7 +168,7 @@ def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp
     loaded = Run.load(tmp_path / "run")
     known = {drawn_data(figure) for figure in every_figure(loaded).values()}
     shown = [exhibit for exhibit in EXHIBITS if exhibit.available(loaded)]
-    others = [*OF_IMAGES, "own_columns"]  # of a caller's own, which this run has not
+    others = [*OF_IMAGES, "caller_columns"]  # of a caller's own, which this run has not
     assert len(shown) == len(EXHIBITS) - len(others) == len(known)
     assert {drawn_data(exhibit.draw(loaded)) for exhibit in shown} == known
 

@@ -539,9 +539,9 @@ def test_left_in_any_order_the_model_is_whole(family, order, opened):
     assert not torch.allclose(_logits(model, family), own, rtol=0, atol=1e-3 * float(own.abs().max()))
     for left, i in enumerate(order):
         managers[i].__exit__(None, None, None)
-        logits, edits = expected[left]
+        logits, interventions = expected[left]
         assert torch.equal(_logits(model, family), logits)
-        assert [e.partition("(")[0] for e in model.interventions] == edits
+        assert [e.partition("(")[0] for e in model.interventions] == interventions
     _assert_same(before, _state(model))
     assert torch.equal(_logits(model, family), own)
     assert not model.interventions
@@ -648,11 +648,11 @@ def test_what_is_measured_meanwhile_says_so_and_is_not_taken_for_the_models_own(
     model = opened("gpt2")
     ids = torch.arange(48).reshape(2, 24)
     plain = trace_sinks(model, ids, tmp_path / "run")
-    assert "edits" not in plain.provenance["fingerprint"]
+    assert "interventions" not in plain.provenance["fingerprint"]
     with attention_knockout(model, 0, 1, [3]), without_low_rank(model, 0, 2, of="q"):
-        edits = trace_sinks(model, ids).provenance["fingerprint"]["edits"]
-        assert edits[0] == "attention_knockout(layer=0, head=1, positions=[3], sink_column=False)"
-        assert edits[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
+        interventions = trace_sinks(model, ids).provenance["fingerprint"]["interventions"]
+        assert interventions[0] == "attention_knockout(layer=0, head=1, positions=[3], sink_column=False)"
+        assert interventions[1].startswith("without_low_rank(layer=0, heads=None, q=sha256:")
         with pytest.raises(UsageError):
             trace_sinks(model, ids, tmp_path / "run")
     assert not model.interventions

@@ -67,9 +67,9 @@ def test_groups_by_hand(model, eager):
             mean = weights.sum(dim=0) / (LENGTH - torch.arange(LENGTH))
             least = LENGTH // 4
             catching = [q for q in range(LENGTH) if weights[q].max() > 0.3 and int(weights[q].argmax()) != q]
-            of_a_stretch = torch.bincount(weights[catching].argmax(dim=1), minlength=LENGTH) >= least
+            locally = torch.bincount(weights[catching].argmax(dim=1), minlength=LENGTH) >= least
             whole = [mean[k] > 0.3 and LENGTH - 1 - k >= least for k in range(LENGTH)]
-            sinks = [k for k in range(LENGTH) if whole[k] or of_a_stretch[k]]
+            sinks = [k for k in range(LENGTH) if whole[k] or locally[k]]
             assert trace.sinks.tolist() == sinks
             found += len(sinks)
             for query in range(LENGTH):

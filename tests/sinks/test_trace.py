@@ -144,22 +144,22 @@ def paired(pairs: list[tuple[float, float]], before: list[tuple[float, float]]) 
     return r[0] - r[1], math.sqrt((influence**2).sum() * effective / (effective - 1))
 
 
-def catch(kept, layer, context, head, stretches=False):
-    """Sinks with what they receive, those of a stretch, which queries count, and who caught each (−2: none)."""
+def catch(kept, layer, context, head, local_sinks=False):
+    """Sinks with what they receive, which of them are local, which queries count, and who caught each (−2: none)."""
     p, seen = kept.attention[layer, context, head], kept.visible[layer]
     length = len(p)
     received = p.sum(0) / np.maximum(seen.sum(0), 1)
     eligible = seen.sum(0) - 1 >= min(16, math.ceil(length / 4))
     assert np.abs(received - 0.3).min() > 1e-6, "too near the threshold to compare"
     sinks = {int(k): float(received[k]) for k in np.flatnonzero((received > 0.3) & eligible)}
-    of_stretch: set[int] = set()
-    if stretches:
+    local: set[int] = set()
+    if local_sinks:
         caught_by = [int(row.argmax()) for row in p]
         for key in range(length):
             queries = [q for q in range(length) if caught_by[q] == key != q and p[q, key] > 0.3]
             if len(queries) >= min(16, math.ceil(length / 4)) and key not in sinks:
-                of_stretch.add(key)
-        sinks = {key: float(received[key]) for key in sorted({*sinks, *of_stretch})}
+                local.add(key)
+        sinks = {key: float(received[key]) for key in sorted({*sinks, *local})}
     columns = dict(enumerate(p.T))
     if kept.learned:
         columns[LEARNED] = 1 - p.sum(1)
@@ -172,16 +172,16 @@ def catch(kept, layer, context, head, stretches=False):
         if best is not None:
             assert abs(columns[best][i] - 0.3) > 1e-6, "too near the threshold to compare"
             caught[i] = best if columns[best][i] > 0.3 else -2
-    return sinks, of_stretch, counts, caught
+    return sinks, local, counts, caught
 
 
-def expected(kept, ids, stretches=False):
+def expected(kept, ids, local_sinks=False):
     """Rows of `traces` by (layer, head, kind, token) and of `heads` by (layer, head), arrays included."""
     layers, contexts, heads, length, _ = kept.attention.shape
     traces: dict[tuple, dict[str, Any]] = {}
     by_head: dict[tuple, dict[str, Any]] = {}
     for layer, context, head in np.ndindex(layers, contexts, heads):
-        sinks, of_stretch, counts, caught = catch(kept, layer, context, head, stretches)
+        sinks, local, counts, caught = catch(kept, layer, context, head, local_sinks)
         if not sinks:
             continue
         p, v = kept.attention[layer, context, head], kept.value[layer, context, head]
@@ -205,9 +205,9 @@ def expected(kept, ids, stretches=False):
             share = (len(np.unique(groups)) - 1) / max(counts.sum() - 1, 1)
             row["chance"][place] = row["chance"].get(place, 0) + t * share
         for sink, received in sinks.items():
-            later = "stretch" if sink in of_stretch else "later"
+            later = "local" if sink in local else "later"
             kind = {0: "first", LEARNED: "learned"}.get(sink, later)
-            key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "stretch") else -1)
+            key = (layer, head, kind, int(ids[context, sink]) if kind in ("later", "local") else -1)
             row = traces.setdefault(key, {"of": {}, "found": [], "chance": {}, "shifted": 0.0})
             own = caught[counts] == sink
             for fifth in range(1, 5):
@@ -357,15 +357,15 @@ MODERNBERT = {
 
 
 CASES = [
-    ("gpt2", "float64", {"first", "later", "stretch"}),
+    ("gpt2", "float64", {"first", "later", "local"}),
     ("gpt_oss", "float32", {"learned", "later"}),
-    ("bert", "float64", {"first", "later", "stretch"}),
+    ("bert", "float64", {"first", "later", "local"}),
     ("bloom", "float64", {"first", "later"}),
     ("llama3", "float64", {"first", "later"}),
     ("llama3", "float32", {"first", "later"}),
     ("mistral", "float64", {"first", "later"}),
     ("gemma2", "float64", {"first", "later"}),
-    ("gpt_oss", "float32", {"first", "learned", "later", "stretch"}),
+    ("gpt_oss", "float32", {"first", "learned", "later", "local"}),
     ("modernbert", "float64", {"first", "later"}),
 ]
 
@@ -415,9 +415,9 @@ def _close(got: Any, expected: Any, tolerance: float, what: Any) -> None:
 def test_every_column_and_array_equals_the_dense_computation(family, dtype, kinds, strong):
     ids = some_ids()
     model = open_model(strong(family), dtype=dtype)
-    run = trace_sinks(model, ids, stretches="stretch" in kinds, batch=4)
+    run = trace_sinks(model, ids, local_sinks="local" in kinds, batch=4)
     reference = type(model.hf).from_pretrained(strong(family), dtype=getattr(torch, dtype)).eval()
-    traces, heads = expected(keep(family, reference, ids), ids.numpy(), "stretch" in kinds)
+    traces, heads = expected(keep(family, reference, ids), ids.numpy(), "local" in kinds)
     assert set(run.traces.kind) == kinds
     keys = list(zip(run.traces.layer, run.traces["head"], run.traces.kind, run.traces.token_id, strict=True))
     assert sorted(keys) == sorted(traces)

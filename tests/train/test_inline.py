@@ -207,7 +207,7 @@ def test_what_is_no_look_is_said_once():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_overheard_is_refused_by_name():
+def test_what_cannot_be_observed_is_refused_by_name():
     class Fused(torch.autograd.Function):
         """Computes where nothing that PyTorch calls is heard, as kernels of one's own do."""
 
@@ -226,8 +226,8 @@ def test_what_cannot_be_overheard_is_refused_by_name():
     AttentionInterface.register("fused_for_a_test", fused)
     gpt2 = model_of("gpt2")
     for model, options, words in (
-        (model_of("gpt2", "fused_for_a_test"), {}, r"GPT2LMHeadModel cannot be overheard.*place of inline"),
-        (model_of("gpt_oss", "eager"), {}, "GptOssForCausalLM cannot be overheard"),  # sinks are columns
+        (model_of("gpt2", "fused_for_a_test"), {}, r"GPT2LMHeadModel cannot be observed.*place of inline"),
+        (model_of("gpt_oss", "eager"), {}, "GptOssForCausalLM cannot be observed"),  # sinks are columns
         (checkpoints.build("t5"), {}, "T5.* is an encoder-decoder, which reads two texts"),
         (torch.compile(gpt2, backend="eager"), {}, "is compiled"),
         (gpt2, {"ids": IDS}, "and not both"),

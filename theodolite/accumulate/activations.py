@@ -1,4 +1,4 @@
-"""How large a layer's values are, dimension by dimension, and which tokens carry the massive ones.
+"""The size of a layer's values, dimension by dimension, and the tokens that carry the massive ones.
 
 For the residual stream (one part a token) and for the outputs of the heads (H parts). The thresholds are in
 `theory.outliers`; nothing is judged here.
@@ -75,8 +75,8 @@ class Activations(LargeValues):
         Raises:
             UsageError: the thresholds make a million kinds of massive activations.
         """
-        for part in cache_sized(len(hidden), hidden.device):
-            values = hidden[part]
+        for batch_slice in cache_sized(len(hidden), hidden.device):
+            values = hidden[batch_slice]
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             magnitude = values.abs()
             self._add_sums(layer, magnitude)
@@ -90,11 +90,11 @@ class Activations(LargeValues):
             places = either.nonzero().cpu()
             if len(places) > MOST_ROWS:
                 self._refuse(layer)
-            context, position, of, dimension = places.unbind(dim=1)
-            token, first = ids[part].cpu()[context, position], (position == 0).long()
+            context, position, head_index, dimension = places.unbind(dim=1)
+            token, first = ids[batch_slice].cpu()[context, position], (position == 0).long()
             carriers = self.keyed["carriers"]
             rows = carriers.rows(
-                torch.stack([torch.full_like(of, layer), of, dimension, token, first], dim=1)
+                torch.stack([torch.full_like(head_index, layer), head_index, dimension, token, first], dim=1)
             )
             value = values[either]
             sums = {
@@ -105,7 +105,7 @@ class Activations(LargeValues):
                 "position_sum": position,
                 "highest": value,
                 "deepest": -value,
-                "earliest": -((first_context + part.start + context) * self.length + position),
+                "earliest": -((first_context + batch_slice.start + context) * self.length + position),
             }
             carriers.add(rows, sums)
             carriers.count_contexts(rows, context)
@@ -115,7 +115,7 @@ class Activations(LargeValues):
     def massive(
         self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]
     ) -> tuple[Tensor, Tensor]:
-        """Where |x| is massive by the published rule, and where by comparison with the layer."""
+        """Mark where |x| is massive by the published rule, and where by comparison with the layer."""
         bounds = self.bounds[layer].to(magnitude.device)
         return massive_activations(magnitude, self.thresholds), magnitude > bounds
 
@@ -135,7 +135,7 @@ class Activations(LargeValues):
 
 
 def carrier_columns(state: State) -> dict[str, Tensor]:
-    """Columns of the tokens that carry massive values in a dimension of a part of a layer: `KEY`, and what was counted.
+    """Return the columns of the tokens with massive values in a dimension of a part of a layer: `KEY`, and the counts.
 
     `contexts`; `places`, values that are massive by either rule, `published` and `adaptive` by each; `value_sum` and
     `position_sum` over these; `extreme`, the largest in size with its sign (of two as large the positive one);
@@ -168,7 +168,7 @@ class LayerBaselines:
         self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
 
     def state(self) -> State:
-        """All layers' baselines, stacked."""
+        """Return all layers' baselines, stacked."""
         names = self._layers[0] if self._layers else {}
         return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
 
@@ -215,7 +215,7 @@ class FollowedActivations:
             self._paths.append(torch.stack([values[path], massive[path].double()]))
 
     def state(self) -> State:
-        """All followed values so far."""
+        """Return all followed values so far."""
         paths = torch.stack(self._paths) if self._paths else torch.empty(0, 2, self.rules.layers).double()
         return {"keys": torch.tensor(self._keys, dtype=torch.int64).reshape(-1, 3), "paths": paths}
 

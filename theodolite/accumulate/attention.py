@@ -1,4 +1,4 @@
-"""What each head's attention does, computed together with its output and without a T×T matrix.
+"""Statistics of each head's attention, computed together with its output and without a T×T matrix.
 
 `AttentionStatistics.update` has it summarised (`attention/summary.py`): in blocks of queries whose weights are
 read once for the output, the entropy, the mass that each key receives and the head scores, and are then forgotten; or
@@ -206,7 +206,7 @@ class AttentionStatistics(LayerSums):
 def _statistics(
     inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor, trailing: int
 ) -> dict[str, Tensor]:
-    """Sums over the contexts of one part, and by context what each key received; `output` is written."""
+    """Sum over the contexts of one part, and by context what each key received; `output` is written."""
     device = output.device
     none = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
     scores = HeadScores(tokens, part, none)

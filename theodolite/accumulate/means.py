@@ -19,7 +19,7 @@ from theodolite.corpus.groups import GROUPS, Groups
 
 @dataclass(frozen=True)
 class Sample:
-    """Which contexts' mean vectors are kept, and which of their tokens are kept one by one.
+    """The contexts whose mean vectors are kept, and those of their tokens that are kept one by one.
 
     `slot` says where a context's mean goes, −1 for those not kept; the k-th kept token is at position
     `token_position[k]` of context `token_context[k]` and is stored at k.
@@ -128,7 +128,7 @@ def _lengths(
     part: slice,
     text: slice,
 ) -> dict[str, Tensor]:
-    """Mean vector, token norms, cosine to the previous layer and rank-collapse residual of each context of a part.
+    """Compute each context's mean vector, token norms, cosine to the previous layer and rank-collapse residual.
 
     `previous` has the hidden states and the norms of the layer before; `text` are the positions that count.
     """
@@ -146,7 +146,7 @@ def _lengths(
 
 
 def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state, as `decomposed` has them of each layer."""
+    """Return μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state, as `decomposed` has them of each layer."""
     names = ("position_sum", "readers", "context_mean", "context_tokens")
     text = slice(leading, state["position_sum"].shape[2] - trailing)
     layers = [
@@ -164,7 +164,7 @@ def decomposed(
     context_tokens: Float[Tensor, " sampled"],
     text: slice,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (d), pos (T, d) and ctx (S, d) of one layer; μ is the mean over the tokens of the text.
+    """Compute μ (d), pos (T, d) and ctx (S, d) of one layer; μ is the mean over the tokens of the text.
 
     pos_t is of the contexts that reach position t. Where they are of unlike lengths, what a context's own positions
     average to is taken off its mean: else ctx would say how long it is.

@@ -31,11 +31,11 @@ class LargeValues(LayerSums):
     leading: int = 1
 
     def text(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> Tensor:
-        """The values of the text: without position 0 and other tokens that are counted apart."""
+        """Return the values of the text: without position 0 and other tokens that are counted apart."""
         return values[:, self.leading : values.shape[1] - self.trailing]
 
     def apart(self, values: Tensor) -> dict[str, Tensor]:
-        """The values of other tokens that are counted apart, by the ending of their columns."""
+        """Return the values of other tokens that are counted apart, by the ending of their columns."""
         last = {"last": values[:, values.shape[1] - self.trailing :]} if self.trailing else {}
         return last | ({"registers": values[:, 1 : self.leading]} if self.leading > 1 else {})
 

@@ -180,7 +180,7 @@ def low_rank(
 
 
 def _leading(rows: Float[Tensor, "rows width"], r: int) -> Float[Tensor, "width r"]:
-    """An orthonormal basis of about the r leading directions of the rows, by subspace iteration from a seed."""
+    """Compute an orthonormal basis of about the r leading directions of the rows, by subspace iteration from a seed."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(rows.shape[1], r, generator=generator, dtype=torch.float64).to(rows.device)
     centred = rows.double() - rows.double().mean(dim=0)
@@ -204,5 +204,5 @@ def _add_square(rows: Float[Tensor, "rows width"], total: Float64[Tensor, "width
 
 
 def covariance(state: State, layer: int) -> Float[Tensor, "width width"]:
-    """The covariance (divided by the count) of one layer."""
+    """Compute the covariance (divided by the count) of one layer."""
     return state["moment"][layer] / state["count"][layer]

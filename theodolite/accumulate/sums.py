@@ -47,10 +47,10 @@ def pair_sums(b: Tensor, t: Tensor) -> Tensor:
 
 @runtime_checkable  # for the tests, which check annotations
 class Mergeable(Protocol):
-    """What an accumulator can merge: another one, or its saved state."""
+    """A state that an accumulator can merge: another accumulator's, or its saved one."""
 
     def state(self) -> State:
-        """Everything that it has seen."""
+        """Return everything summed so far, as tensors."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SavedState:
     tensors: State
 
     def state(self) -> State:
-        """Everything that the accumulator had seen."""
+        """Return everything that the accumulator had summed."""
         return self.tensors
 
 
@@ -86,7 +86,7 @@ class LayerSums:
         }
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
-        """The tensor itself, moved to `device` first if it is elsewhere; change it in place."""
+        """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""
         tensors = self._tensors[name]
         if tensors[layer].device != device:
             tensors[layer] = tensors[layer].to(device)
@@ -100,7 +100,7 @@ class LayerSums:
         include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
-        """All tensors on the CPU: stacked over layers, or rows in the order of their keys."""
+        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys."""
         sums = {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
         return sums | joined({name: sums.state() for name, sums in self.keyed.items()})
 
@@ -138,7 +138,7 @@ class KeyedSums:
         return len(self._row_of)
 
     def rows(self, keys: Int[Tensor, "some width"]) -> Int[Tensor, " some"]:
-        """The row of each key, new ones at the end."""
+        """Return the row of each key, new ones at the end."""
         rows = [self._row_of.setdefault(tuple(key), len(self._row_of)) for key in keys.tolist()]
         have = len(next(iter(self._tensors.values())))
         if len(self) > have:
@@ -163,11 +163,11 @@ class KeyedSums:
         self.add(once, {"contexts": torch.ones(len(once))})
 
     def at(self, name: str) -> Tensor:
-        """The tensor itself, (rows, *shape) and spare rows behind; change it in place."""
+        """Return the tensor itself, (rows, *shape) and spare rows behind; change it in place."""
         return self._tensors[name]
 
     def state(self) -> State:
-        """`keys` (K, width) in ascending order, and every tensor's rows in that order."""
+        """Return `keys` (K, width) in ascending order, and every tensor's rows in that order."""
         ordered = sorted(self._row_of.items())
         rows = torch.tensor([row for _, row in ordered], dtype=torch.int64)
         keys = torch.tensor([key for key, _ in ordered], dtype=torch.int64).reshape(-1, self.width)

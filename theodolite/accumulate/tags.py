@@ -1,4 +1,4 @@
-"""What sinks write into the tokens that they catch, and where it lives on: sums over a corpus.
+"""Tags: the vectors that sinks write into the tokens they catch, and where these live on; sums over a corpus.
 
 The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
 is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
@@ -19,8 +19,8 @@ from theodolite.accumulate.sums import PAIRS, KeyedSums, LayerSums, pair_sums
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
-FIRST, LATER, COLUMN, STRETCH = 0, 1, 2, 3
-"""Kinds of sinks: position 0, a later token, a learned sink column, a token that catches a stretch only."""
+FIRST, LATER, LEARNED_SINK, LOCAL = 0, 1, 2, 3
+"""Kinds of sinks: position 0, a later token, a learned sink, a local sink."""
 
 CROSSED = 4
 """Σ b b′, Σ b t′, Σ t b′, Σ t t′ with those of the layer that enters the block (′): a difference's error, paired."""
@@ -58,14 +58,19 @@ class Tags(LayerSums):
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
     By both: pairs (2 + layers, PAIRS) of sums of squares, crossed (2 + layers, CROSSED) with those before the head;
-    chance (2 + layers), the sum of squares that a random grouping explains on average; shifted, the one in the head's
-    output that the grouping explains on average when it is shifted along the context.
+    chance (2 + layers), the sum of squares that a random grouping explains on average; chance_of_runs, the one in the
+    head's output that the grouping explains on average when it is shifted along the context.
     """
 
     def __init__(self, layers: int, value_width: int, contexts: int) -> None:
         self._groups = Groups(contexts)
         places = 2 + layers
-        both = {"pairs": (places, PAIRS), "crossed": (places, CROSSED), "chance": (places,), "shifted": ()}
+        both = {
+            "pairs": (places, PAIRS),
+            "crossed": (places, CROSSED),
+            "chance": (places,),
+            "chance_of_runs": (),
+        }
         single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
         queries = ("catching", "first", "last")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
@@ -86,10 +91,10 @@ class Tags(LayerSums):
     ) -> tuple[Tensor, Tensor]:
         """Add the terms of one layer of one context; returns the rows of its sinks and of its heads."""
         position = catches.position.cpu()
-        kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, COLUMN, LATER))
-        kind = torch.where(catches.stretch.cpu() & (position > 0), STRETCH, kind)
+        kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, LEARNED_SINK, LATER))
+        kind = torch.where(catches.local.cpu() & (position > 0), LOCAL, kind)
         # What token stands first does not matter, and a learned column has none.
-        named = (kind == LATER) | (kind == STRETCH)
+        named = (kind == LATER) | (kind == LOCAL)
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
@@ -99,7 +104,7 @@ class Tags(LayerSums):
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
         )
         self.by_head.add(
-            heads, {name: sums.pop(f"head_{name}") for name in ("contexts", "moment", "shifted")}
+            heads, {name: sums.pop(f"head_{name}") for name in ("contexts", "moment", "chance_of_runs")}
         )
         self.by_sink.add(sinks, sums)
         self.by_sink.count_contexts(sinks, torch.zeros_like(sinks))
@@ -127,28 +132,28 @@ class Tags(LayerSums):
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT."""
-    of, kept = catches.of, catches.kept.double()
+    of, counted = catches.of, catches.counted.double()
     output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
     caught = catches.caught.double()
-    totals = torch.einsum("ht,htv->hv", kept, output)
+    totals = torch.einsum("ht,htv->hv", counted, output)
     sums = torch.einsum("st,stv->sv", caught, output[of])
-    mean = totals / kept.sum(dim=1, keepdim=True).clamp_min(1)
-    centred = (output - mean.unsqueeze(1)) * kept.unsqueeze(-1)
+    mean = totals / counted.sum(dim=1, keepdim=True).clamp_min(1)
+    centred = (output - mean.unsqueeze(1)) * counted.unsqueeze(-1)
     moment = centred.mT @ centred
-    # Of a short context, all tokens may be sinks, and none is kept.
-    size, all_kept = caught.sum(dim=1), kept.sum(dim=1).clamp_min(1)[of]
+    # Of a short context, all tokens may be sinks, and none is counted.
+    size, all_counted = caught.sum(dim=1), counted.sum(dim=1).clamp_min(1)[of]
     # Centred sums, and centred squares: nothing is lost to a vector that is common to all tokens.
-    shifted = sums - size.unsqueeze(1) * mean[of]
+    centred_sums = sums - size.unsqueeze(1) * mean[of]
     squares = (moment * metric).sum(dim=(1, 2))
     between, total, groups, whole_total = sums_of_squares(
-        shifted, torch.zeros_like(totals), squares, catches, metric
+        centred_sums, torch.zeros_like(totals), squares, catches, metric
     )
-    weight = size * (all_kept - size) / all_kept
+    weight = size * (all_counted - size) / all_counted
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
     at = catches.position.clamp_min(0)
     sink_value = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
     sink_length = length[of, at] * (catches.position != LEARNED)
-    others = (length * kept).sum(dim=1)[of] / all_kept
+    others = (length * counted).sum(dim=1)[of] / all_counted
     queries = torch.arange(caught.shape[1], device=caught.device, dtype=torch.float64)
     last = (catches.caught * queries).amax(dim=1)
     first = torch.where(catches.caught, queries, queries[-1]).amin(dim=1)
@@ -164,19 +169,19 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "last": last * any_caught,
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
-        "difference": shifted,
+        "difference": centred_sums,
         "value": sink_value * size.unsqueeze(1),
         "value_length": sink_length * size,
         "other_length": others * size,
-        "head_contexts": torch.ones(len(kept)),
+        "head_contexts": torch.ones(len(counted)),
         "head_moment": moment,
-        **_shifted(catches, centred, squares, metric),
+        **_chance_of_runs(catches, centred, squares, metric),
     }
     return sums_of_sink, _pairs(between, total, groups, whole_total, catches)
 
 
-def _shifted(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
-    """Mean sums of squares between groups that are moved along the context, by sink and by head."""
+def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
+    """Compute mean sums of squares between groups that are moved along the context, by sink and by head."""
     shifted_squares = [
         sums_of_squares(
             torch.einsum("st,stv->sv", groups.caught.double(), centred[catches.of]),
@@ -188,10 +193,10 @@ def _shifted(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor)
         for groups in moved_along(catches)
     ]
     size = catches.caught.sum(dim=1)
-    two = (size > 0) & (size < catches.kept.sum(dim=1)[catches.of])  # of one group, rounding would be left
+    two = (size > 0) & (size < catches.counted.sum(dim=1)[catches.of])  # of one group, rounding would be left
     return {
-        "shifted": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0) * two,
-        "head_shifted": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
+        "chance_of_runs": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0) * two,
+        "head_chance_of_runs": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
     }
 
 
@@ -200,13 +205,15 @@ def moved_along(catches: Catches) -> list[Catches]:
 
     Tokens that are left out keep their places, and the others move past them.
     """
-    kept, number = catches.kept, catches.kept.cumsum(dim=1) - 1
-    order = torch.argsort((~kept).byte(), dim=1, stable=True)
-    count = kept.sum(dim=1, keepdim=True).clamp_min(1)
+    counted, number = catches.counted, catches.counted.cumsum(dim=1) - 1
+    order = torch.argsort((~counted).byte(), dim=1, stable=True)
+    count = counted.sum(dim=1, keepdim=True).clamp_min(1)
     moved = []
     for part in range(1, SHIFTS + 1):
         source = order.gather(1, (number + count * part // (SHIFTS + 1)).clamp_min(0) % count)
-        moved.append(replace(catches, caught=catches.caught.gather(1, source[catches.of]) & kept[catches.of]))
+        moved.append(
+            replace(catches, caught=catches.caught.gather(1, source[catches.of]) & counted[catches.of])
+        )
     return moved
 
 
@@ -218,25 +225,25 @@ def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict
 def _pairs(
     between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
 ) -> dict[str, Tensor]:
-    """Sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
-    counted, size = catches.kept.sum(dim=1).double(), catches.caught.sum(dim=1).double()
-    filled = torch.zeros_like(counted).index_add_(0, catches.of, (size > 0).double())
-    uncaught = counted - torch.zeros_like(counted).index_add_(0, catches.of, size)
+    """Collect sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
+    tokens, size = catches.counted.sum(dim=1).double(), catches.caught.sum(dim=1).double()
+    filled = torch.zeros_like(tokens).index_add_(0, catches.of, (size > 0).double())
+    uncaught = tokens - torch.zeros_like(tokens).index_add_(0, catches.of, size)
     more = (filled + (uncaught > 0) - 1).clamp_min(0)
-    split = (size > 0) & (size < counted[catches.of])
+    split = (size > 0) & (size < tokens[catches.of])
     return {
         "pairs": torch.stack([between, total], dim=1) * split.unsqueeze(1),
         "head_pairs": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
         # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
-        "chance": total * split / (counted - 1).clamp_min(1)[catches.of],
-        "head_chance": whole * more / (counted - 1).clamp_min(1),
+        "chance": total * split / (tokens - 1).clamp_min(1)[catches.of],
+        "head_chance": whole * more / (tokens - 1).clamp_min(1),
     }
 
 
 def _of_rows(
     rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
 ) -> tuple[Int[Tensor, " once"], tuple[Tensor, Tensor]]:
-    """One context's sums of squares by row. Sinks of one row are summed first: a context is one observation."""
+    """Add up one context's sums of squares by row: sinks of one row first, since a context is one observation."""
     unique_rows, of = rows.unique(return_inverse=True)
     b, t = torch.zeros(len(unique_rows), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
     return unique_rows, (b, t)

@@ -1,11 +1,11 @@
-"""Which queries each sink of a context catches, computed together with the attention output.
+"""The queries that each sink of a context catches, computed together with the attention output.
 
 Sinks are those of `sinks.py`. A query is caught by the sink that it pays most, if that is more than
 `SINK_THRESHOLD`. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
 
-A sink of a stretch catches as many queries as a sink must have (`least_queries`) without being one: what it catches is
-a part of the context, and another key takes over. Only who asks for them is given any, for with them the other sinks
-of the head catch less.
+A local sink catches as many queries as a sink must have (`least_queries`) without being one: it dominates a contiguous
+span, and another key takes over. Local sinks are found only with `local_sinks=True`: they take queries from the head's
+other sinks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.attention.inputs import MASKED, AttentionInputs
-from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, least_queries
+from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, is_sink, least_queries
 from theodolite.attention.summary import summarise_in_blocks
 from theodolite.system.processor import parallel_map
 
@@ -34,21 +34,21 @@ class Catches:
         head: of each sink.
         position: of each sink; `LEARNED` for a head's learned sink column.
         received: attention that each sink gets on average from the queries that see it.
-        stretch: whether each is a sink of a stretch.
+        local: whether each is a local sink.
         caught: the queries that each sink catches.
         seen: the queries that could be: they see the sink and are not left out.
-        of: the row of `kept` that is the sink's head.
-        kept: for each head that has a sink, the tokens that are not left out.
+        of: the row of `counted` that is the sink's head.
+        counted: for each head that has a sink, the tokens that are not left out.
     """
 
     head: Int[Tensor, " sinks"]
     position: Int[Tensor, " sinks"]
     received: Float[Tensor, " sinks"]
-    stretch: Bool[Tensor, " sinks"]
+    local: Bool[Tensor, " sinks"]
     caught: Bool[Tensor, "sinks positions"]
     seen: Bool[Tensor, "sinks positions"]
     of: Int[Tensor, " sinks"]
-    kept: Bool[Tensor, "catching_heads positions"]
+    counted: Bool[Tensor, "catching_heads positions"]
 
     def to(self, device: torch.device) -> Catches:
         """Move all tensors to a device."""
@@ -61,30 +61,30 @@ class Catches:
         rows = []
         for catches in some:
             rows.append(vars(catches.to(device)) | {"of": catches.of.to(device) + before})
-            before += len(catches.kept)
+            before += len(catches.counted)
         return cls(**{name: torch.cat([fields[name] for fields in rows]) for name in rows[0]})
 
 
 def attend_and_catch(
-    inputs: AttentionInputs, *, stretches: bool = False, trailing: int = 0
+    inputs: AttentionInputs, *, local_sinks: bool = False, trailing: int = 0
 ) -> tuple[Float[Tensor, "batch queries heads width"], list[Catches]]:
     """Compute the attention output, and what the sinks of each context catch.
 
     Args:
         inputs: of a layer's attention.
-        stretches: find sinks of stretches, too.
+        local_sinks: find local sinks, too.
         trailing: special tokens behind the text, which are caught by nothing, as position 0 is not.
     """
 
     def work(context: int) -> tuple[Tensor, Catches]:
-        return _of_one_context(inputs.of_contexts(slice(context, context + 1)), stretches, trailing)
+        return _of_one_context(inputs.of_contexts(slice(context, context + 1)), local_sinks, trailing)
 
     # One context at a time on every device: each has sinks of its own.
     outputs, catches = zip(*parallel_map(work, range(len(inputs.query))), strict=True)
     return torch.cat(outputs), list(catches)
 
 
-def _of_one_context(inputs: AttentionInputs, stretches: bool, trailing: int) -> tuple[Tensor, Catches]:
+def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -> tuple[Tensor, Catches]:
     heads, length = inputs.query.shape[1:3]
     catching = torch.zeros(heads, length, dtype=torch.float64, device=inputs.value.device)
 
@@ -92,49 +92,49 @@ def _of_one_context(inputs: AttentionInputs, stretches: bool, trailing: int) -> 
         paid, key = weights[0].max(dim=-1)
         key += first
         not_itself = key != torch.arange(start, start + key.shape[1], device=key.device)
-        part = catching[head : head + len(key)]
-        part.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
+        of_these_heads = catching[head : head + len(key)]
+        of_these_heads.scatter_add_(1, key, ((paid > SINK_THRESHOLD) & not_itself).double())
 
-    summary = summarise_in_blocks(inputs, visit=count if stretches else None)
+    summary = summarise_in_blocks(inputs, visit=count if local_sinks else None)
     # A query that sees nothing pays nothing: e^{logit − ∞}.
     log_total = summary.log_sum_exp[0].masked_fill(summary.log_sum_exp[0] == -torch.inf, torch.inf)
     received = ReceivedAttention.of(inputs, summary.mass)
-    stretch = catching >= least_queries(length)
-    return summary.output, _catches(inputs, received, stretch, log_total, trailing)
+    local = catching >= least_queries(length)
+    return summary.output, _catches(inputs, received, local, log_total, trailing)
 
 
 def _catches(
-    inputs: AttentionInputs, received: ReceivedAttention, stretch: Tensor, log_total: Tensor, trailing: int
+    inputs: AttentionInputs, received: ReceivedAttention, local: Tensor, log_total: Tensor, trailing: int
 ) -> Catches:
     length, global_sink = inputs.key.shape[2], received.sinks[0]
-    head, position = (global_sink | stretch).nonzero(as_tuple=True)
-    mean, part = received.mean[0, head, position], ~global_sink[head, position]
+    head, position = (global_sink | local).nonzero(as_tuple=True)
+    mean, only_local = received.mean[0, head, position], ~global_sink[head, position]
     keys, column = position.unique(return_inverse=True)
     logits = inputs.to_keys(keys)[0]
     paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
     visible = (logits > MASKED / 2)[head, :, column]
     if inputs.sink is not None:
         learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        catching = (learned.mean(dim=1) > SINK_THRESHOLD).nonzero().flatten()
+        catching = is_sink(learned.mean(dim=1)).nonzero().flatten()
         head, order = torch.cat([head, catching]).sort(stable=True)
         position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
         mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]
-        part = torch.cat([part, torch.zeros_like(catching, dtype=torch.bool)])[order]
+        only_local = torch.cat([only_local, torch.zeros_like(catching, dtype=torch.bool)])[order]
         paid = torch.cat([paid, learned[catching]])[order]
         visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
     catching_heads, of = head.unique(return_inverse=True)
-    kept = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
-    kept[:, 0] = False
-    kept[:, length - trailing :] = False
-    kept[of[position >= 0], position[position >= 0]] = False
+    counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
+    counted[:, 0] = False
+    counted[:, length - trailing :] = False
+    counted[of[position >= 0], position[position >= 0]] = False
     rows = of.unsqueeze(1).expand_as(paid)
-    most = paid.new_zeros(kept.shape).scatter_reduce_(0, rows, paid, reduce="amax")
+    most = paid.new_zeros(counted.shape).scatter_reduce_(0, rows, paid, reduce="amax")
     # Of sinks paid alike, the first.
     number = torch.arange(len(of), device=of.device).unsqueeze(1)
     alike = torch.where(paid == most[of], number, len(of))
-    winner = alike.new_full(kept.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
-    caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & kept[of]
-    return Catches(head, position, mean, part, caught, visible & kept[of], of, kept)
+    winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
+    caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
+    return Catches(head, position, mean, only_local, caught, visible & counted[of], of, counted)
 
 
 def between_and_total(
@@ -146,12 +146,12 @@ def between_and_total(
         between the tokens that a sink caught and all others (sinks), total (sinks), between all groups of a head
         (catching heads), total (catching heads).
     """
-    caught, kept = catches.caught.to(x.dtype), catches.kept.to(x.dtype)
-    by_all = catches.kept.all(dim=0)
+    caught, counted = catches.caught.to(x.dtype), catches.counted.to(x.dtype)
+    by_all = catches.counted.all(dim=0)
     # No sink is among these, so nothing is lost to a massive activation; and they sum to zero from here on.
     x = x - x[by_all].sum(dim=0) / by_all.sum().clamp_min(1)
-    whole = kept[:, ~by_all] @ x[~by_all]
-    return sums_of_squares(caught @ x, whole, kept @ x.square().sum(dim=-1), catches)
+    whole = counted[:, ~by_all] @ x[~by_all]
+    return sums_of_squares(caught @ x, whole, counted @ x.square().sum(dim=-1), catches)
 
 
 def sums_of_squares(
@@ -174,21 +174,23 @@ def sums_of_squares(
         return torch.einsum("rv,rvw,rw->r", vectors, chosen, vectors)
 
     size = catches.caught.sum(dim=1).to(sums.dtype)
-    kept = catches.kept.sum(dim=1).to(sums.dtype).clamp_min(1)  # of a short context, all tokens may be sinks
-    centred = sums - whole[of] * (size / kept[of]).unsqueeze(1)
+    counted = (
+        catches.counted.sum(dim=1).to(sums.dtype).clamp_min(1)
+    )  # of a short context, all tokens may be sinks
+    centred = sums - whole[of] * (size / counted[of]).unsqueeze(1)
     around = norm(centred, of)
-    inside, outside = size.clamp_min(1), (kept[of] - size).clamp_min(1)
+    inside, outside = size.clamp_min(1), (counted[of] - size).clamp_min(1)
     between = around * (1 / inside + 1 / outside)
-    total = squares - norm(whole) / kept
-    uncaught_count = kept - _over_sinks(size, catches)
+    total = squares - norm(whole) / counted
+    uncaught_count = counted - _over_sinks(size, catches)
     uncaught = _over_sinks(-centred, catches)
     groups = _over_sinks(around / inside, catches)
     return between, total[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), total
 
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
-    """Summed over the sinks of each head, in their order."""
-    heads = len(catches.kept)
+    """Sum over the sinks of each head, in their order."""
+    heads = len(catches.counted)
     if values.device.type == "cpu":
         return values.new_zeros(heads, *values.shape[1:]).index_add_(0, catches.of, values)
     # On a GPU `index_add_` has no order, and so no certain last bits; this one is slower.

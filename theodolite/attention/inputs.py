@@ -79,7 +79,7 @@ class AttentionInputs:
             yield LogitBlock(start, stop, first, last, logits)
 
     def head_parts(self) -> Iterator[slice]:
-        """Query heads whose blocks are worked on at once: whole groups that share a key head."""
+        """Yield query heads whose blocks are computed at once: whole groups that share a key head."""
         batch, heads, queries, _ = self.query.shape
         key_heads, keys = self.key.shape[1:3]
         group = heads // key_heads
@@ -89,7 +89,7 @@ class AttentionInputs:
             yield slice(start, min(start + step, heads))
 
     def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
-        """The masked logits of all queries over some keys only."""
+        """Compute the masked logits of all queries over some keys only."""
         mask = self.mask
         if mask is not None:
             mask = mask[..., keys]
@@ -101,14 +101,14 @@ class AttentionInputs:
         return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
 
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The masked logits of all queries over all keys: a T×T matrix, so for few of either."""
+        """Compute the masked logits of all queries over all keys: a T×T matrix, so for few of either."""
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
         return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
 
     def at_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]
     ) -> Float[Tensor, "batch heads pairs"]:
-        """The masked logits of some queries over one key each, both by position."""
+        """Compute the masked logits of some queries over one key each, both by position."""
         dtype = _at_least_float32(self.key.dtype)
         keys = (
             self.key[:, :, key].to(dtype).repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
@@ -122,7 +122,7 @@ class AttentionInputs:
         return logits if seen is None else logits.masked_fill(~seen, MASKED)
 
     def of_queries(self, chosen: slice | Int[Tensor, " chosen"]) -> AttentionInputs:
-        """The inputs of some queries, by position; each sees the same keys as before."""
+        """Return the inputs of some queries, by position; each sees the same keys as before."""
         mask, bias = self.mask, self.bias
         if mask is not None:
             mask = mask[:, :, chosen]
@@ -134,7 +134,7 @@ class AttentionInputs:
         return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
 
     def of_heads(self, part: slice) -> AttentionInputs:
-        """The inputs of some query heads, whole groups that share a key head."""
+        """Return the inputs of some query heads, whole groups that share a key head."""
         group = self.query.shape[1] // self.key.shape[1]
         shared = slice(part.start // group, part.stop // group)
         return replace(
@@ -148,7 +148,7 @@ class AttentionInputs:
         )
 
     def of_contexts(self, part: slice) -> AttentionInputs:
-        """The inputs of some contexts of the batch."""
+        """Return the inputs of some contexts of the batch."""
         return replace(
             self,
             query=self.query[part],
@@ -159,7 +159,7 @@ class AttentionInputs:
         )
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
-        """How many queries can see each key."""
+        """Count the queries that can see each key."""
         keys = self.key.shape[2]
         if self.mask is not None:
             return self.mask.sum(dim=-2).double()
@@ -168,7 +168,7 @@ class AttentionInputs:
         return (queries - torch.arange(keys, device=ones.device)) * ones if self.causal else queries * ones
 
     def visible_keys(self) -> Float[Tensor, "batch_or_1 heads_or_1 queries"]:
-        """How many keys each query can see."""
+        """Count the keys that each query can see."""
         if self.mask is not None:
             return self.mask.sum(dim=-1).double()
         queries, keys = self.query.shape[2], self.key.shape[2]
@@ -212,7 +212,7 @@ class LogitBlock:
 
 
 def hidden_below(dtype: torch.dtype) -> float:
-    """The largest bias of this dtype that hides a key: half of the lowest value, or of `MASKED`."""
+    """Return the largest bias of this dtype that hides a key: half of the lowest value, or of `MASKED`."""
     return max(MASKED, torch.finfo(dtype).min) / 2
 
 
@@ -224,7 +224,7 @@ LEAST_OF_SEVERAL = -9e3
 
 
 def hidden_in(bias: Float[Tensor, "*lead queries keys"]) -> Bool[Tensor, "*lead queries keys"] | None:
-    """The keys that a bias hides; None where it hides none."""
+    """Return the keys that a bias hides; None where it hides none."""
     if not bias.numel() or bias.amin() > LEAST_OF_SEVERAL:
         return None
     hidden = bias <= max(hidden_below(bias.dtype), LEAST_BIAS)
@@ -236,7 +236,7 @@ def hidden_in(bias: Float[Tensor, "*lead queries keys"]) -> Bool[Tensor, "*lead 
 
 
 def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
-    """Attention weights, with a learned sink column where there is one, whose weight is left out; a row whose keys are
+    """Compute attention weights. A learned sink column takes part, and its weight is left out; a row whose keys are
     all masked is 0."""
     if sink is not None:
         column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
@@ -276,5 +276,5 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
-    """Part of a mask or bias along the batch or the heads, where it has more than one for all."""
+    """Take part of a mask or bias along the batch or the heads, where it has more than one for all."""
     return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]

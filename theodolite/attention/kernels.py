@@ -30,7 +30,7 @@ def _logits(
     has_bias: tl.constexpr,
     has_cap: tl.constexpr,
 ):
-    """Masked logits of a tile; `inside` says which pairs there are."""
+    """Compute the masked logits of a tile; `inside` says which pairs there are."""
     logits = tl.dot(query, key, input_precision="ieee") * scaling
     if has_cap:
         scaled = 2.0 * logits / softcap
@@ -63,7 +63,7 @@ def attention_rows(
     value_width: tl.constexpr, value_padded: tl.constexpr,
     is_causal: tl.constexpr, has_mask: tl.constexpr, has_bias: tl.constexpr, has_cap: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries: output, entropy, log-sum-exp and largest logit, over keys `first … last`."""
+    """Compute output, entropy, log-sum-exp and largest logit of a tile of queries, over keys `first … last`."""
     place, number = tl.program_id(0), tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     row = number * tile + tl.arange(0, tile)
@@ -134,7 +134,7 @@ def attention_mass(
     tile: tl.constexpr,
     is_causal: tl.constexpr, has_mask: tl.constexpr, has_bias: tl.constexpr, has_cap: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of keys: what queries `first … last`, whose log-sum-exps are known, pay to each, in float64."""
+    """Sum in float64 what a tile of keys gets from queries `first … last`, whose log-sum-exps are known."""
     place, number = tl.program_id(0), tl.program_id(1)
     batch, head = (place // heads).to(tl.int64), (place % heads).to(tl.int64)
     column = number * tile + tl.arange(0, tile)

@@ -1,4 +1,4 @@
-"""Attention knockout: attention inputs edited so that no query of a head attends to some keys.
+"""Attention knockout: attention inputs changed so that no query of a head attends to some keys.
 
 A bias per key does it, so that no T×T mask is made. What decides which keys and heads is not known here.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from theodolite.attention.inputs import MASKED, AttentionInputs, attend
 
 
-def hide_keys(
-    inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int], sink_column: bool
+def mask_keys(
+    inputs: AttentionInputs, masked: Bool[Tensor, "masked_contexts keys"], heads: list[int], sink_column: bool
 ) -> AttentionInputs:
-    """Add a bias to the hidden keys that is just low enough for their weights to be exactly 0.
+    """Add a bias to the masked keys that is just low enough for their weights to be exactly 0.
 
-    It is no lower, so that a query which sees hidden keys only has its own weights, up to the rounding of that bias.
+    It is no lower, so that a query which sees masked keys only has its own weights, up to the rounding of that bias.
     """
     dtype = torch.promote_types(inputs.key.dtype, torch.float32)
     all_heads = inputs.query.shape[1]
@@ -37,8 +37,8 @@ def hide_keys(
         sink = sink.to(dtype).clone()
         sink[heads] = MASKED
     below = spread - 2 * math.log(torch.finfo(dtype).tiny)
-    bias = torch.zeros(len(hidden), all_heads, 1, hidden.shape[1], dtype=dtype, device=hidden.device)
-    bias[:, heads] = hidden[:, None, None].to(dtype) * -below.to(dtype)
+    bias = torch.zeros(len(masked), all_heads, 1, masked.shape[1], dtype=dtype, device=masked.device)
+    bias[:, heads] = masked[:, None, None].to(dtype) * -below.to(dtype)
     bias = bias if inputs.bias is None else bias + inputs.bias
     mask = inputs.mask
     if mask is not None:  # mask and bias differ between contexts, or neither does
@@ -49,28 +49,28 @@ def hide_keys(
 
 def restore_blind_queries(
     inputs: AttentionInputs,
-    hidden: Bool[Tensor, "hidden_contexts keys"],
+    masked: Bool[Tensor, "masked_contexts keys"],
     heads: list[int],
     output: Float[Tensor, "batch queries heads value_width"],
 ) -> Float[Tensor, "batch queries heads value_width"]:
-    """Replace the output of queries that see hidden keys only by that of the unedited inputs."""
-    blind = _blind(inputs, hidden, heads)
+    """Replace the output of queries that see masked keys only by that of the inputs without the mask."""
+    blind = _blind(inputs, masked, heads)
     positions = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
     if not len(positions):
         return output
-    unedited = attend(inputs.of_queries(positions))[:, :, heads]
+    unmasked = attend(inputs.of_queries(positions))[:, :, heads]
     output = output.clone()
     rows, columns = positions[:, None], torch.tensor(heads, device=positions.device)
     keep = blind[:, :, positions].transpose(1, 2).unsqueeze(-1)
-    output[:, rows, columns] = torch.where(keep, unedited, output[:, rows, columns])
+    output[:, rows, columns] = torch.where(keep, unmasked, output[:, rows, columns])
     return output
 
 
 def _blind(
-    inputs: AttentionInputs, hidden: Bool[Tensor, "hidden_contexts keys"], heads: list[int]
+    inputs: AttentionInputs, masked: Bool[Tensor, "masked_contexts keys"], heads: list[int]
 ) -> Bool[Tensor, "blind_contexts blind_heads queries"]:
-    """Which queries see no key but hidden ones; 1 for contexts or heads where they do not differ."""
-    shown = ~hidden[:, None]
+    """Mark the queries that see no key but masked ones; 1 for contexts or heads where they do not differ."""
+    shown = ~masked[:, None]
     if inputs.mask is not None:
         mask = inputs.mask if inputs.mask.shape[1] == 1 else inputs.mask[:, heads]
         return ~torch.cat([(rows & shown.unsqueeze(2)).any(-1) for rows in mask.split(64, dim=2)], dim=2)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
-    """S̃(ω)_i = clamp(ω_i/T − mean(ω)/T + 1/T, 0, 1) over the last dimension (Bao et al. 2024, section 2).
+    """Compute S̃(ω)_i = clamp(ω_i/T − mean(ω)/T + 1/T, 0, 1) over the last dimension (Bao et al. 2024, section 2).
 
     Give the logits of the visible keys only: T is their number, and a mask's −∞ would enter the mean.
     """
@@ -15,7 +15,7 @@ def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "
 
 
 def empirical_propagation(logits: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch keys"]:
-    """Which keys propagate for one query: s_i = ω_i/T − mean(ω)/T + 1/T in [0, 1], shape of `logits`.
+    """Mark the keys that propagate for one query: s_i = ω_i/T − mean(ω)/T + 1/T in [0, 1], shape of `logits`.
 
     Averaged over contexts, this is the measured ρ_i (Bao et al. 2024, definition 1 and Fig. 7). Visible keys
     only, as in `piecewise_softmax`. A NaN logit makes the whole row false.
@@ -25,6 +25,6 @@ def empirical_propagation(logits: Float[Tensor, "*batch keys"]) -> Bool[Tensor, 
 
 
 def _expansion(logits: Tensor) -> Tensor:
-    """First-order expansion of softmax at zero logits, along the last dimension."""
+    """Expand softmax to first order at zero logits, along the last dimension."""
     logits = logits.double()
     return (logits - logits.mean(-1, keepdim=True) + 1) / logits.shape[-1]

@@ -1,4 +1,4 @@
-"""What an attention sink is: the one rule, for all that asks which keys are sinks.
+"""Decide which keys are attention sinks.
 
 A key is a sink of a head in a context where the queries that see it pay it more than `SINK_THRESHOLD` of their
 attention on average, and enough of them see it (`least_queries`). What sinks catch is in `catches.py`.
@@ -19,8 +19,13 @@ SINK_THRESHOLD = 0.3
 """ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
 
 
+def is_sink(mean: Float[Tensor, "*keys"]) -> Bool[Tensor, "*keys"]:
+    """Tell which keys, or learned sink columns, are sinks by the mean attention of the queries that see them."""
+    return mean > SINK_THRESHOLD
+
+
 def least_queries(length: int) -> int:
-    """How many other queries must see a key of a context of `length` tokens before it can count as a sink."""
+    """Return how many other queries must see a key of a context of `length` tokens for it to count as a sink."""
     return min(16, math.ceil(length / 4))
 
 
@@ -38,15 +43,15 @@ class ReceivedAttention:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, mass: Float[Tensor, "batch heads keys"]) -> ReceivedAttention:
-        """From the attention weights of each key, summed over the queries."""
+        """Average what each key receives, from its attention weights summed over the queries."""
         queries = inputs.visible_queries()
         candidate = queries - 1 >= least_queries(inputs.query.shape[2])
         return cls(mass / queries.clamp_min(1), candidate)
 
     @property
     def sinks(self) -> Bool[Tensor, "batch heads keys"]:
-        """Which keys are sinks."""
-        return (self.mean > SINK_THRESHOLD) & self.candidate
+        """The keys that are sinks."""
+        return is_sink(self.mean) & self.candidate
 
     @property
     def of_candidates(self) -> Float[Tensor, "batch heads keys"]:

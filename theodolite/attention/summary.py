@@ -1,4 +1,4 @@
-"""What attention does, from queries and keys and without a T×T matrix: entropies, normalisers, mass, sinks, ρ.
+"""Statistics of attention from queries and keys, without a T×T matrix: entropies, normalisers, mass, sinks, ρ.
 
 `summarise` does it for all that `AttentionInputs` knows: on a CPU in blocks of queries (here), on a CUDA device in the
 Triton kernels of `triton.py` where they can do what is asked for. Nothing here knows models or corpora.
@@ -50,12 +50,12 @@ class AttentionSummary:
 
     @property
     def sinks(self) -> Bool[Tensor, "batch heads keys"]:
-        """Which keys are attention sinks."""
+        """The keys that are attention sinks."""
         return ReceivedAttention.of(self.inputs, self.mass).sinks
 
     @property
     def propagates(self) -> Bool[Tensor, "batch heads keys"]:
-        """Which keys' signals propagate to the last query (Bao et al. 2024, definition 1); False where unseen.
+        """The keys whose signals propagate to the last query (Bao et al. 2024, definition 1); False where unseen.
 
         Its mean over contexts is the measured ρ.
         """
@@ -78,7 +78,7 @@ def attention_summary(
     bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> AttentionSummary:
-    """Entropy, log-sum-exp, largest logit, mass, sinks and ρ of every head, in O(T) memory a head.
+    """Compute entropy, log-sum-exp, largest logit, mass, sinks and ρ of every head, in O(T) memory a head.
 
     Computed in float32, or in float64 where that is what is given; masses are summed in float64. On a CUDA device a
     Triton kernel does it, else blocks of torch operations. A query that sees no key, as padding does, pays nothing: its
@@ -221,7 +221,7 @@ def summarise_in_blocks(
 
 
 def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
-    """Which keys the last query sees, and which of them propagate to it (Bao et al. 2024, definition 1).
+    """Mark the keys that the last query sees, and those that propagate to it (Bao et al. 2024, definition 1).
 
     With `trailing` special tokens at the end of the context, it is the last query before them.
     """
@@ -241,7 +241,7 @@ def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor,
 def weights_at(
     inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"], query: Tensor, key: Tensor
 ) -> Float[Tensor, "batch heads pairs"]:
-    """The attention that some queries (by position) pay to some keys: 0 where they do not see them."""
+    """Compute the attention that some queries (by position) pay to some keys: 0 where they do not see them."""
     normaliser = log_sum_exp[..., query]
     return (inputs.at_pairs(query, key) - normaliser).exp().masked_fill_(normaliser == -torch.inf, 0)
 
@@ -249,7 +249,7 @@ def weights_at(
 def weights_and_rows(
     logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None
 ) -> tuple[Tensor, ...]:
-    """Weights; of each row the entropy in nats, the log-sum-exp, the largest logit, and a learned column's weight.
+    """Return weights; of each row the entropy in nats, the log-sum-exp, the largest logit, a learned column's weight.
 
     With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x: no logarithm of another weight,
     no digits lost to a large common logit. `logits` is overwritten.
@@ -271,7 +271,7 @@ def weights_and_rows(
 def _see_nothing(
     entropy: Float[Tensor, "batch heads rows"], log_sum_exp: Tensor, largest: Tensor
 ) -> Bool[Tensor, "batch heads rows"]:
-    """Which queries see no key: they pay nothing. (A softmax of equal logits would pay every invisible key.)"""
+    """Mark the queries that see no key: they pay nothing. (A softmax of equal logits would pay every invisible key.)"""
     blind = largest <= MASKED / 2
     entropy.masked_fill_(blind, 0)
     for tensor in (log_sum_exp, largest):
@@ -282,7 +282,7 @@ def _see_nothing(
 def _with_sink(
     entropy: Tensor, log_sum_exp: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Entropy and log-sum-exp (batch, heads, rows) with the learned column as one more outcome, its weight λ, 1 − λ.
+    """Add the learned column as one more outcome to entropy and log-sum-exp; return them, its weight λ and 1 − λ.
 
     The entropy is that of (λ, 1 − λ) and 1 − λ times that of the others.
     """

@@ -38,7 +38,7 @@ _failed: list[str] = []
 
 
 def can_do(inputs: AttentionInputs) -> bool:
-    """Whether the kernels can take these inputs: on CUDA, of a usual dtype, not too wide, and not to be derived."""
+    """Tell whether the kernels can take these inputs: on CUDA, of a usual dtype, not too wide, without gradients."""
     if kernels is None or _failed or not on_gpu(inputs.query):
         return False
     same = inputs.query.dtype == inputs.key.dtype == inputs.value.dtype
@@ -48,7 +48,7 @@ def can_do(inputs: AttentionInputs) -> bool:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether Triton has a device for it."""
+    """Tell whether Triton runs on the tensor's device."""
     return tensor.is_cuda
 
 
@@ -69,7 +69,7 @@ def tried(work: Callable[[], Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the first kernel computes of each query, without a learned sink column."""
+    """The first kernel's results for each query, without a learned sink column."""
 
     output: Float[Tensor, "batch queries heads value_width"]
     entropy: Float[Tensor, "batch heads queries"]
@@ -78,7 +78,7 @@ class Rows:
 
 
 def summarise(inputs: AttentionInputs) -> Rows:
-    """Output, entropy, log-sum-exp and largest logit of every query."""
+    """Compute output, entropy, log-sum-exp and largest logit of every query."""
     query, value = inputs.query, inputs.value
     batch, heads, queries, _ = query.shape
     output = value.new_empty(batch, queries, heads, value.shape[-1])
@@ -104,7 +104,7 @@ def summarise(inputs: AttentionInputs) -> Rows:
 def mass(
     inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"]
 ) -> Float64[Tensor, "batch heads keys"]:
-    """Attention that each key receives, summed over queries in float64: (batch, heads, keys)."""
+    """Compute the attention that each key receives, summed over queries in float64: (batch, heads, keys)."""
     batch, heads = inputs.query.shape[:2]
     keys = inputs.key.shape[2]
     received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
@@ -123,13 +123,13 @@ def mass(
 
 
 def _current_device(inputs: AttentionInputs) -> AbstractContextManager[object]:
-    """Triton launches on the current device and its stream, whatever the tensors are on."""
+    """Make the tensors' device current, since Triton launches on the current one and its stream."""
     query = inputs.query
     return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
 
 
 def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
-    """Queries, keys, mask and bias, each with its strides; 0 along what is broadcast."""
+    """List queries, keys, mask and bias, each with its strides; 0 along what is broadcast."""
     query, mask, bias = inputs.query, inputs.mask, inputs.bias
     shape = (query.shape[0], query.shape[1], query.shape[2], inputs.key.shape[2])
     mask = query if mask is None else mask.expand(shape)
@@ -154,12 +154,12 @@ def _sizes(inputs: AttentionInputs) -> dict[str, int]:
 
 
 def _cover(count: int, inputs: AttentionInputs) -> int:
-    """Tiles that hold so many rows."""
+    """Return how many tiles hold so many rows."""
     return -(-count // _tile(inputs))
 
 
 def _padded(width: int) -> int:
-    """What a tile's width must be: a power of two, 16 or more."""
+    """Round a tile's width up to a power of two, 16 or more."""
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -179,7 +179,7 @@ def _kinds(inputs: AttentionInputs) -> dict[str, bool]:
 def _ranges(
     inputs: AttentionInputs, *, by_query: bool
 ) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
-    """From which key to which the queries of each tile see any; or from which query to which its keys are seen."""
+    """Find the first and last key that the queries of each tile see; or the first and last query that sees its keys."""
     tile, length, others = _tile(inputs), inputs.query.shape[2], inputs.key.shape[2]
     if not by_query:
         length, others = others, length

@@ -71,7 +71,7 @@ add_commands(app)
 
 
 def main() -> None:
-    """The entry point of the `theodolite` command."""
+    """Run the `theodolite` command."""
     escape_unwritable()
     refuse_lost_folder()
     app(prog_name="theodolite")

@@ -1,8 +1,8 @@
 """Make commands that Typer alone cannot: options in dataclasses, an optional value, commands of other packages.
 
-Those are named by an installed distribution in the group `theodolite.commands`. An entry point's name is the command's;
-its object is a `typer.Typer`, which becomes a group of commands, or a function. One that cannot be loaded says so where
-it is called and in the list of commands, and leaves the others alone.
+Commands of other packages are named by an installed distribution in the group `theodolite.commands`. An entry point's
+name is the command's; its object is a `typer.Typer`, which becomes a group of commands, or a function. One that cannot
+be loaded says so where it is called and in the list of commands, and leaves the others alone.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def compare_command(
     batch: Batch = None,
     opening: Opening,
 ) -> None:
-    """What survives of the mechanism: sinks, tags, outliers, positions, head outputs, entropies, head roles, W_QK.
+    """Compare models' sinks, tags, outliers, positions, head outputs, entropies, head roles and W_QK.
 
     Run folders of the same text are compared as they are, with their traces (FOLDER-sinks) and head outputs
     (FOLDER-outputs) if all have them. Models are first surveyed and traced and their head outputs collected, in the

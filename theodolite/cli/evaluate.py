@@ -76,7 +76,7 @@ def evaluate_command(
     as_json: AsJson = False,
     opening: Opening,
 ) -> None:
-    """Perplexity on a text, few-shot accuracy, and lm-eval tasks, of one model or of several compared.
+    """Measure perplexity on a text, few-shot accuracy and lm-eval tasks, of one model or of several compared.
 
     Without --task and --tasks: perplexity and bits per byte, by default on topics of Python's
     documentation that the embedded model was not trained on; with them, only if --corpus or --stride

@@ -108,7 +108,7 @@ def explore_command(
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:
-    """Short names of the models, full ones where short ones coincide."""
+    """Shorten the names of the models; where short ones coincide, keep the full ones."""
     short = [short_name(model.id) for model in opened]
     return short if len(set(short)) == len(short) else [model.id for model in opened]
 

@@ -1,4 +1,4 @@
-"""What the commands share: options, opening models, reading texts, showing results. Nothing is measured here.
+"""Shared by the commands: options, opening models, reading texts, showing results. Nothing is measured here.
 
 Heavy imports happen inside the functions, so that `theodolite --help` answers at once.
 """
@@ -226,7 +226,7 @@ class Text:
 
     @property
     def of_images(self) -> bool:
-        """Whether the corpus is a folder or a saved data set of images; False for data sets of the hub."""
+        """True for a folder or a saved data set of images; False for data sets of the hub."""
         from theodolite.corpus.pictures import holds_images
 
         return self.corpus is not None and holds_images(Path(self.corpus))
@@ -303,7 +303,7 @@ class Text:
         return make_corpus(self.corpus, reader, length, *choice, pack=not self.no_pack, show_tokens=show)
 
     def given(self) -> dict[str, object]:
-        """The options that say what is read, to be refused where nothing is."""
+        """Return the options that say what is read, to be refused where nothing is."""
         return {
             "--corpus": self.corpus,
             "--length": self.length,

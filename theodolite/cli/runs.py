@@ -76,14 +76,14 @@ def described(folder: Path) -> dict[str, Any]:
         "text": str(corpus.get("sha256") or "")[:8] or None,
         "revision": model.get("revision"),
         "weights": str(model.get("sha256") or "")[:8] or None,
-        "edits": ", ".join(fingerprint.get("edits") or []) or None,
+        "interventions": ", ".join(fingerprint.get("interventions") or []) or None,
         "schema": provenance.get("schema_version"),
         **(provenance.get("versions") or {}),
     }
 
 
 def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs with the columns of `ALWAYS`, and of the others those whose values differ."""
+    """Return the runs with the columns of `ALWAYS`, and of the others those whose values differ."""
     names = dict.fromkeys(name for run in runs for name in run)
     columns = [
         name for name in names if name in ALWAYS or any(run.get(name) != runs[0].get(name) for run in runs)
@@ -92,7 +92,7 @@ def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def page_of(folder: Path) -> str | None:
-    """The page of a run, relative to the folder of all runs."""
+    """Return the page of a run, relative to the folder of all runs."""
     return next((f"{folder.name}/{page}" for page in PAGES if (folder / page).is_file()), None)
 
 

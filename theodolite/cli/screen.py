@@ -1,4 +1,4 @@
-"""What a command shows on standard error while it works: progress, one-line errors with what explains them, Ctrl-C.
+"""A command's lines on standard error while it works: progress, one-line errors and their explanation, Ctrl-C.
 
 No command is here, and nothing heavy is imported.
 """
@@ -91,7 +91,7 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
 
 
 def _reader_left() -> bool:
-    """Whether the reader of standard output has ended, as `| head` does."""
+    """Tell whether the reader of standard output has ended, as `| head` does."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -121,7 +121,7 @@ def _say_error(message: str) -> None:
 
 @contextmanager
 def stoppable(*, saves: bool = True) -> Iterator[Callable[[], bool]]:
-    """As `one_line_errors`; yield a function that says whether Ctrl-C was pressed once; a second one stops at once."""
+    """Report errors as `one_line_errors`; yield a function that is true after one Ctrl-C; a second stops at once."""
     with one_line_errors(saves=saves), interruptible(say_stopping) as stopped:
         yield stopped
 
@@ -145,7 +145,7 @@ def say_stopping() -> None:
 def bars(
     stopped: Callable[[], bool], *, of: str = "", unit: str = "", kept: bool = True
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress bars, called with (task, done, total), one under the other in order of appearance.
+    """Show progress bars, called with (task, done, total), one under the other in order of appearance.
 
     Each title begins with `of`. At the end they stay where they are `kept`. A call raises KeyboardInterrupt once
     `stopped()` is true.
@@ -201,7 +201,7 @@ class Section:
 
 @functools.cache
 def sections() -> dict[str, Section]:
-    """All sections by name, in the order of the page."""
+    """Return all sections by name, in the order of the page."""
     _, *chunks = re.split(r"^#{2,3} ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     by_name = {}
     for section in chunks:
@@ -216,5 +216,5 @@ def sections() -> dict[str, Section]:
 
 
 def section_of(message: str) -> Section | None:
-    """The section that explains this message, if there is one."""
+    """Find the section that explains this message, if there is one."""
     return next((s for s in sections().values() if any(quote in message for quote in s.quoted)), None)

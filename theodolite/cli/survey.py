@@ -249,7 +249,7 @@ def spectra_command(
     as_json: AsJson = False,
     opening: Opening,
 ) -> None:
-    """Query-key spectra of every head, from the weights alone: needs no text, and the model need not fit in memory.
+    """Compute query-key spectra of every head from the weights alone: no text, and the model need not fit in memory.
 
     Weights are read layer by layer on the CPU; with --device or --device-map the whole model is opened there.
 
@@ -277,13 +277,13 @@ def trace_command(
     *,
     model: Model = None,
     text: Text,
-    stretches: Annotated[
-        bool, typer.Option("--stretches", help="Also local sinks, which dominate a contiguous span only.")
+    local_sinks: Annotated[
+        bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks, or -stretches]."
+            "--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks, or -local-sinks]."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -305,7 +305,9 @@ def trace_command(
         keep_pages()
         opened = opening.open(model, text)
         corpus = text.read(opened, stopped)
-        folder = out or default_folder(opened, corpus, "-stretches" if stretches else "-sinks")
+        folder = out or default_folder(opened, corpus, "-local-sinks" if local_sinks else "-sinks")
         with bars(stopped) as show:
-            run = trace_sinks(opened, corpus, folder, stretches=stretches, batch=batch, show_progress=show)
+            run = trace_sinks(
+                opened, corpus, folder, local_sinks=local_sinks, batch=batch, show_progress=show
+            )
         finish_trace(run, folder, as_json)

@@ -21,7 +21,8 @@ from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival, share_error
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.judging import Answer, Criterion, Estimate, Verdict, combined, judge
+from theodolite.estimates import Estimate
+from theodolite.judging import Answer, Criterion, Verdict, combined, judge
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
 from theodolite.system.run_folders import OUTPUTS, TRACE
@@ -53,7 +54,7 @@ SHAPE = {
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """What survives of a reference in another run; `reference` and `other` are the names of the two.
+    """A comparison of a reference with another run, part by part; `reference` and `other` are their names.
 
     Attributes:
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
@@ -73,7 +74,7 @@ class Audit:
 
     @property
     def answer(self) -> Answer:
-        """Whether the whole survives: holds if all parts do that are there, fails if none does, else in part.
+        """Holds if every compared part survives, fails if none does, else in part.
 
         Not decided where all parts that are decided agree, and one is not.
         """
@@ -121,7 +122,7 @@ class Audit:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
     def part(self, name: str) -> Survival:
-        """The part of this name.
+        """Return the part of this name.
 
         Raises:
             UsageError: there is none.
@@ -164,7 +165,7 @@ class Audit:
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
-    """The heads that lost something in the most parts (two at least), each with these parts; none where many tie.
+    """Find the heads that lost something in the most parts (two at least), with these parts; none where many tie.
 
     One that lost its output counts also if nothing else of it is lost: it is cut off.
     """
@@ -225,7 +226,7 @@ def compare(
     written = outputs_of or ()
     _check(names, runs, traces, written)
     of_names = dict(zip(names, (run.provenance for run in runs), strict=True))
-    if not alike(reference.provenance, other.provenance):
+    if not same_shape_and_tokens(reference.provenance, other.provenance):
         return Audit(*names, (parts_of.matched_heads(*runs),), of_names)
     parts = (
         parts_of.sinks(*runs, outputs_of),
@@ -238,7 +239,7 @@ def compare(
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
     )
-    if _model_and_edits(reference) == _model_and_edits(other):
+    if _model_and_interventions(reference) == _model_and_interventions(other):
         parts = tuple(part.of_one_model() for part in parts)
     return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
 
@@ -273,9 +274,9 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
 
 
 def _name_of(run: Run) -> str:
-    """The model of a run, and the interventions that it was under."""
-    edits = provenance(run, "fingerprint", "edits") or []
-    return " under ".join([str(run.provenance["model"]["id"]), *map(str, edits)])
+    """Name the model of a run, and the interventions that it was under."""
+    interventions = provenance(run, "fingerprint", "interventions") or []
+    return " under ".join([str(run.provenance["model"]["id"]), *map(str, interventions)])
 
 
 def _check(
@@ -293,7 +294,7 @@ def _check(
             raise UsageError(f"{name}: {no_survey[run.kind]}")
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    if _shape(first) == _shape(second) and not alike(first, second):
+    if _shape(first) == _shape(second) and not same_shape_and_tokens(first, second):
         raise UsageError(
             f"{pair} did not read the same tokens: survey both with the same --corpus, --length and --contexts "
             "(where only their tokenizers differ, comparison.matched_heads compares them in Python)"
@@ -310,7 +311,7 @@ def _check(
         for name, survey, run in zip(names, surveys, companions, strict=False):
             if run.kind != kind:
                 raise UsageError(f"{name}: {refusal}")
-            same_model = _model_and_edits(survey) == _model_and_edits(run)
+            same_model = _model_and_interventions(survey) == _model_and_interventions(run)
             if not same_model or survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
                 another = f"{verb} of another {'text' if same_model else 'model'} than the survey"
                 raise UsageError(f"{name}: its {noun} {another}: make the {noun} again")
@@ -326,12 +327,12 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         )
 
 
-def _model_and_edits(run: Run) -> tuple[object, object]:
-    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "edits")
+def _model_and_interventions(run: Run) -> tuple[object, object]:
+    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "interventions")
 
 
-def alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Whether two models, by provenance, are of one shape and read the same tokens: else heads are matched."""
+def same_shape_and_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Tell whether two models, by provenance, have one shape and read the same tokens: else heads are matched."""
     return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
 
 
@@ -340,7 +341,7 @@ def _shape(provenance: Mapping[str, Any]) -> list[object]:
 
 
 def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:
-    """Heads (layer, head), of one block or all: most lost sinks first, then by how much they tag, then by sinks."""
+    """Order the heads (layer, head) of one block or all: most lost sinks first, then by strength of tag, by sinks."""
     heads: dict[tuple[int, int], None] = {}
     orders = (("sinks", "before", True), ("tags", "tagged_before", False), ("sinks", "before", False))
     for name, by, only_lost in orders:

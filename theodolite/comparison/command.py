@@ -15,13 +15,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from theodolite.comparison.audit import SHAPE, Audit, alike, check_lengths, compare, most_lost
+from theodolite.comparison.audit import SHAPE, Audit, check_lengths, compare, most_lost, same_shape_and_tokens
 from theodolite.comparison.page import LOW_RANK_CLAIM, Compared, HeadOnPrompt, outcome
 from theodolite.comparison.parts import SINK, kept_places
 from theodolite.comparison.survival import HALF
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import HOLDS, Criterion, Estimate, judge, mix_of
+from theodolite.estimates import Estimate
+from theodolite.judging import HOLDS, Criterion, judge, mix_of
 from theodolite.models import OpenModel
 from theodolite.models.prompts import Focus, prompt_or_shipped
 from theodolite.models.token_texts import token_texts
@@ -42,7 +43,7 @@ GONE = Criterion("less than", HALF, "ours")  # what is left without the low-rank
 STAY = Criterion("at least", HALF, "ours")  # and without a random part as large
 
 Result = TypeVar("Result")
-Edit = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
+Intervention = Callable[[OpenModel], AbstractContextManager[Mapping[str, float] | None]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Candidate:
     name: str
     folder: str  # of its run
     source: str  # path or hub name
-    edit: Edit = lambda model: nullcontext()  # the intervention
+    intervention: Intervention = lambda model: nullcontext()
     against: int = 0  # place of the candidate that it is compared with
     layer: int | None = None  # of the intervention
 
@@ -72,13 +73,13 @@ class Work(Protocol):
     """Opens a candidate, reads the text with its tokenizer, and measures it there."""
 
     def opened(self, source: str) -> OpenModel:
-        """The checkpoint, opened."""
+        """Open the checkpoint."""
 
     def read(self, model: OpenModel) -> Corpus:
-        """The text, as the model's own tokens."""
+        """Read the text as the model's own tokens."""
 
     def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
-        """Its survey, its trace, and what its heads write and how well it predicts; finished ones as they are."""
+        """Make a candidate's survey, its trace and the outputs of its heads with its loss; reuse finished runs."""
 
 
 def compare_folders(folders: Sequence[str]) -> Compared:
@@ -128,7 +129,7 @@ def compare_models(
 
     def measure(candidate: Candidate, model: OpenModel) -> Measured:
         corpus = work.read(model)
-        with candidate.edit(model) as taken:
+        with candidate.intervention(model) as taken:
             return Measured(candidate, *work.measured(candidate, model, corpus), taken)
 
     measured = _for_each(candidates, work.opened, measure)
@@ -144,7 +145,7 @@ def compare_models(
     heads, of_first = most_lost(audits, layer), measured[0].run.provenance
     if focus.layer is not None and focus.head is not None:
         heads = [(focus.layer, focus.head)]
-    same_heads = [each.candidate for each in measured if alike(of_first, each.run.provenance)]
+    same_heads = [each.candidate for each in measured if same_shape_and_tokens(of_first, each.run.provenance)]
     traced = None
     of_images = "grid" in of_first["corpus"]  # whose model reads no prompt
     if heads and len(same_heads) > 1 and not of_images:
@@ -212,7 +213,7 @@ def _check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int
             prompt_or_shipped(model, focus.prompt, PROMPT)
         elif focus != Focus():
             raise UsageError("images are no prompt to show a head on: leave out --prompt, --layer and --head")
-        with candidate.edit(model):
+        with candidate.intervention(model):
             pass
 
     _for_each(candidates, work.opened, check_one)
@@ -293,12 +294,12 @@ def trace_head(
     def trace_one(candidate: Candidate, model: OpenModel) -> PromptTrace:
         nonlocal chosen, text
         ids = prompt_or_shipped(model, prompt, PROMPT)
-        with candidate.edit(model):
+        with candidate.intervention(model):
             if not tokens:
                 tokens[:] = token_texts(model, ids)
                 text = "".join(tokens) if model.tokenizer is None else str(model.tokenizer.decode(ids))
                 if len(heads) > 1:
-                    sinks = trace_sinks(model, ids, stretches=True).traces
+                    sinks = trace_sinks(model, ids, local_sinks=True).traces
                     with_a_sink = set(zip(sinks["layer"].tolist(), sinks["head"].tolist(), strict=True))
                     chosen = next((head for head in heads if head in with_a_sink), chosen)
             return trace_prompt(model, ids, *chosen)

@@ -21,9 +21,10 @@ from theodolite.accumulate.sums import State
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
+from theodolite.estimates import Estimate
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.job import Rows, Stage, States
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Estimate, Verdict, judge
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (
@@ -51,7 +52,7 @@ SEED = 0  # of the tokens and of the directions, the same for all models
 
 
 def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
-    """Context and position of each token at which outputs are kept."""
+    """Return the context and position of each token at which outputs are kept."""
     contexts, length = corpus.contexts.shape
     lengths = torch.full((contexts,), length) if corpus.lengths is None else corpus.lengths
     per_context = max(1, min(int(lengths.min()) - 1, TOKENS // contexts))
@@ -88,7 +89,7 @@ class OutputsPass(CorpusPass):
         self._places: list[Int[Tensor, "sinks place"]] = [torch.empty(0, len(PLACE), dtype=torch.int64)]
 
     def state(self) -> State:
-        """Everything seen so far."""
+        """Return everything seen so far."""
         return {"written": self._written, "loss": self._loss, SINK_PLACES: torch.cat(self._places)}
 
     def restore(self, state: State) -> None:
@@ -218,7 +219,7 @@ class Loss:
         return "unchanged" if self.unchanged else words.get(self.verdict("").answer, UNDECIDED)
 
     def verdict(self, claim: str) -> Verdict:
-        """Whether the other model predicts as well."""
+        """Judge whether the other model predicts as well."""
         what = f"next-token loss less that before ({number(self.before)} nats), paired by context"
         return judge(claim, what, Estimate(self.difference, self.se, self.contexts, "contexts"), AS_GOOD)
 

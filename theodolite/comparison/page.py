@@ -202,7 +202,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
 
 
 def as_json(compared: Compared) -> dict[str, Any]:
-    """What `comparison.json` holds: for each pair the summary and its parts; then verdicts, tables, provenance."""
+    """Make the content of `comparison.json`: summary and parts of each pair, then verdicts, tables, provenance."""
     of_part, of_page = (
         ("name", "answer", "criterion", "sentence"),
         ("verdicts", "tables", "provenance", "other_runs"),
@@ -259,7 +259,7 @@ def show(compared: Compared, console: Console) -> None:
 
 
 def _overview(audit: Audit) -> Table:
-    """The loss, and every part: its number before and after, the verdict, and how many units survive."""
+    """Tabulate the loss and every part: its number before and after, the verdict, and how many units survive."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("part", "before", "after", "verdict", "survived", "left"):
         table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right", no_wrap=True)

@@ -41,8 +41,8 @@ from theodolite.comparison.survival import (
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
 from theodolite.errors import UsageError
-from theodolite.estimates import jackknife_error
-from theodolite.judging import Criterion, Estimate, judge
+from theodolite.estimates import Estimate, Floats, jackknife_error
+from theodolite.judging import Criterion, judge
 from theodolite.logits.attribution import scored_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.geometry import OUTLIER_SHARE
@@ -51,15 +51,7 @@ from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.measure.ratios import ratio_by_context
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
-from theodolite.report.data import (
-    Floats,
-    column,
-    entropy_share,
-    mean_over_layers,
-    need,
-    provenance,
-    value_of,
-)
+from theodolite.report.data import column, entropy_share, mean_over_layers, need, provenance, value_of
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
@@ -91,7 +83,7 @@ def _contexts(run: Run) -> int:
 
 
 def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> Survival:
-    """Sinks by layer, head, kind and token: share of contexts before and after.
+    """Compare sinks by layer, head, kind and token: share of contexts before and after.
 
     Args:
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
@@ -126,7 +118,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 
 
 def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
-    """The share of the reference's sinks (of one layer, or all) that the other has at the same place of a context.
+    """Estimate the share of the reference's sinks (of a layer, or all) that the other has at the same place.
 
     With the standard error of a ratio of means over contexts, a few of which may be alike by chance
     (`Estimate.floored`). Exact where every head writes the very same. None: there are no sinks.
@@ -165,7 +157,7 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def tags(reference: Run, other: Run) -> Survival:
-    """Tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after the head."""
+    """Compare tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after it."""
     traces = []
     for run in (reference, other):
         rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
@@ -239,7 +231,7 @@ def tags(reference: Run, other: Run) -> Survival:
 def kept_directions(
     table: pd.DataFrame, before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
 ) -> tuple[Floats, Flags, Flags]:
-    """Half the width of the 95 % interval of `cosine`, and whether at least half of its square is kept, or lost.
+    """Compute half the 95 % interval's width of `cosine`; mark where half of its square is kept, or lost.
 
     `before` and `after` are sums along the directions by group of contexts; NaN of a tag that has none.
     """
@@ -258,7 +250,7 @@ def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
-    """Outlier dimensions by residual layer: share of tokens with |x| ≥ 6 before and after, paired by context."""
+    """Compare outlier dimensions by residual layer: share of tokens with |x| ≥ 6, paired by context."""
     runs = (reference, other)
     shares = [need(run, "outlier_share").astype(np.float64) for run in runs]
     layer, dimension = np.nonzero(np.maximum(*shares) >= OUTLIER_SHARE)
@@ -289,7 +281,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
 
 
 def massive_activations(reference: Run, other: Run) -> Survival:
-    """Massive activations by residual layer, dimension, and place: their number before and after."""
+    """Compare massive activations by residual layer, dimension, and place: their number before and after."""
     sides = []
     for run in (reference, other):
         places = []
@@ -314,14 +306,14 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 
 
 def positions(reference: Run, other: Run) -> Survival:
-    """The positional basis by residual layer: rank, relative norm, directions, and the curve in any directions."""
+    """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
     names = ("rank", "relative_norm", "low_frequency_10")
     values = {name: "".join(declared("layers")[name].columns[1:]) for name in names}
     table = join(reference.layers, other.layers, ["layer"], values)
     cosines = squared_cosines(reference, other)
     table["overlap"] = [of_layer.mean() for of_layer in cosines]
     table["overlap_margin"] = overlap_margins(cosines, reference, other)
-    table["curve"] = [_alike(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
+    table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
     norms = statuses(table.rename(columns=lambda name: name.removeprefix("relative_norm_")), 0.0, GROUPS)
     kept, turned = A_HALF.decided(table["overlap"], table["overlap_margin"])
     table["status"] = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
@@ -354,7 +346,7 @@ def positions(reference: Run, other: Run) -> Survival:
 
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
-    """Positional bases without position 0, or without the tokens before an image's patches."""
+    """Return positional bases without position 0, or without the tokens before an image's patches."""
     grids = [grid_described(provenance(run, "corpus") or {}) for run in runs]
     return [
         torch.from_numpy(need(run, "positional_basis")[:, 1 if grid is None else grid.leading :]).double()
@@ -362,14 +354,14 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
     ]
 
 
-def _alike(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
-    """Linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
+def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
+    """Compute linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
     crossed, own, others = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
     return float(crossed.square() / (own * others))
 
 
 def overlap(first: Run, second: Run) -> tuple[Floats, float]:
-    """Overlap ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
+    """Compute ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
     And its mean for random directions, k/d.
     """
@@ -382,7 +374,7 @@ def _chance(cosines: list[Floats], run: Run) -> float:
 
 
 def squared_cosines(first: Run, second: Run) -> list[Floats]:
-    """Squared cosines of the principal angles between the leading directions that `overlap` compares, k per layer."""
+    """Square the cosines of the principal angles between the leading directions of `overlap`, k per layer."""
     ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
     bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
     return [
@@ -392,7 +384,7 @@ def squared_cosines(first: Run, second: Run) -> list[Floats]:
 
 
 def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """The `direction_margins` of `overlap` by layer; what directions owe to the contexts is their `subspace_error`."""
+    """Compute `direction_margins` of `overlap` by layer; its sampling error is the `subspace_error` of the bases."""
     halves, owed = [], []
     for layer, k in enumerate(map(len, cosines)):
         one, two = (run.arrays["subspace_of_half"][layer, :, :k].double() for run in runs)
@@ -402,7 +394,7 @@ def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
 
 
 def head_outputs(reference: Run, other: Run) -> Survival:
-    """What each head adds to the stream before and after, on the same tokens: 1 − ‖new − old‖²/‖old‖² is kept."""
+    """Compare what each head writes to the stream: 1 − ‖new − old‖²/‖old‖² is kept on the same tokens."""
     # Squared lengths, summed over the tokens of each context: (heads of all layers, contexts).
     context = torch.unique(reference.arrays["context"], return_inverse=True)[1]
     layers, heads, tokens = reference.arrays["written"].shape[:3]
@@ -458,7 +450,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
 def _relative_difference(
     changed: Float[Tensor, "heads contexts"], old: Float[Tensor, "heads contexts"]
 ) -> Estimate:
-    """‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error over contexts."""
+    """Compute ‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error."""
     if not len(old):
         return Estimate(math.nan)
     contexts, error = old.shape[1], math.nan
@@ -471,7 +463,7 @@ def _relative_difference(
 
 
 def entropies(reference: Run, other: Run) -> Survival:
-    """Mean attention entropy of every head, its share of the maximum, and propagation."""
+    """Compare mean attention entropy of every head, its share of the maximum, and propagation."""
     runs, contexts = (reference, other), _contexts(reference)
     heads = [run.heads.assign(share=_share(run)).rename(columns={"entropy": "value"}) for run in runs]
     table = join(heads[0], heads[1], HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
@@ -519,12 +511,12 @@ def similar_entropies(
 
 
 def range_of(share: Floats) -> np.ndarray:
-    """The place in `RANGES` of each entropy, as a share of the maximum."""
+    """Find the place in `RANGES` of each entropy, as a share of the maximum."""
     return np.digitize(share, [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
 def entropy_share_error(run: Run) -> Floats:
-    """The standard error of each head's entropy as a share of the maximum."""
+    """Return the standard error of each head's entropy as a share of the maximum."""
     entropy, error = _values(run, "entropy"), _values(run, "entropy_se")
     with np.errstate(divide="ignore", invalid="ignore"):
         maximum = entropy / _share(run)
@@ -543,7 +535,7 @@ def _values(run: Run, name: str) -> Floats:
 
 
 def head_types(reference: Run, other: Run) -> Survival:
-    """Heads that follow a pattern or attend to sinks, by the report's thresholds."""
+    """Compare the heads that follow a pattern or attend to sinks, by the report's thresholds."""
     runs, tables = (reference, other), []
     for role in ROLES:
         if not any(role.column in run.heads for run in runs):
@@ -580,19 +572,19 @@ def head_types(reference: Run, other: Run) -> Survival:
 
 
 def score_error(run: Run, role: HeadRole) -> Floats:
-    """The standard error of each head's score in a role: the survey's own, or at most that of a share of contexts."""
+    """Return the standard error of each head's score in a role: the survey's, or at most that of a share."""
     if role in PATTERN_ROLES:
         return _values(run, f"{role.column}_se")
     return share_error(_values(run, role.column), _contexts(run))
 
 
 def independent_scores(run: Run, role: HeadRole) -> int:
-    """The number of contexts, or of random sequences, that a score is the mean of."""
+    """Return the number of contexts, or of random sequences, that a score is the mean of."""
     return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else _contexts(run)
 
 
 def spectra(reference: Run, other: Run) -> Survival:
-    """W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
+    """Compare W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
     one, two = (
         run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
     )

@@ -27,7 +27,7 @@ _STEP = re.compile(r"(?:checkpoint|ckpt|ck|step|iter|epoch|global_step)[-_]?(\d+
 
 
 def step_of(name: str) -> int | None:
-    """The training step in a checkpoint's name: `checkpoint-1000`, `step1000`, `ck_1000`, else its last number."""
+    """Read the training step from a checkpoint's name: `checkpoint-1000`, `step1000`, `ck_1000`, or its last number."""
     numbers = _STEP.findall(name) or re.findall(r"\d+", name)
     return int(numbers[-1]) if numbers else None
 
@@ -44,7 +44,7 @@ def names_of(models: list[str]) -> dict[str, str]:
 
 
 def series_table(runs: Mapping[str, Run]) -> pd.DataFrame:
-    """One row per run, ordered by step: `name`, `step` (missing where a name has none), and `summary_row`."""
+    """Tabulate runs ordered by step: `name`, `step` (missing where a name has none), and `summary_row`."""
     rows: list[dict[str, Any]] = [
         {"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()
     ]

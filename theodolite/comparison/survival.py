@@ -13,10 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import sigmas
-from theodolite.judging import SIGMAS, Answer, Criterion, Estimate, Verdict, judge, mix_of, untestable
+from theodolite.estimates import SIGMAS, Estimate, Floats, sigmas
+from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
 from theodolite.measure.uncertainty import half_sample_error
-from theodolite.report.data import Floats
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import counted, head_name, listed, number, percent
 
@@ -91,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Survival:
-    """What survives of one part of the mechanism."""
+    """The survival of one part of the mechanism."""
 
     name: str  # of the part: `sinks`, `tags`, …
     unit: str  # what is counted, in the singular
@@ -115,11 +114,11 @@ class Survival:
     )
 
     def count(self, status: str) -> int:
-        """How many units have this status."""
+        """Count the units with this status."""
         return int((self.table["status"] == status).sum())
 
     def _of_reference(self, weight: str = "") -> tuple[float, float, float]:
-        """How many units of the reference survive, are lost, and are undecided; or what they weigh."""
+        """Count the units of the reference that survive, are lost, and are undecided; or sum their weights."""
         table = self.table
         weights = table[weight] if weight else pd.Series(1.0, table.index)
         is_open = table["status"] == UNDECIDED
@@ -167,13 +166,13 @@ class Survival:
         return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
 
     def of_one_model(self) -> Survival:
-        """The part where both runs are of one model: if no number differs, all survives, on any text."""
+        """Make the part where both runs are of one model: if no number differs, all survives, on any text."""
         table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
         part = replace(self, table=table, certain=True)
         return part if part.exact else self
 
     def verdict(self, claim: str) -> Verdict:
-        """Whether the part survives, by the share that is left with its interval.
+        """Judge whether the part survives, by the share that is left with its interval.
 
         It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither. Where chance would
         keep nearly all as well, nothing can be told.
@@ -185,12 +184,12 @@ class Survival:
 
     @property
     def answer(self) -> Answer:
-        """That of `verdict`."""
+        """The answer of `verdict`."""
         return self.verdict("").answer
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs at all."""
+        """True if nothing differs at all."""
         if self.directions and (self.table[self.directions] < 1 - 1e-6).any():
             return False
         differences = self.table.filter(regex="difference$").fillna(0)
@@ -231,7 +230,7 @@ class Survival:
         ]
 
     def counts(self) -> str:
-        """`31 of 34 sinks survive`, and how many are new or undecided."""
+        """Word the counts: `31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
@@ -244,7 +243,7 @@ class Survival:
 
 
 def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
-    """Half the widths of 95 % intervals (Student's t of n things, or as many a row), `looks` of which share the 5 %.
+    """Compute half the widths of 95 % intervals (Student's t of n things, or as many a row), `looks` sharing the 5 %.
 
     NaN where the error is not known, or rests on one thing.
     """
@@ -252,7 +251,7 @@ def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
 
 
 def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Floats:
-    """Half the width of the 95 % interval of how alike the directions of each unit are in two models, from 0 to 1.
+    """Compute half the width of the 95 % interval of the similarity, 0 to 1, of each unit's directions in two models.
 
     The error is that in balanced halves of the contexts, which both models read. What the directions owe to these
     contexts makes them more alike in every half, and what only one model's do less alike.
@@ -263,7 +262,7 @@ def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Fl
 
 
 def looks_of(units: int) -> int:
-    """How many intervals share the 5 %: those of which one must err for a claim on nine tenths of the units to err."""
+    """Count the intervals that share the 5 %: as many must err for a claim on nine tenths of the units to err."""
     return int((1 - NEARLY_ALL.limit) * units + 1e-9) + 1
 
 
@@ -273,7 +272,7 @@ def statuses(
     n: npt.ArrayLike = 0,
     errors: tuple[Floats, Floats] | None = None,
 ) -> npt.NDArray[np.str_]:
-    """The status of each unit by the rule of halves.
+    """Decide the status of each unit by the rule of halves.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left, and is lost
     where less is, each with the whole interval of after − before/2; else it is undecided. What has `least` after only
@@ -302,7 +301,7 @@ def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
 
 
 def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
-    """The largest standard error that means over contexts of numbers between 0 and 1 can have.
+    """Bound the standard error of means over contexts of numbers between 0 and 1.
 
     A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
     added (Agresti & Coull 1998): what all of a few contexts do is not certain.
@@ -312,7 +311,7 @@ def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
 
 
 def expected_by_chance(holds: Flags) -> float:
-    """How many of N units would survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
+    """Compute how many of N units survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
 
     This is the mean over all orders of what is after, exactly.
     """

@@ -87,7 +87,7 @@ class Corpus:
 
     @property
     def leading(self) -> int:
-        """How many first tokens are measured apart: 1 (position 0), or all before an image's patches."""
+        """The number of first tokens measured apart: 1 (position 0), or all before an image's patches."""
         return 1 if self.grid is None else self.grid.leading
 
     def inputs(self, rows: slice | Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class EmptyFileError(UsageError):
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table are read.
+    """The columns of a table that are read.
 
     Attributes:
         text: the column of the text.

@@ -81,7 +81,7 @@ class Rules:
 
     @property
     def label_ids(self) -> list[int]:
-        """Where the labels are among `characters`."""
+        """The places of the labels among `characters`."""
         return list(range(2, 2 + self.values))
 
     def draw(self, count: int, random: np.random.Generator) -> Prompts:

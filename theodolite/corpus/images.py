@@ -31,7 +31,7 @@ KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class TransformedImages:
-    """How a model reads images: give it to `Corpus.from_path` in place of a tokenizer.
+    """A model's way of reading images: give it to `Corpus.from_path` in place of a tokenizer.
 
     Of a checkpoint it is `models.image_reader(model)`; of a module of your own, make one.
 

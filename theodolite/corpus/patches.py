@@ -16,7 +16,7 @@ class PatchGrid:
 
     @property
     def leading(self) -> int:
-        """How many tokens stand before the patches."""
+        """The number of tokens before the patches."""
         return len(self.before)
 
     @property

@@ -70,17 +70,17 @@ def _pillow() -> tuple[Any, Any]:
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file's suffix is that of an image."""
+    """Tell whether a file's suffix is that of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a folder is one that `datasets` has saved."""
+    """Tell whether a folder is one that `datasets` has saved."""
     return any((path / name).is_file() for name in SAVED)
 
 
 def holds_images(path: Path) -> bool:
-    """Whether a path is an image, a folder with one in it, or a saved data set; nothing is opened."""
+    """Tell whether a path is an image, a folder with one in it, or a saved data set; nothing is opened."""
     if path.is_dir():
         return is_saved_dataset(path) or any(is_image(file) for file in path.rglob("*"))
     return is_image(path) and path.is_file()

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which contexts are asked for.
+    """The contexts that are asked for.
 
     Attributes:
         contexts: at most so many; None: all.
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was kept, in reading order: (label, tokens) each.
+    """The sampled texts in reading order: (label, tokens) each.
 
     Attributes:
         too_short: labels left out because they have fewer contexts than asked for of each.

@@ -22,10 +22,10 @@ class Tokenizer(Protocol):
     sep_token_id: Any
 
     def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
-        """A mapping with the token ids of `text` under `input_ids`."""
+        """Return a mapping with the token ids of `text` under `input_ids`."""
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token and its id."""
+        """Return every token and its id."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `theodolite evaluate` measures on each model, and its tables. No command-line parsing here."""
+"""The measurements of `theodolite evaluate` on each model, and its tables. No command-line parsing here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ScoresIn = Callable[[Tensors, Notes], list[Score]]
 
 @dataclass(frozen=True)
 class Questions:
-    """What every model is evaluated on, besides the loss on a text.
+    """The tasks that every model is evaluated on, besides the loss on a text.
 
     Attributes:
         tasks: names; `few-shot` is the task of this package, all others are lm-eval tasks.
@@ -75,7 +75,7 @@ MOST_SHOTS = 100_000
 
 
 def parse_shots(given: str) -> tuple[int, ...]:
-    """`3`, `0-5` or `0,2,5` as numbers of examples, in order; `UsageError` where it has another form."""
+    """Parse `3`, `0-5` or `0,2,5` as numbers of examples, in order; `UsageError` where it has another form."""
     shots: set[int] = set()
     for part in given.split(","):
         ends = part.split("-")
@@ -93,7 +93,7 @@ def parse_shots(given: str) -> tuple[int, ...]:
 def evaluate(
     model: OpenModel, corpus: Corpus | None, questions: Questions, evaluation: Evaluation, bars: Bars
 ) -> list[Score]:
-    """All scores of one model; those already in the file are not measured again. A bar may raise to stop.
+    """Measure all scores of one model but those already in the file. A bar may raise to stop.
 
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
@@ -192,7 +192,7 @@ def _folder_hash(folder: Path) -> str:
 
 
 def lm_eval_version() -> str | None:
-    """Version of the installed lm-eval; None if it is not installed."""
+    """Return the version of the installed lm-eval; None if it is not installed."""
     try:
         return version("lm-eval")
     except PackageNotFoundError:
@@ -208,7 +208,7 @@ READ_BY_EMBEDDED = {
 
 
 def tables(scores: pd.DataFrame) -> list[Table]:
-    """For the terminal: a table for each task and metric, with a row for each number of shots and model."""
+    """Tabulate each task and metric for the terminal, with a row for each number of shots and model."""
     apart = scores.groupby(["task", "metric"], sort=False)
     return [_table(str(task), metric, rows) for (task, metric), rows in apart]
 

@@ -34,7 +34,7 @@ def few_shot_answers(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Bool[np.ndarray, "prompts words"]:
-    """Whether the model's most likely label is correct, for every prompt after 0, 1, … examples.
+    """Mark the prompts whose most likely label is correct, after 0, 1, … examples.
 
     Args:
         model: causal, with a token for every character of the task.
@@ -72,7 +72,7 @@ def few_shot_scores(
     seed: int = 0,
     batch: int | None = None,
 ) -> list[Score]:
-    """The accuracy of the model `name` by number of examples, from `few_shot_answers`."""
+    """Score the accuracy of the model `name` by number of examples, from `few_shot_answers`."""
     best, questions = rules.best_accuracy(), f"{rules} {len(right)} {seed}"
     size = batch_of_prompts(rules.length, batch)
     scores = []
@@ -92,7 +92,7 @@ def few_shot_accuracy(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> pd.DataFrame:
-    """Accuracy by number of examples, a row each: `shots accuracy accuracy_se chance best prompts`.
+    """Tabulate accuracy by number of examples: `shots accuracy accuracy_se chance best prompts`.
 
     `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)), `chance` the accuracy of guessing, `best` that of
     the Bayes-optimal reader (`Rules.best_accuracy`).
@@ -119,7 +119,7 @@ def right_answers(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Bool[Tensor, "prompts words"]:
-    """Whether the most likely label is the correct one, after every colon.
+    """Mark the colons after which the most likely label is the correct one.
 
     Args:
         model: causal: a word must not see its label.
@@ -149,7 +149,7 @@ def _rows(
 
 
 def batch_of_prompts(length: int, batch: int | None) -> int:
-    """Prompts per forward pass: as given, or 4096 tokens' worth.
+    """Return the prompts per forward pass: as given, or 4096 tokens' worth.
 
     Raises:
         UsageError: fewer than one.

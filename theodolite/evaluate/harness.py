@@ -247,7 +247,7 @@ def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_and_offline(download: bool) -> Iterator[list[str]]:
-    """Without warnings, bars and, unless `download`, connections; warnings about truncated prompts are collected.
+    """Silence warnings, bars and, unless `download`, connections; collect warnings about truncated prompts.
 
     lm-eval 0.4.13 takes `disable_tqdm` for requests only, and neither where it builds them (`Task.build_all_requests`
     in lm_eval/api/task.py) nor for bootstraps (`bootstrap_stderr` in lm_eval/api/metrics.py); tqdm 4.70 reads

@@ -26,7 +26,7 @@ from theodolite.system.progress import Progress, ShowProgress
 
 @dataclass(frozen=True, eq=False)
 class Perplexity:
-    """How well a model predicts a corpus; its contexts may be windows of a stream.
+    """A model's loss on a corpus; its contexts may be windows of a stream.
 
     Attributes:
         losses: (contexts,) mean loss in nats per token of each context's predicted tokens: all but the first, or those
@@ -48,7 +48,7 @@ class Perplexity:
 
     @property
     def each(self) -> Float[np.ndarray, " contexts"]:
-        """What the loss is the mean of."""
+        """The values, one per context, whose mean the loss is."""
         if (self.tokens == self.tokens[0]).all():
             return self.losses
         loss = float(self.losses @ self.tokens / self.tokens.sum())
@@ -83,7 +83,7 @@ class Perplexity:
 
     @property
     def bits_per_byte_se(self) -> float:
-        """Its standard error over contexts, of a ratio of sums to first order; NaN for a single one."""
+        """The standard error of bits per byte over contexts, of a ratio of sums to first order; NaN for one."""
         ratio, count = self.bits_per_byte, len(self.losses)
         if self.text_bytes is None or math.isnan(ratio) or count == 1:
             return math.nan
@@ -105,7 +105,7 @@ def perplexity(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
-    """Loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
+    """Compute loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
 
     With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
     `stride` tokens apart; of each window only the tokens count that no earlier one had, so that a token is predicted
@@ -138,7 +138,7 @@ def loss_rows(
     check_predicts(model)
     if stride is None:
         if length is not None:
-            raise UsageError("a length is that of strided windows: give a stride, too")
+            raise UsageError("length is that of strided windows: give a stride, too")
         check_fit(model, corpus, least_contexts=1)
         batch = batch_of(corpus, batch)
         parts = [(corpus.ids(part), 1) for part in corpus.batches(batch)]
@@ -170,14 +170,14 @@ def perplexity_in(state: dict[str, Tensor], notes: dict[str, Any]) -> Perplexity
 
 
 def window_length(model: OpenModel, length: int | None) -> int:
-    """Tokens of a strided window: `length`, or where it is None 2,048, or as many as the model has positions for."""
+    """Return the tokens of a strided window: `length`, or if None 2,048, or as many as the model has positions for."""
     return min(LITERATURE, model.longest or LITERATURE) if length is None else length
 
 
 def _windows(
     model: OpenModel, corpus: Corpus, stride: int, length: int | None, batch: int | None
 ) -> tuple[list[tuple[Int[Tensor, "windows length"], int]], int]:
-    """Windows of a stream, as many as a pass reads, and how many tokens at their beginning do not count."""
+    """Yield windows of a stream, as many as a pass reads, and how many tokens at their beginning do not count."""
     window = window_length(model, length)
     check_whole(stride=stride, length=window)
     check_length(window)
@@ -206,7 +206,7 @@ def _windows(
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
-    """Loss, perplexity and, with a tokenizer, bits per byte of the model `name` as scores.
+    """Score loss, perplexity and, with a tokenizer, bits per byte of the model `name`.
 
     `windows` says how a stream was read; scores are comparable where it is equal.
     """

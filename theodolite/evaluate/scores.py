@@ -108,7 +108,7 @@ class Evaluation:
         scores_in: Callable[[Tensors, Notes], list[Score]],
         show_progress: ShowStage = lambda what, done, total: None,
     ) -> list[Score]:
-        """The scores with this key: known, or measured now, from where an interrupted call stopped.
+        """Return the scores with this key: known, or measured now, from where an interrupted call stopped.
 
         Args:
             key: what determines them, as JSON has it.
@@ -140,26 +140,26 @@ class Evaluation:
 
 
 def score_as_json(score: Score) -> dict[str, Any]:
-    """Plain values; NaN and infinities become null."""
+    """Convert a score to plain values; NaN and infinities become null."""
     plain = vars(score) | {"each": None if score.each is None else score.each.tolist()}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
 def score_of_json(row: dict[str, Any]) -> Score:
-    """The score that `score_as_json` was given."""
+    """Return the score that `score_as_json` was given."""
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
     each = None if row["each"] is None else np.array(row["each"], dtype=np.float64)
     return Score(**known | {"each": each})
 
 
 def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
-    """Mean, and its standard error s/√n with s² the unbiased sample variance; the error of one value is NaN."""
+    """Compute the mean and its standard error s/√n with s² the unbiased sample variance; one value has error NaN."""
     error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return float(values.mean()), float(error)
 
 
 def table(scores: Sequence[Score]) -> pd.DataFrame:
-    """A row for each score, in their order.
+    """Tabulate the scores, a row each, in their order.
 
     Columns: `model task shots metric value value_se difference difference_se chance best count batch version cut`.
     The difference is to the first model with the same questions; its error is that of the mean paired difference.
@@ -179,7 +179,7 @@ def table(scores: Sequence[Score]) -> pd.DataFrame:
 
 
 def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
-    """Mean over seeds with its 95 % interval: a row for each model and number of shots, in the order of the table.
+    """Average over seeds with 95 % intervals: a row for each model and number of shots, in the order of the table.
 
     Args:
         each: `model seed shots accuracy accuracy_se`.

@@ -67,7 +67,7 @@ class HeadFigure:
 def view_head(
     model: OpenModel, text: str | Sequence[int] | Int[Tensor, " positions"], layer: int, head: int
 ) -> HeadFigure:
-    """One head's attention on a prompt, as a figure for a notebook.
+    """Draw one head's attention on a prompt, for a notebook.
 
     Args:
         model: from `open_model`.

@@ -110,7 +110,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             return Shown(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
 
         def drawn(at: Shown, *names: str) -> Update:
-            """New content of these panels, of every model."""
+            """Draw new content of these panels, of every model."""
             return {
                 side[name]: value
                 for name in names
@@ -198,7 +198,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
-    """The head that an address names, as `L3H5`; None where it names none, `UsageError` where there is no such head."""
+    """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if there is no such."""
     if "layer" not in asked and "head" not in asked:
         return None
     layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
@@ -207,7 +207,7 @@ def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | 
 
 
 def _title(subjects: Sequence[Subject]) -> str:
-    """The models, and what they were surveyed on."""
+    """Return the models, and what they were surveyed on."""
     names = [visible(subject.name, 80) for subject in subjects]
     about = [
         f"{name}: {subtitle(subject.run.provenance)}, surveyed {text_line(subject.run.provenance)}"
@@ -258,7 +258,7 @@ def _side(name: str) -> dict[str, Any]:
 
 
 def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
-    """The page as a web application."""
+    """Make the page as a web application."""
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     # A page elsewhere must not reach this one under a name of its own.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])

@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import TheodoliteError, UsageError
+from theodolite.estimates import Floats
 from theodolite.explore.subject import Subject, Tags, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
@@ -32,7 +33,7 @@ from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
-from theodolite.report.data import Floats, columns_of, entropy_share
+from theodolite.report.data import columns_of, entropy_share
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import SHARES, qk_panels
 from theodolite.report.page import environment
@@ -57,7 +58,7 @@ WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
 class Shown(NamedTuple):
-    """What the page shows: a head of every model on a prompt, and how.
+    """The page's choices: a head of every model on a prompt, and how it is shown.
 
     `measure`: of the map, as `prompt:entropy`. `first`: the first position of which constituents are drawn.
     """
@@ -78,7 +79,7 @@ class Shown(NamedTuple):
 
 
 def parse_head(name: str) -> tuple[int, int]:
-    """`L3H5` as (3, 5); `UsageError` where it is written in another way."""
+    """Parse `L3H5` as (3, 5); `UsageError` where it is written in another way."""
     layer, _, head = name.strip().upper().removeprefix("L").partition("H")
     if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
         raise UsageError(
@@ -88,12 +89,12 @@ def parse_head(name: str) -> tuple[int, int]:
 
 
 def heads_of(subjects: Sequence[Subject]) -> list[str]:
-    """The names of all heads."""
+    """Return the names of all heads."""
     return [head_name(layer, head) for layer, head in subjects[0].model.places]
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """What the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
+    """List what the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
     described = columns_of(subjects[0].run, "heads")
     on_text = [name for name in described if all(name in of_model for of_model in measured)]
@@ -113,7 +114,7 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
 
 
 def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
-    """The windows of positions that constituents are drawn of: (label, first position)."""
+    """Return the windows of positions that constituents are drawn of: (label, first position)."""
     return [
         (f"positions {first} to {min(first + MOST_POSITIONS, len(ids)) - 1}", first)
         for first in range(1, len(ids), MOST_POSITIONS)
@@ -121,7 +122,7 @@ def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
 
 
 def head_map(shown: Shown) -> Figures:
-    """The map of all heads by the measure, with the head framed; none where no head has the measure."""
+    """Draw the map of all heads by the measure, with the head framed; none where no head has the measure."""
     where, _, column = shown.measure.partition(":")
     runs = [each.run if where == TEXT else each.measured(shown.ids) for each in shown.subjects]
     x, y = shown.head, shown.layer
@@ -137,7 +138,7 @@ def head_map(shown: Shown) -> Figures:
 
 
 def head(shown: Shown) -> list[str]:
-    """The head's name, roles and evidence."""
+    """Show the head's name, roles and evidence."""
     return [
         head_html(view, each.run, each.measured(shown.ids))
         for each, view in zip(shown.subjects, shown.views, strict=True)
@@ -145,12 +146,12 @@ def head(shown: Shown) -> list[str]:
 
 
 def hidden_keys(view: HeadView) -> list[int]:
-    """Keys that the switch hides: the head's sinks, or where it has none the first token."""
+    """Return the keys that the switch hides: the head's sinks, or where it has none the first token."""
     return sorted({sink.position for sink in view.sinks if sink.position >= 0}) or [0]
 
 
 def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False) -> go.Figure:
-    """The head's attention, queries down and keys across; colours run to the largest weight that is shown.
+    """Draw the head's attention, queries down and keys across; colours run to the largest weight that is shown.
 
     `hide_sinks` leaves out the columns of `hidden_keys`; what is left is not made to sum to 1.
     """
@@ -167,21 +168,21 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
 
 
 def attention(shown: Shown) -> Figures:
-    """The head's attention map."""
+    """Draw the head's attention map."""
     return share_scales(
         [attention_map(view, log=shown.log, hide_sinks=shown.hide_sinks) for view in shown.views]
     )
 
 
 def sinks(shown: Shown) -> list[str]:
-    """The tokens with their sinks."""
+    """Show the tokens with their sinks."""
     views = shown.views
     most = max((float(value) for view in views for value in view.received if value > 0), default=1.0)
     return [sinks_html(view, most) for view in views]
 
 
 def tags(shown: Shown) -> list[str]:
-    """The tokens in the colours of what the head writes."""
+    """Show the tokens in the colours of what the head writes."""
     tags, reasons = _tried(lambda each: each.tags(*shown[1:4]), shown)
     return [
         tags_html(view, of_model, colours) if of_model else html("line", f"Cannot be shown: {reason}.")
@@ -190,7 +191,7 @@ def tags(shown: Shown) -> list[str]:
 
 
 def constituents(shown: Shown) -> Figures:
-    """The head's constituents, their sum and its attention."""
+    """Draw the head's constituents, their sum and its attention."""
     drawn = [
         split and qk_panels(split, shown.head, each.read(shown.ids).tokens, first=shown.first)
         for each, split in zip(shown.subjects, _splits(shown)[0], strict=True)
@@ -200,7 +201,7 @@ def constituents(shown: Shown) -> Figures:
 
 
 def not_split(shown: Shown) -> list[str]:
-    """Why there are no constituents; empty where there are."""
+    """Say why there are no constituents; empty where there are."""
     reasons = _splits(shown)[1]
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
 
@@ -224,7 +225,7 @@ def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None]
 
 
 def spectrum(shown: Shown) -> Figures:
-    """The eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
+    """Draw the eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
     names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in shown.subjects]
     place = shown.layer, shown.head
     return share_scales(
@@ -233,7 +234,7 @@ def spectrum(shown: Shown) -> Figures:
 
 
 def propagation(shown: Shown) -> Figures:
-    """The propagation that the spectrum predicts, and the one measured on the text."""
+    """Draw the propagation that the spectrum predicts, and the one measured on the text."""
     return share_scales([heads.propagation(each.run, shown.layer, shown.head) for each in shown.subjects])
 
 
@@ -310,18 +311,18 @@ def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
 
 
 def _row(run: Run, layer: int, head: int) -> pd.Series:
-    """The head's row of the table, with its entropy as a share of the highest."""
+    """Return the head's row of the table, with its entropy as a share of the highest."""
     heads = run.heads.assign(entropy_share=entropy_share(run))
     return heads[(heads["layer"] == layer) & (heads["head"] == head)].iloc[0]
 
 
 def roles_of(rows: list[Evidence]) -> str:
-    """The head's roles in words."""
+    """Return the head's roles in words."""
     return ", ".join(row.role.title for row in rows if row.holds) or "no named role"
 
 
 def spectrum_line(run: Run, layer: int, head: int) -> str:
-    """What the spectrum predicts for the head, in a sentence."""
+    """Say in a sentence what the spectrum predicts for the head."""
     row = _row(run, layer, head)
     source = str(row.get("spectrum_of", EXACT))
     if source == NO_MATRIX:
@@ -341,7 +342,7 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
 
 
 def shares_line(run: Run, layer: int, head: int) -> str:
-    """The constituents of the head's logits on the surveyed text, in a sentence; empty where they are not known."""
+    """Say which constituents the head's logits have on the surveyed text; empty where they are not known."""
     shares = _row(run, layer, head).reindex(SHARES).astype(float).fillna({"share_additive": 0.0})
     if shares.isna().any():
         return ""
@@ -354,7 +355,7 @@ def shares_line(run: Run, layer: int, head: int) -> str:
 
 
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
-    """The head's name, its roles with the evidence, and what its spectrum and its logits say."""
+    """Show the head's name, its roles with the evidence, and what its spectrum and its logits say."""
     found, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
@@ -365,7 +366,7 @@ def head_html(view: HeadView, run: Run, measured: Run) -> str:
 
 
 def sinks_html(view: HeadView, most: float) -> str:
-    """The prompt's tokens, shaded by the attention that they receive up to `most`; and each sink in a sentence."""
+    """Show the prompt's tokens, shaded by the attention that they receive up to `most`; and each sink in a sentence."""
     shades = np.nan_to_num(view.received)[:, None] / most
     lines = [
         f"White to plum: mean attention from the tokens that see it, 0 to {number(most, 2)}. ▼1: a sink. "
@@ -384,7 +385,7 @@ def sinks_html(view: HeadView, most: float) -> str:
 
 
 def tags_html(view: HeadView, tags: Tags, colours: Floats) -> str:
-    """The same tokens in the `colours` of what the head writes; and how far the sinks explain it."""
+    """Show the tokens in the `colours` of what the head writes; and how far the sinks explain it."""
     key = "Similar colours mean similar outputs: three principal components as red, green and blue."
     explained = (
         "No sink groups these tokens, so there is no tag to measure."
@@ -397,10 +398,10 @@ def tags_html(view: HeadView, tags: Tags, colours: Floats) -> str:
 
 
 def sink_sentence(view: HeadView, index: int) -> str:
-    """A sink's mark, and what it receives and catches."""
+    """Word a sink: its mark, and what it receives and catches."""
     sink = view.sinks[index]
     token = f"token {sink.position} “{shown_token(view.tokens[sink.position])}”"
-    local = " (a local sink: it dominates a contiguous span)" if sink.stretch else ""
+    local = " (a local sink: it dominates a contiguous span)" if sink.local else ""
     return (
         f"▼{index + 1} {'the learned column' if sink.position < 0 else token} receives {sink.received:.2f} of the "
         f"attention on average and catches {counted(sink.caught, 'token')}{local}"
@@ -408,7 +409,7 @@ def sink_sentence(view: HeadView, index: int) -> str:
 
 
 def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
-    """The tokens as the template shows them, each on its colour (T, 3)."""
+    """Return the tokens as the template shows them, each on its colour (T, 3)."""
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
     tokens = []
     for place, (colour, group, received) in enumerate(zip(colours, view.group, view.received, strict=True)):
@@ -429,7 +430,7 @@ def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
 
 
 def _luminance(colour: Floats) -> float:
-    """The relative luminance of a colour, 0 to 255 a channel (WCAG 2)."""
+    """Compute the relative luminance of a colour, 0 to 255 a channel (WCAG 2)."""
     share = colour / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
     return float(linear @ (0.2126, 0.7152, 0.0722))

@@ -51,7 +51,7 @@ Named = Sequence[tuple[str, OpenModel]]
 
 @dataclass(frozen=True, eq=False)
 class Tags:
-    """What the head writes, by token.
+    """The vectors that the head writes, by token.
 
     Attributes:
         scores: (T, 3), on three principal components of the output in the residual stream.
@@ -99,7 +99,7 @@ class Subject:
             return self._measured(ids)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
-        """One head's attention on a prompt; `UsageError` where there is no such head."""
+        """Read one head's attention on a prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
         with self._lock:
             return head_view(self.read(ids), layer, head)
@@ -110,7 +110,7 @@ class Subject:
             return self._splits(ids, layer)
 
     def tags(self, ids: tuple[int, ...], layer: int, head: int) -> Tags:
-        """What a head writes at each token, on three principal components, and how far the sinks explain it.
+        """Compute what a head writes at each token, on three principal components, and how far the sinks explain it.
 
         Raises:
             UsageError: all tokens but two or fewer are sinks.
@@ -148,7 +148,7 @@ def _measured(model: OpenModel, read: PromptPass) -> Run:
 
 
 def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
-    """Each model's tags as colours (T, 3), 0 to 255, rotated as close as possible to those of the first that has any.
+    """Colour each model's tags (T, 3), 0 to 255, rotated as close as possible to those of the first that has any.
 
     Empty for None. The rotation is fitted to the tokens that count in both; with too few of them there is none.
     """
@@ -165,12 +165,12 @@ def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
-    """The prompt as every model reads it, special tokens included; `UsageError` where it cannot be shown."""
+    """Tokenize the prompt for every model, special tokens included; `UsageError` where it cannot be shown."""
     return ids_of_text([(subject.name, subject.model) for subject in subjects], prompt)
 
 
 def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
-    """As `prompt_ids`, of models with their names."""
+    """Tokenize a text for models given with their names, as `prompt_ids` does."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
     if len(prompt) > MOST_CHARACTERS:
@@ -189,7 +189,7 @@ def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
 
 
 def _same_ids(models: Named, text: str) -> tuple[int, ...]:
-    """The tokens of a text, which must be those of every model."""
+    """Tokenize a text, whose tokens must be the same for every model."""
     (name, first), *others = ((name, _ids(model, text)) for name, model in models)
     for other, ids in others:
         if ids != first:
@@ -214,7 +214,7 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
 
 
 def _longest_prompt(models: Sequence[OpenModel]) -> int:
-    """Tokens of a prompt at most."""
+    """Return the most tokens that a prompt may have."""
     return min([MOST_TOKENS, *(model.longest for model in models if model.longest is not None)])
 
 
@@ -233,7 +233,7 @@ def check_pair(models: Named) -> None:
 
 
 def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
-    """The prompts that come with the package, without the first words of those that are too long.
+    """Return the prompts that come with the package, without the first words of those that are too long.
 
     Too long for the models, or for the surveys, which have means of so many positions.
     """
@@ -243,7 +243,7 @@ def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
 
 
 def _last_words(model: OpenModel, text: str, most: int) -> str:
-    """The last words, of at most so many tokens; one at least."""
+    """Keep the last words, of at most so many tokens; one at least."""
     words = re.findall(r"\S+\s*", text)
     while len(words) > 1 and len(_ids(model, "".join(words))) > most:
         del words[0]

@@ -14,11 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowStage
 
-Made = TypeVar("Made")
+Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
@@ -39,7 +38,7 @@ class Steps(Protocol):
         """Do the steps from `progress.done` on."""
 
     def state(self) -> Tensors:
-        """What the steps so far have left."""
+        """Return the tensors of the steps so far."""
 
     def restore(self, state: Tensors) -> None:
         """Continue from what `state` gave."""
@@ -86,7 +85,7 @@ class Rows(Generic[Item]):
 
 @dataclass
 class States:
-    """What the finished stages have left.
+    """The tensors of the finished stages.
 
     Attributes:
         tensors, notes: of each stage, by its name.
@@ -101,7 +100,7 @@ class States:
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def of(self, name: str) -> Tensors:
-        """The tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
+        """Return the tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
         stage, _, prefix = name.partition(".")
         tensors = self.tensors.get(stage, {})
         if not prefix:
@@ -112,12 +111,12 @@ class States:
             if key.startswith(f"{prefix}.")
         }
 
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What follows from the states, made by the first who asks for it under this name; it is not saved."""
+    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
+        """Derive a value from the states, once for all who ask for it under this name; it is not saved."""
         if name not in self._made:
             self._made[name] = make()
-        made: Made = self._made[name]
-        return made
+        derived: Derived = self._made[name]
+        return derived
 
 
 @dataclass(frozen=True)
@@ -170,13 +169,8 @@ class Job:
             try:
                 steps = stage.make(self.states)
                 if saved.get("done"):
-                    try:
+                    with self.work.same_sums():
                         steps.restore(tensors)
-                    except (KeyError, RuntimeError) as error:  # it lacks a sum, or has one of another shape
-                        raise UsageError(
-                            f"{self.work.folder} holds what another version of theodolite left unfinished, with other "
-                            "sums: remove it to start afresh"
-                        ) from error
                     steps.notes.update(saved["notes"])
                 del tensors
                 save = functools.partial(self._checkpoint, stage.name, steps)

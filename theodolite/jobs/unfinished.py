@@ -124,20 +124,31 @@ class Unfinished:
             )
 
     def _damaged(self, name: str) -> UsageError:
-        return UsageError(f"{self.path(name)} is damaged: remove it, and what it held is done again")
+        return UsageError(f"{self.path(name)} is damaged: remove it to redo what it held")
+
+    @contextmanager
+    def same_sums(self) -> Iterator[None]:
+        """Raise `UsageError` where a part that is read in here lacks a sum, or has one of another shape."""
+        try:
+            yield
+        except (KeyError, RuntimeError) as error:
+            raise UsageError(
+                f"{self.folder} holds unfinished work of another version of theodolite, with other sums: remove it "
+                "to start afresh"
+            ) from error
 
     def path(self, name: str) -> Path:
-        """The file of a part on disk."""
+        """Return the file of a part on disk."""
         return self.folder / f"{name}.safetensors"
 
     def names(self) -> list[str]:
-        """The parts that are there, in order of their names."""
+        """Return the parts that are there, in order of their names."""
         if self.out is None:
             return sorted(self._in_memory)
         return sorted(path.stem for path in self.folder.glob("*.safetensors"))
 
     def load(self, name: str) -> tuple[Tensors, Notes] | None:
-        """A part's tensors and notes; None where it is not there.
+        """Load a part's tensors and notes; None where it is not there.
 
         Raises:
             UsageError: its file is damaged.
@@ -152,7 +163,7 @@ class Unfinished:
             raise self._damaged(name) from error
 
     def notes(self, name: str) -> Notes:
-        """A part's notes without its tensors; empty where it is not there. Errors are those of `load`."""
+        """Load a part's notes without its tensors; empty where it is not there. Errors are those of `load`."""
         if self.out is None:
             return self._in_memory.get(name, ({}, {}))[1]
         try:
@@ -189,7 +200,7 @@ class Unfinished:
 
 
 def read_job(folder: Path) -> tuple[Notes, Notes]:
-    """The fingerprint of the work in a folder, and what is said of its text; `UsageError` where that is damaged."""
+    """Read the fingerprint of the work in a folder, and the notes on its text; `UsageError` where that is damaged."""
     try:
         said = read_json_checked(folder / JOB)
         return dict(said["fingerprint"]), dict(said["corpus"])

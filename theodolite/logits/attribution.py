@@ -53,7 +53,7 @@ Chosen = dict[int, list[tuple[int, int]]]
 
 
 def scored_sequences(length: int) -> int:
-    """The number of repeated random sequences on which every head is scored."""
+    """Return the number of repeated random sequences on which every head is scored."""
     return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
 
 
@@ -77,7 +77,7 @@ class PatternPass(Hooks):
         self._scores, self._errors = torch.full((2, *size), torch.nan, dtype=torch.float64)
 
     def state(self) -> State:
-        """The scores and their errors."""
+        """Return the scores and their errors."""
         return {"scores": self._scores, "errors": self._errors}
 
     def restore(self, state: State) -> None:
@@ -138,7 +138,7 @@ class AttributionPass:
         self._rows: list[list[float]] = []
 
     def state(self) -> State:
-        """The numbers."""
+        """Return the numbers."""
         numbers = torch.tensor(self._rows, dtype=torch.float64)
         return {"numbers": numbers.reshape(-1, len(COLUMNS))}
 
@@ -168,7 +168,7 @@ class AttributionPass:
 def repeated_patterns(
     model: OpenModel, length: int, contexts: int, seed: int
 ) -> tuple[Tensor, list[Pattern]]:
-    """Repeated random sequences and the patterns on them; no patterns where they are too short, or images are read."""
+    """Draw repeated random sequences and their patterns; none where they are too short, or images are read."""
     if model.vocabulary is None:
         return torch.empty(0, length, dtype=torch.int64), []
     ids, start, half = repeated_random_tokens(

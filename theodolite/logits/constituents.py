@@ -21,7 +21,7 @@ from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apar
 
 @runtime_checkable
 class Surveyed(Protocol):
-    """What is needed of a `Run` to decompose hidden states: its arrays and its provenance."""
+    """The part of a `Run` that hidden states are decomposed with: its arrays and its provenance."""
 
     @property
     def arrays(self) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ class Surveyed(Protocol):
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Of which model it is."""
+        """The provenance, which says of which model it is."""
 
 
 @measures("model")
@@ -130,7 +130,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
 def _mean_and_pos(
     model: OpenModel, decomposition: Surveyed | Decomposition, contexts: Tensor, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """μ and pos of the stream that enters a block."""
+    """Return μ and pos of the stream that enters a block."""
     if isinstance(decomposition, Surveyed):
         check_run(model, decomposition)
         mean, pos = decomposition.arrays["mean"][layer], whole_positional_basis(decomposition)[layer]
@@ -151,7 +151,7 @@ def _mean_and_pos(
 
 
 def whole_positional_basis(run: Surveyed) -> Float[Tensor, "layers positions width"]:
-    """The positional basis at every position of the run's contexts, special tokens at the end included."""
+    """Return the positional basis at every position of the run's contexts, special tokens at the end included."""
     basis = run.arrays["positional_basis"]
     if "positional_basis_last" not in run.arrays:
         return basis

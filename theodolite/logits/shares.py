@@ -1,4 +1,4 @@
-"""How much of each head's logit variance each pair of parts carries, over a sample of a text."""
+"""The share of each head's logit variance that each pair of parts carries, over a sample of a text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SharesPass:
         self._state["normed"] = torch.zeros(normed, dtype=model.source.dtype)
 
     def state(self) -> State:
-        """All tensors."""
+        """Return all tensors."""
         return self._state
 
     def restore(self, state: State) -> None:
@@ -131,17 +131,17 @@ def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) 
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:
-    """The number of contexts of `length` tokens that `tokens` allow, within bounds: a fixed cost at any length."""
+    """Count the contexts of `length` tokens that `tokens` allow, within bounds: a fixed cost at any length."""
     return max(least, min(most, tokens // length))
 
 
 def split_contexts(length: int) -> int:
-    """Contexts of `length` tokens whose logits are split, where there are as many."""
+    """Return contexts of `length` tokens whose logits are split, where there are as many."""
     return contexts_within(SPLIT_TOKENS, length, SPLIT_CONTEXTS // 2, SPLIT_CONTEXTS)
 
 
 def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
-    """A seeded sample of at most `split_contexts` contexts, by number and in their order.
+    """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order.
 
     Of contexts of unlike lengths, one of those that have as many tokens as the mean, or more: the energy of the
     shortest is all of low frequency.
@@ -154,5 +154,5 @@ def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:
-    """The dtype in which shares are computed: the model's own, float32 at least."""
+    """Return the dtype in which shares are computed: the model's own, float32 at least."""
     return torch.promote_types(stream.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""From statistics and weights to columns and arrays; `column.py` says how one is declared, and how it is found.
+"""Compute columns and arrays from statistics and weights; `column.py` says how one is declared, and found.
 
 No model and no corpus is known here.
 """

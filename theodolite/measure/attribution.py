@@ -1,4 +1,4 @@
-"""Which constituents a head owes its attention pattern to: the pattern recomputed with each alone, and without it.
+"""Attribute a head's attention pattern to constituents: recompute it with each alone, and without it.
 
 A causal check on attention itself: the logits of some constituents are kept or taken away, masks, caps and
 learned sinks stay, and the attention that follows is scored as the head's own is. Nothing here sees a model.
@@ -40,7 +40,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Of some heads: their scores, and of each of `ATTRIBUTED` the share of logit variance, and the scores with it
+    """Scores of some heads, and of each of `ATTRIBUTED` the share of logit variance, and the scores with it
     only and without it. `uniform` are the scores of uniform attention over the keys that a query sees.
     """
 
@@ -52,14 +52,14 @@ class Attribution:
 
 
 def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
-    """Mean attention along each pattern, over contexts and the pattern's queries."""
+    """Average attention along each pattern, over contexts and the pattern's queries."""
     return scores_by_context(inputs, patterns).mean(dim=0)
 
 
 def scores_by_context(
     inputs: AttentionInputs, patterns: list[Pattern]
 ) -> Float[Tensor, "contexts patterns heads"]:
-    """Mean attention along each pattern, over the pattern's queries."""
+    """Average attention along each pattern, over the pattern's queries."""
     batch, heads, queries, _ = inputs.query.shape
     cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
     sums = each_part(
@@ -70,7 +70,7 @@ def scores_by_context(
 
 
 def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "contexts patterns heads"]:
-    """Attention along each pattern, summed over the pattern's queries."""
+    """Sum attention along each pattern over the pattern's queries."""
     device = inputs.query.device
     batch, heads = inputs.query.shape[:2]
     scores = torch.zeros(batch, len(patterns), heads, dtype=torch.float64, device=device)
@@ -147,7 +147,7 @@ COLUMNS = [column.name for column in _COLUMNS]
 
 @gives(*_COLUMNS)
 def attribution_table(attribution: State) -> pd.DataFrame:
-    """One row a head, pattern and group of constituents, from the state of an `AttributionPass`."""
+    """Tabulate each head, pattern and group of constituents, from the state of an `AttributionPass`."""
     table = pd.DataFrame(attribution["numbers"].numpy(), columns=COLUMNS)
     table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
     for name, words in (("pattern", tuple(ATTENTION_PATTERNS)), ("group", ATTRIBUTED)):
@@ -156,7 +156,7 @@ def attribution_table(attribution: State) -> pd.DataFrame:
 
 
 def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
-    """The attention inputs of some heads, each with a key head of its own. Values are not for use."""
+    """Return the attention inputs of some heads, each with a key head of its own. Values are not for use."""
     grouped = inputs.query.shape[1] // inputs.key.shape[1]
     key = inputs.key[:, [head // grouped for head in heads]]
 
@@ -177,7 +177,7 @@ def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
 def _only_and_without(
     query: Tensor, key: Tensor, inputs: AttentionInputs, group: str
 ) -> tuple[AttentionInputs, AttentionInputs]:
-    """Attention inputs whose logits are those of one group, and all but those of it.
+    """Split attention inputs: one has the logits of one group only, the other all but those.
 
     A sum of products q·k is one product of vectors side by side, so both are attention inputs like any other.
     """

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import graphlib
+import hashlib
 import importlib
 import inspect
+import json
 import pkgutil
 from typing import Any
 
@@ -16,7 +18,7 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, is_string_dtype
 
 from theodolite import measure
-from theodolite.measure.column import GROUPS, MEASUREMENTS, PLACES, Array, Column, Measurement
+from theodolite.measure.column import GROUPS, MEASUREMENTS, MODEL_INDICES, Array, Column, Measurement
 from theodolite.measure.extra import Extra
 
 EXTRA_COLUMNS = "extra_columns"
@@ -31,7 +33,7 @@ def _modules() -> tuple[Any, ...]:
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
-    """The marked functions of all modules, each after those whose arrays are among its parameters."""
+    """Return the marked functions of all modules, each after those whose arrays are among its parameters."""
     _modules()
     every = sorted(MEASUREMENTS, key=lambda one: one.function.__module__)  # else in the order of imports
     makers = {array.name: number for number, one in enumerate(every) for array in one.arrays}
@@ -43,8 +45,8 @@ def measurements() -> tuple[Measurement, ...]:
 
 
 @functools.cache
-def own_extra() -> tuple[type[Extra], ...]:
-    """The accumulators that this package adds to every survey."""
+def built_in_extra() -> tuple[type[Extra], ...]:
+    """Return the accumulators that this package adds to every survey."""
     found = {
         one
         for module in _modules()
@@ -54,15 +56,15 @@ def own_extra() -> tuple[type[Extra], ...]:
     return tuple(sorted(found, key=lambda one: one.name))
 
 
-def own_sums(layers: int, heads: int) -> list[Extra]:
-    """New accumulators of `own_extra`, for a model of so many blocks and heads of the widest block."""
-    kinds: tuple[Any, ...] = own_extra()
+def built_in_sums(layers: int, heads: int) -> list[Extra]:
+    """Make accumulators of `built_in_extra` for a model of so many blocks and heads of the widest block."""
+    kinds: tuple[Any, ...] = built_in_extra()
     return [kind(layers, heads) for kind in kinds]
 
 
 @functools.cache
 def arrays() -> dict[str, Array]:
-    """Every array of a run by name."""
+    """Return every array of a run by name."""
     return {array.name: array for one in measurements() for array in one.arrays}
 
 
@@ -70,37 +72,45 @@ def arrays() -> dict[str, Array]:
 def _declared() -> dict[str, dict[str, Column]]:
     tables: dict[str, dict[str, Column]] = {}
     columns = [column for one in measurements() for column in one.columns]
-    columns += [column for kind in own_extra() for column in kind.declared]
+    columns += [column for kind in built_in_extra() for column in kind.declared]
     for column in columns:
         tables.setdefault(column.table, {})[column.name] = column
     return tables
 
 
+@functools.cache
+def checksum() -> str:
+    """Return a checksum of the names of all columns, arrays and sums: where it differs, other things are measured."""
+    names = [f"{table}.{name}" for table, columns in _declared().items() for name in columns]
+    names += [*arrays(), *(kind.name for kind in built_in_extra())]
+    return hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:16]
+
+
 def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:
-    """The columns of a table by name, in the order of groups and declarations; with those of a caller's own last.
+    """Return the columns of a table by name, in the order of groups and declarations, a caller's last.
 
     Args:
         table: such as "layers", or "heads of a trace".
         provenance: of the run, whose caller's own columns count too.
     """
-    own = (provenance or {}).get(EXTRA_COLUMNS)
-    own = map(Column.from_json, own if isinstance(own, list) else [])
-    columns = [*_declared().get(table, {}).values(), *(one for one in own if one and one.table == table)]
+    entries = (provenance or {}).get(EXTRA_COLUMNS)
+    callers = map(Column.from_json, entries if isinstance(entries, list) else [])
+    columns = [*_declared().get(table, {}).values(), *(one for one in callers if one and one.table == table)]
     order = {group: place for place, group in enumerate(GROUPS)}
 
     def place(column: Column) -> int:
-        return -1 if column.kind == "place" else order.get(column.group, len(order))
+        return -1 if column.kind == "index" else order.get(column.group, len(order))
 
     return {column.name: column for column in sorted(columns, key=place)}
 
 
 def taken(table: str) -> set[str]:
-    """The names of a table's columns, standard errors and places included."""
+    """Return the names of a table's columns, standard errors and indices included."""
     return {name for column in declared(table).values() for name in column.columns}
 
 
 def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | None:
-    """What is wrong with a table of a run of this `model` for those who read it, in words; None: nothing.
+    """Say what makes a table of a run of this `model` unreadable; None: nothing.
 
     A table with a right checksum may be of anybody. A column that is not declared must hold numbers.
     """
@@ -111,8 +121,8 @@ def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | Non
         return f"it has no column {missing[0]}"
     for name in rows:
         values, column = rows[name], columns.get(str(name))
-        if name in PLACES:
-            of, last = PLACES[str(name)]
+        if name in MODEL_INDICES:
+            of, last = MODEL_INDICES[str(name)]
             if not is_integer_dtype(values) or (
                 of in model and not values.between(0, model[of] + last).all()
             ):

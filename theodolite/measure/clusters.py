@@ -51,7 +51,7 @@ def clusters(
     labels: Int[Tensor, " sampled"],
     start: Int[Tensor, " sampled"] | None = None,
 ) -> tuple[dict[str, float], Int[Tensor, " sampled"]]:
-    """The silhouette of the labels and the agreement of k-means with them, by the definitions of `CLUSTER_COLUMNS`.
+    """Compute the silhouette of the labels and the agreement of k-means with them, as `CLUSTER_COLUMNS` defines them.
 
     Args:
         ctx: context vectors, (S, d).
@@ -86,7 +86,7 @@ def clusters(
 
 @functools.cache
 def _thread_pools() -> ThreadpoolController:
-    """Those of all loaded libraries; looking for them takes longer than a small clustering."""
+    """Return the thread pools of all loaded libraries; looking for them takes longer than a small clustering."""
     return ThreadpoolController()
 
 

@@ -22,12 +22,12 @@ from theodolite.judging import SIDES, Criterion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Kind = Literal["number", "name", "text", "flag", "place", ""]
+Kind = Literal["number", "name", "text", "flag", "index", ""]
 
 OPEN_TABLES = ("layers", "heads")
 """The tables whose columns several functions make, and which may have columns of an `Extra`."""
 
-PLACES = {"layer": ("layers", 0), "head": ("heads", -1)}
+MODEL_INDICES = {"layer": ("layers", 0), "head": ("heads", -1)}
 """Column → the size of the model that it counts to, and how far beyond: residual layers are one more than blocks."""
 
 ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
@@ -56,7 +56,7 @@ class Column:
         title: its heading, in words; unless given, its name with blanks.
         unit: of its numbers; empty where they have none.
         names: which names there are, of a column of names; empty: any.
-        kind: "number"; "name", one of a few; "text"; "flag", true or false; "place", the number of a layer or head.
+        kind: "number"; "name", one of a few; "text"; "flag", true or false; "index", the index of a layer or head.
             Unless given, it follows from `name` and `names`.
         range: the lowest and the highest number to expect, which colours span; infinite: as far as the numbers go.
         decades: whether colours go by powers of ten.
@@ -89,14 +89,14 @@ class Column:
     short: str = ""
 
     def __post_init__(self) -> None:
-        kind = self.kind or ("place" if self.name in PLACES else "name" if self.names else "number")
+        kind = self.kind or ("index" if self.name in MODEL_INDICES else "name" if self.names else "number")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
 
     @property
     def needed(self) -> bool:
-        """Whether a table with rows that lacks it is refused: layers and heads need to say only which they are."""
-        return self.kind == "place" or self.table not in OPEN_TABLES
+        """True if a table with rows must have it: of layers and heads only the columns that say which they are."""
+        return self.kind == "index" or self.table not in OPEN_TABLES
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -104,12 +104,12 @@ class Column:
         return (self.name, f"{self.name}_se") if self.error else (self.name,)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite end of the range is None."""
+        """Convert to plain JSON values; an infinite end of the range is None."""
         return asdict(self) | {"range": [end if math.isfinite(end) else None for end in self.range]}
 
     @classmethod
     def from_json(cls, entry: Any) -> Column | None:
-        """What `to_json` gave; None of anything else, which an edited file may have."""
+        """Read what `to_json` gave; None of anything else, which an edited file may have."""
         try:
             low, high = entry["range"]
             ends = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
@@ -123,7 +123,7 @@ class Column:
 
 
 def head_places(table: str) -> tuple[Column, Column]:
-    """The columns of a table that say which head a row is of."""
+    """Declare the columns of a table that say which head a row is of."""
     return (
         Column(table, "layer", "Block, counted from 0."),
         Column(table, "head", "Head of the block, counted from 0."),
@@ -131,7 +131,7 @@ def head_places(table: str) -> tuple[Column, Column]:
 
 
 def table_of(columns: Mapping[str, Tensor | list[str]]) -> pd.DataFrame:
-    """A table of tensors and texts. An empty list of texts alone would not say that it is of texts."""
+    """Make a table of tensors and texts. An empty list of texts alone would not say that it is of texts."""
     return pd.DataFrame(
         {
             name: pd.Series(values, dtype="str") if isinstance(values, list) else values.numpy()
@@ -158,12 +158,12 @@ class Measurement:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those of its declarations that are columns."""
+        """The declared columns."""
         return tuple(one for one in self.declared if isinstance(one, Column))
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Those of its declarations that are arrays."""
+        """The declared arrays."""
         return tuple(one for one in self.declared if isinstance(one, Array))
 
 

@@ -1,4 +1,4 @@
-"""From the parts of queries and keys to the parts of logits, and how much of the logits' variance each carries.
+"""Split logits by the parts of queries and keys, and measure how much of the logits' variance each carries.
 
 The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the
 constituents of Song & Zhong 2024, section 5.2 (there called QK constituents). Nothing here sees a model.
@@ -81,7 +81,7 @@ class Constituents:
         return self._squeezed(torch.einsum("achid,bchjd->chabij", self.query, self.key) * self.inputs.scaling)
 
     def logits_of(self, head: int) -> Float64[Tensor, "*contexts query_parts key_parts queries keys"]:
-        """Constituents of one head: ([contexts,] parts, parts, positions, positions)."""
+        """Compute the constituents of one head: ([contexts,] parts, parts, positions, positions)."""
         if not 0 <= head < self.query.shape[2]:
             raise UsageError(
                 f"head {head} does not exist: this layer has heads 0 to {self.query.shape[2] - 1}"
@@ -91,7 +91,7 @@ class Constituents:
 
     @property
     def additive(self) -> Float64[Tensor, "*contexts heads queries keys"]:
-        """What is added to a logit whatever query and key are: ([contexts,] heads, positions, positions)."""
+        """The bias added to a logit whatever query and key are: ([contexts,] heads, positions, positions)."""
         _, contexts, heads, length, _ = self.query.shape
         bias = self.inputs.bias
         values = self.query.new_zeros(1) if bias is None else bias.to(self.query)
@@ -106,7 +106,7 @@ class Constituents:
 
     @property
     def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:
-        """Which keys a query sees: ([contexts,] heads, positions, positions)."""
+        """The keys that each query sees: ([contexts,] heads, positions, positions)."""
         _, contexts, heads, length, _ = self.query.shape
         visible = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
         if self.inputs.mask is not None:
@@ -122,7 +122,7 @@ class Constituents:
         return self._squeezed(dense_attention(inputs))
 
     def coarse(self, groups: Mapping[str, Iterable[str]] = COARSE) -> Constituents:
-        """The split into fewer parts, each the sum of some of these; every part is in one group.
+        """Merge parts into fewer, each the sum of some of these; every part is in one group.
 
         Raises:
             UsageError: a part is in no group or in two, or there is no such part.
@@ -153,11 +153,11 @@ class ShareSums:
     total: Float64[Tensor, "*layers contexts heads"]
 
     def shares(self) -> tuple[Tensor, Tensor]:
-        """Shares (…, H, parts, parts), and of the additive bias (…, H); they sum to 1. NaN where logits do not vary."""
+        """Compute shares (…, H, parts, parts) and the additive bias's (…, H): sum 1; NaN for constant logits."""
         return _ratios(self.products.sum(dim=-4), self.additive.sum(dim=-2), self.total.sum(dim=-2))
 
     def standard_errors(self) -> tuple[Tensor, Tensor]:
-        """Of the shares, from leaving out one context after the other (jackknife); NaN for one context."""
+        """Compute the shares' standard errors by leaving out one context at a time (jackknife); NaN for one."""
         count = self.total.shape[-2]
         others = [[i for i in range(count) if i != omitted] for omitted in range(count)]
         left_out = _ratios(
@@ -183,7 +183,7 @@ def share_sums(
     trailing: int = 0,
     leading: int = 1,
 ) -> ShareSums:
-    """What each constituent adds to the variance of the logits, by context; softmax-invariant.
+    """Sum what each constituent adds to the variance of the logits, by context; softmax-invariant.
 
     Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is
     common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
@@ -276,7 +276,7 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[float]]:
-    """Shares of the disjoint groups, and of a bias, L · H values each; they sum to 1.
+    """Return shares of the disjoint groups, and of a bias, L · H values each; they sum to 1.
 
     Args:
         shares: the state of a `SharesPass`.
@@ -318,7 +318,7 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
     ),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
-    """One row for each layer, head and pair of parts, and for the additive bias, of the layers that are not `refused`.
+    """Tabulate each layer, head and pair of parts, and the additive bias, of the layers that are not `refused`.
 
     Args:
         shares: the state of a `SharesPass`.
@@ -342,7 +342,7 @@ def _sums_of(shares: State) -> ShareSums:
 
 
 def grouped(shares: Float[Tensor, "*heads query_parts key_parts"]) -> dict[str, Float[Tensor, "*heads"]]:
-    """The shares of each of `GROUPS`, summed over its pairs of parts."""
+    """Sum the shares of each of `GROUPS` over its pairs of parts."""
     return {
         name: torch.stack([shares[..., query, key] for query, key in pairs]).sum(dim=0)
         for name, pairs in paired_groups().items()
@@ -350,7 +350,7 @@ def grouped(shares: Float[Tensor, "*heads query_parts key_parts"]) -> dict[str, 
 
 
 def paired_groups() -> dict[str, list[tuple[int, int]]]:
-    """The pairs (query part, key part), indices into `PARTS`, of each of `GROUPS`."""
+    """Return the pairs (query part, key part), indices into `PARTS`, of each of `GROUPS`."""
     return {
         name: [
             (PARTS.index(a), PARTS.index(b))
@@ -363,7 +363,7 @@ def paired_groups() -> dict[str, list[tuple[int, int]]]:
 
 
 def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
-    """The whole attention matrix; for a prompt."""
+    """Compute the whole attention matrix; for a prompt."""
     batch, heads, queries, _ = inputs.query.shape
     weights = inputs.query.new_zeros(batch, heads, queries, inputs.key.shape[2])
     for block in inputs.blocks():

@@ -1,4 +1,4 @@
-"""From the means and second moments of hidden states to the geometry of position and context.
+"""Geometry of position and context, from the means and second moments of hidden states.
 
 One row a residual layer; all over positions 1 … T−1, position 0 apart, and with it the special tokens that a
 tokenizer puts behind every text: T counts without them. Of contexts of unlike lengths, what is of tokens is over all
@@ -83,7 +83,7 @@ def _smoothness(
 
 
 def _apart(name: str, title: str, of: str, when: str = "", short: str = "") -> tuple[Column, Column]:
-    """The columns of tokens that are told apart."""
+    """Declare the columns of tokens that are told apart."""
     massive = f"Massive activations at {of}, summed over the contexts."
     return (
         _layer(
@@ -255,7 +255,7 @@ def geometry(
     leading: int = 1,
     grid: Grid | None = None,
 ) -> dict[str, Any]:
-    """The geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
+    """Compute the geometry columns of the layers table (`uncertainty.py` has their standard errors) and their arrays.
 
     Args:
         means, residual, outliers: states of `Means`, `SecondMoments` (of the residual stream) and `OutlierCounts`.
@@ -287,7 +287,7 @@ def geometry(
         }
         row |= positional(p, counts, whole, grid, spectrum[1].square())[0]
         row |= contextual(p, ctx[layer], labels) | {"incoherence_max_random": baseline}
-        row |= stream(means, outliers, layer, everything, leading)
+        row |= residual_columns(means, outliers, layer, everything, leading)
         numbers, cluster = clusters(ctx[layer], labels)
         rows.append(row | numbers)
         found.append(cluster)
@@ -320,14 +320,14 @@ def position_arrays(
     means: State,
     trailing: int,
 ) -> dict[str, Tensor]:
-    """The means by position, as far as enough contexts reach, of what `accumulate.means.decomposed_means` gives."""
+    """Return the means by position of `accumulate.means.decomposed_means`, as far as enough contexts reach."""
     end = pos.shape[1] - trailing
     arrays = {"mean": mu, "positional_basis": pos[:, : positions_read(means)].float()}
     return arrays | ({"positional_basis_last": pos[:, end:].float()} if trailing else {})
 
 
 def positions_read(means: State) -> int:
-    """So many positions, from 0 on, as `LEAST_SHARE` of the contexts have."""
+    """Count the positions, from 0 on, that `LEAST_SHARE` of the contexts have."""
     readers = means["readers"][0].sum(dim=0)
     return int((readers >= LEAST_SHARE * readers[0]).sum())
 
@@ -339,7 +339,7 @@ def positional(
     grid: Grid | None = None,
     squares: Float[Tensor, " values"] | None = None,
 ) -> tuple[dict[str, float], Float[Tensor, " values"]]:
-    """The columns of the positional basis P but its rank, and the squares of its singular values, decreasing.
+    """Compute the columns of the positional basis P but its rank, and its squared singular values, decreasing.
 
     Args:
         p: the positional basis, (T−1, d).
@@ -376,7 +376,7 @@ def tiled_norm(
     squares: Float[Tensor, " values"],
     readers: Float[Tensor, " positions"],
 ) -> float:
-    """‖P tiled over contexts‖₂²: C · ‖P‖₂², or where not all C have every position ‖diag(√readers) P‖₂²."""
+    """Compute ‖P tiled over contexts‖₂²: C · ‖P‖₂², or where not all C have every position ‖diag(√readers) P‖₂²."""
     if (readers == readers[0]).all():
         return float(readers[0] * squares[0])
     return float(torch.linalg.matrix_norm(p * readers.sqrt()[:, None], ord=2) ** 2)
@@ -385,7 +385,7 @@ def tiled_norm(
 def product_frequencies(
     p: Float[Tensor, "positions width"], squares: Float[Tensor, " values"], grid: Grid | None = None
 ) -> dict[str, float]:
-    """pp_low_frequency_1, _3, _5, _10: of P Pᵀ, its rows not normalised (Table 3); `squares` are its eigenvalues."""
+    """Compute pp_low_frequency_1, _3, _5, _10 of P Pᵀ, rows not normalised (Table 3); `squares` are its eigenvalues."""
     low = lowest_frequencies(p, max(CUTOFFS), grid)
     energy = (low @ low.T).square().cumsum(0).cumsum(1) / squares.square().sum()
     lowest = (frequencies_below(k, len(p), grid) - 1 for k in CUTOFFS)
@@ -393,14 +393,14 @@ def product_frequencies(
 
 
 def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
-    """The upper bound k on the rank given to ScreeNOT, which needs 2k + 1 singular values below min(T − 1, d)."""
+    """Bound the rank given to ScreeNOT: it needs 2k + 1 singular values below min(T − 1, d)."""
     return max(min(SCREENOT_RANK, (min(p.shape) - 2) // 2), 0)
 
 
 def contextual(
     p: Float[Tensor, "positions width"], ctx: Float[Tensor, "sampled width"], labels: Int[Tensor, " sampled"]
 ) -> dict[str, float]:
-    """Incoherence of positional and context basis, and similarity of contexts within and between labels."""
+    """Compute incoherence of positional and context basis, and similarity of contexts within and between labels."""
     direction = torch.nn.functional.normalize(ctx, dim=-1)
     incoherence = (torch.nn.functional.normalize(p, dim=-1) @ direction.T).abs()
     similarity = (direction @ direction.T).abs()
@@ -416,12 +416,12 @@ def contextual(
 
 
 def random_cosine(width: int) -> float:
-    """E|cos| of two random directions of R^d: Γ(d/2) / (√π · Γ((d+1)/2))."""
+    """Compute E|cos| of two random directions of R^d: Γ(d/2) / (√π · Γ((d+1)/2))."""
     return math.exp(math.lgamma(width / 2) - math.lgamma((width + 1) / 2)) / math.sqrt(math.pi)
 
 
 def random_maximum(width: int, pairs: int) -> float:
-    """E max |cos| over so many pairs of random directions of R^d, taken as independent of each other.
+    """Compute E max |cos| over so many pairs of random directions of R^d, taken as independent of each other.
 
     ∫₀¹ 1 − F(x)ⁿ dx with F(x) = P(|cos| ≤ x), the regularised incomplete beta function I_{x²}(½, (d−1)/2). The
     (T−1)·S pairs of T−1 positions and S contexts share their vectors, and so are independent two by two only;
@@ -435,10 +435,10 @@ def random_maximum(width: int, pairs: int) -> float:
     return float(np.mean(1 - below))
 
 
-def stream(
+def residual_columns(
     means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"], leading: int = 1
 ) -> dict[str, float]:
-    """Means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
+    """Compute means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
     contexts = float(chosen @ means["contexts"][layer])
     tokens = float(chosen @ means["readers"][layer, :, leading:].sum(dim=1))
 
@@ -475,7 +475,7 @@ def _pictures(
     order: Tensor,
     grid: Grid | None,
 ) -> dict[str, Tensor]:
-    """What one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
+    """Return what one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
     _, values, directions = spectrum
     axes = torch.zeros(3, pos.shape[-1], dtype=pos.dtype)
     axes[: min(3, len(directions))] = directions[:3]
@@ -503,7 +503,7 @@ def _pictures(
 
 
 def _ordered_by_label(labels: Int[Tensor, " sampled"]) -> Tensor:
-    """Kept contexts for the Gram matrix: grouped by label, the most frequent labels first."""
+    """Order kept contexts for the Gram matrix: grouped by label, the most frequent labels first."""
     values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     frequency = torch.where(values < 0, -1, counts)[inverse]
     key = sorted(range(len(labels)), key=lambda i: (-int(frequency[i]), int(labels[i]), i))

@@ -49,7 +49,7 @@ class HeadMatrix:
 def head_matrices(
     split: Constituents, head: int, *, context: int = 0, first: int = 1, raw: bool = False
 ) -> list[HeadMatrix]:
-    """A head's four constituents, what is in neither, their sum, and the attention.
+    """Compute a head's four constituents, what is in neither, their sum, and the attention.
 
     "position" is pos × pos with the pairs of pos and a constant part (mean or bias), "context" the same of cvec;
     "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits.
@@ -111,7 +111,7 @@ def _matrix_name(query: str, key: str, raw: bool) -> str:
 
 
 def _single_head(split: Constituents, head: int, context: int) -> Constituents:
-    """The split of one context and head, into position, context and constants."""
+    """Split one context and head into position, context and constants."""
     _, contexts, heads, _, _ = split.query.shape
     if not 0 <= head < heads:
         raise UsageError(f"head {head} does not exist: this layer has heads 0 to {heads - 1}")

@@ -34,7 +34,7 @@ class HeadRole:
 
     @property
     def plural(self) -> str:
-        """Of `title`."""
+        """The plural of `title`."""
         return f"{self.title}s"
 
 

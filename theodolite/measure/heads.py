@@ -1,4 +1,4 @@
-"""From attention statistics to what each head does: entropy, propagation, head scores and sinks."""
+"""Columns of each head's attention: entropy, propagation, head scores and sinks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
 from theodolite.corpus.ragged import NO_TOKEN
 from theodolite.judging import Criterion
 from theodolite.measure.column import (
@@ -50,13 +50,13 @@ _SINK = (
 
 
 def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
-    """The column of a role's score."""
+    """Declare the column of a role's score."""
     return _head(role.column, role.meaning, formula, source, role.name, group=group, **more)
 
 
 @gives(*head_places("heads"))
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
-    """A table with `layer` and `head`, without rows of heads that a layer does not have."""
+    """Drop the rows of heads that a layer does not have from a table with `layer` and `head`."""
     most = max(heads_of)
     places = [(layer, head) for layer, heads in enumerate(heads_of) for head in range(heads)]
     rows = pd.DataFrame(columns).iloc[[layer * most + head for layer, head in places]]
@@ -112,7 +112,7 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
     ),
 )
 def head_columns(attention: State) -> dict[str, list[float]]:
-    """Measured columns of the heads table, L · H values each, layer by layer, from the state of `AttentionStatistics`.
+    """Compute the measured columns of the heads table, L · H values each, layer by layer, from `AttentionStatistics`.
 
     `entropy_se` is NaN of a single context; of contexts of unlike lengths it is to first order.
     """
@@ -149,7 +149,7 @@ def head_columns(attention: State) -> dict[str, list[float]]:
     )
 )
 def induction_columns(patterns: State) -> dict[str, list[float]]:
-    """The induction score of every head and its error, L · H values each, from the state of a `PatternPass`."""
+    """Return the induction score of every head and its error, L · H values each, from the state of a `PatternPass`."""
     place = list(ATTENTION_PATTERNS).index("induction")
     scores = {"induction": patterns["scores"], "induction_se": patterns["errors"]}
     return {name: values[:, place].flatten().tolist() for name, values in scores.items()}
@@ -169,7 +169,7 @@ def induction_columns(patterns: State) -> dict[str, list[float]]:
     Array("visible_keys", "(L, T)", "How many keys a query sees: causal, a window's, or all."),
 )
 def head_arrays(attention: State) -> dict[str, Tensor]:
-    """Per head and position, of the contexts that have the position."""
+    """Return the arrays per head and position, of the contexts that have the position."""
     readers = attention["readers"].unsqueeze(1)
     return {
         "entropy_by_position": attention["entropy"] / readers,
@@ -190,7 +190,7 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
     Column("sinks", "position", "The mean position at which it is a sink."),
 )
 def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Which tokens became sinks: one row for each (layer, head, token, first or later position)."""
+    """Tabulate the tokens that became sinks: one row for each (layer, head, token, first or later position)."""
     sums = part_of(attention, "sink_tokens")
     layer, head, token, first = sums["keys"].unbind(dim=1)
     in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
@@ -228,7 +228,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
 def examples_table(
     attention: State, examples: Int[Tensor, "examples positions"], text: Callable[[int], str]
 ) -> pd.DataFrame:
-    """Every token of the example contexts with the most attention that any head pays it on average."""
+    """Tabulate every token of the example contexts with the most attention that any head pays it on average."""
     received, layer = attention["example_received"].max(dim=0)
     head = attention["example_head"].gather(0, layer[None])[0].long()
     context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
@@ -241,7 +241,7 @@ def examples_table(
             "received": received[places],
             "layer": layer[places],
             "head": head[places],
-            "sink": (received > SINK_THRESHOLD)[places],
+            "sink": is_sink(received)[places],
         }
     )
 
@@ -252,7 +252,7 @@ def examples_table(
     Array("example_norm", "(N, E, T)", "‖h‖₂ of each token."),
 )
 def picture_arrays(pictures: Tensor, attention: State, example_norms: State) -> dict[str, Tensor]:
-    """What figures show on the first images; `example_norms` is the state of `ExampleNorms`."""
+    """Return what figures show on the first images; `example_norms` is the state of `ExampleNorms`."""
     return {
         "example_picture": pictures,
         "example_received": attention["example_received"].float(),

@@ -1,4 +1,4 @@
-"""From heads' weights, and the covariance of what they read, to spectra, regimes and predicted propagation.
+"""Spectra, regimes and predicted propagation, from heads' weights and the covariance of what they read.
 
 One row a head. Source: Bao et al. 2024; the entropy bound is Zhai et al. 2023, Theorem 3.1.
 """
@@ -139,7 +139,7 @@ _OF_DATA = tuple(
 
 @runtime_checkable
 class QueryKeyWeights(Protocol):
-    """What is read of a layer's heads: `models.weights.head_weights.HeadWeights` is one."""
+    """The weights of a layer's heads: `models.weights.head_weights.HeadWeights` is one."""
 
     @property
     def w_q(self) -> Tensor:
@@ -155,7 +155,7 @@ class QueryKeyWeights(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether W_q W_kᵀ gives the logits."""
+        """True if W_q W_kᵀ gives the logits."""
 
 
 def layer_spectra(
@@ -164,7 +164,7 @@ def layer_spectra(
     heads: int,
     head_width: int,
 ) -> dict[str, Tensor]:
-    """What the localization measures need of one layer's weights, H rows each.
+    """Compute what the localization measures need of one layer's weights, H rows each.
 
     `layer_moments`; spectrum (H, d_h, 2), eigenvalues as real and imaginary parts; spectral_norm (H), as `logit_norm`
     gives it. With a covariance, all but the last also for W_QK Σ, with suffix `_data`.
@@ -191,7 +191,7 @@ def layer_spectra(
 def layer_moments(
     weights: QueryKeyWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
 ) -> dict[str, Float[Tensor, " heads"]]:
-    """The moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
+    """Compute the moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
     names = (*MOMENTS, "form_squared")
     if weights is None:
         return dict.fromkeys(names, _unknown(heads))
@@ -200,7 +200,7 @@ def layer_moments(
 
 
 def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " heads"]:
-    """‖W_QK‖₂ · scaling, the spectral norm of the logits' matrix; NaN where no matrix gives the logits."""
+    """Compute ‖W_QK‖₂ · scaling, the spectral norm of the logits' matrix; NaN where no matrix gives the logits."""
     if weights is None or not weights.exact:
         return _unknown(heads)
     return (qk_spectral_norm(weights.w_q, weights.w_k) * weights.scaling).cpu()
@@ -218,7 +218,7 @@ def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " h
     )
 )
 def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, list[str]]:
-    """What the weights of each layer's heads are, `most_heads` times a layer."""
+    """Name what the weights of each layer's heads are, `most_heads` times a layer."""
     return {"spectrum_of": [kind for kind in spectrum_of for _ in range(most_heads)]}
 
 
@@ -235,7 +235,7 @@ def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, lis
 def localization_tables(
     weights: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None = None
 ) -> dict[str, Any]:
-    """Moments and regimes, L · H values each, and arrays, from the `layer_spectra` of all layers, stacked.
+    """Compute moments and regimes, L · H values each, and arrays, from the `layer_spectra` of all layers, stacked.
 
     Args:
         weights: the stacked spectra.
@@ -279,7 +279,7 @@ def localization_tables(
     )
 )
 def entropy_bounds(weights: State, attention: State, gram_norm: Tensor) -> dict[str, list[float]]:
-    """`entropy_bound` of every layer, L · H values; `gram_norm` (L) is the largest ‖XXᵀ‖₂ of each layer's inputs."""
+    """Compute `entropy_bound` of every layer, L · H values; `gram_norm` (L) is the largest ‖XXᵀ‖₂ of its inputs."""
     norms = gram_norm.tolist(), weights["spectral_norm"]
     layers = zip(*norms, attention["visible_keys"], attention["readers"], strict=True)
     return {"entropy_bound": torch.cat([entropy_bound(*layer) for layer in layers]).tolist()}
@@ -291,7 +291,7 @@ def entropy_bound(
     visible_keys: Float[Tensor, " queries"],
     readers: Float[Tensor, " queries"],
 ) -> Float[Tensor, " heads"]:
-    """The exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
+    """Compute the exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
 
     ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context, so that the bound holds for each. The
     bound of a query is that for as many keys as it sees (all, those up to it, or a window's), and the head's is

@@ -1,16 +1,12 @@
-"""How far a head's logits spread: their standard deviation over the keys that a query sees."""
+"""The spread of a head's logits: their standard deviation over the keys that a query sees."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from theodolite.attention.inputs import MASKED, AttentionInputs
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.measure.column import ATTENTION, Column
-from theodolite.measure.extra import HeadMean
-
-QUERIES = 8
-"""Evenly spaced queries of a context: all would cost every product of queries and keys once more."""
+from theodolite.measure.extra import QUERIES, HeadMean, sampled_logits
 
 
 class LogitStd(HeadMean):
@@ -26,8 +22,6 @@ class LogitStd(HeadMean):
     )
 
     def values(self, inputs: AttentionInputs) -> Tensor:
-        """Of the chosen queries, (batch, heads, queries)."""
-        rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
-        logits = inputs.of_queries(rows.clamp_min(0).unique()).logits().double()
-        seen = logits.masked_fill(logits < MASKED / 2, torch.nan)
+        """Compute the standard deviation of each chosen query's logits, (batch, heads, queries)."""
+        seen = sampled_logits(inputs)
         return (seen - seen.nanmean(dim=-1, keepdim=True)).square().nanmean(dim=-1).sqrt()

@@ -41,7 +41,7 @@ _massive = partial(_outlier, source=f"{ZHANG}, section 2")
     _massive("massive_contexts", "Contexts with at least one such token after the first."),
 )
 def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFrame:
-    """One row for each layer's dimensions that are outliers, or carry a massive activation.
+    """Tabulate each layer's dimensions that are outliers, or carry a massive activation.
 
     Args:
         outliers, means: states of `OutlierCounts` and `Means`.
@@ -61,7 +61,7 @@ def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFr
 
 
 def _count_errors(counts: Tensor, means: State) -> Tensor:
-    """Standard errors (N, d) of counts of the whole corpus, in float32; NaN below eight contexts."""
+    """Compute standard errors (N, d) of counts of the whole corpus, in float32; NaN below eight contexts."""
     contexts = means["contexts"]
     if not (contexts > 0).all():
         return torch.full_like(counts.sum(dim=1), math.nan).float()

@@ -1,4 +1,4 @@
-"""What heads make of the positional basis: the argmax property, and low frequencies of P W Pᵀ and of Q Kᵀ.
+"""Heads on the positional basis: the argmax property, and low frequencies of P W Pᵀ and of Q Kᵀ.
 
 From means of hidden states and weights, or from given queries and keys; nothing here runs a model. Position 0
 is left out, as everywhere in the geometry. Source: Song & Zhong 2024, section 4.2 and appendix D.2.
@@ -76,7 +76,7 @@ def positional_heads(
     leading: int = 1,
     grid: Grid | None = None,
 ) -> Columns:
-    """Columns of the heads table that need one layer's positional basis and weights alone, H values each.
+    """Compute the heads' columns that need one layer's positional basis and weights alone, H values each.
 
     The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of `normed`; the
     first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
@@ -108,7 +108,7 @@ def positional_heads(
 
 @gives(*_DECLARED)
 def positional_columns(weights: State) -> dict[str, list[float]]:
-    """The columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
+    """Return the columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
     return {name: weights[name].flatten().tolist() for name in COLUMNS if name in weights}
 
 
@@ -117,7 +117,7 @@ def argmax_property(
     w_q: Float[Tensor, "heads width head_width"],
     w_k: Float[Tensor, "heads width head_width"],
 ) -> Float64[Tensor, " heads"]:
-    """Share of rows t of P̃WP̃ᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
+    """Compute the share of rows t of P̃WP̃ᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
 
     A tie goes to the earlier column, so that a constant row fails. O(T·block) memory for each head.
     """
@@ -139,7 +139,7 @@ def qk_low_frequency(
     key: Float[Tensor, "*batch key_heads keys width"],
     grid: Grid | None = None,
 ) -> Float64[Tensor, "*batch query_heads cutoffs"]:
-    """Share of the energy of the DCT of Q Kᵀ in its K×K lowest frequencies, K = 1, 3, 5, 10 (Table 3).
+    """Compute the share of the energy of the DCT of Q Kᵀ in its K×K lowest frequencies, K = 1, 3, 5, 10 (Table 3).
 
     Of the whole matrix, unmasked, as the published ratios; biases and rotations are those within q and k.
     The paper leaves position 0 out: cut it off before. With grouped heads, key head g serves the query heads
@@ -167,12 +167,12 @@ def qk_low_frequency(
     )
 )
 def qk_frequency_columns(shares: State) -> dict[str, list[float]]:
-    """The means over the sample of a `SharesPass`, L · H values each."""
+    """Return the means over the sample of a `SharesPass`, L · H values each."""
     ratios = shares["low_frequency"].mean(dim=1)
     return {f"qk_low_frequency_{k}": ratios[..., i].flatten().tolist() for i, k in enumerate(CUTOFFS)}
 
 
 def _from_itself_on(start: int, stop: int, device: torch.device) -> Bool[Tensor, "rows columns"]:
-    """True where column t' ≥ t, for rows t = start … stop−1 and columns 0 … stop−1."""
+    """Mark column t' ≥ t, for rows t = start … stop−1 and columns 0 … stop−1."""
     rows = torch.arange(start, stop, device=device)[:, None]
     return torch.arange(stop, device=device) >= rows

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
-    """Σb/Σt with its standard error (of a ratio of means over independent pairs, to first order), from `PAIRS`."""
+    """Compute Σb/Σt with its standard error (ratio of means over independent pairs, to first order), from `PAIRS`."""
     value, variance, effective = _ratio(pairs)
     return value, _error(variance, effective)
 
@@ -16,7 +16,7 @@ def ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor]:
 def ratio_by_context(
     parts: Float[Tensor, "*rows contexts"], wholes: Float[Tensor, "*rows contexts"]
 ) -> tuple[Tensor, Tensor]:
-    """`ratio` of what each context has, b and t."""
+    """Compute `ratio` of what each context has, b and t."""
     pairs = (parts, wholes, parts.square(), parts * wholes, wholes.square())
     return ratio(torch.stack([each.sum(dim=-1) for each in pairs], dim=-1))
 
@@ -24,7 +24,7 @@ def ratio_by_context(
 def difference(
     pairs: Float[Tensor, "*rows 5"], others: Float[Tensor, "*rows 5"], crossed: Float[Tensor, "*rows 4"]
 ) -> tuple[Tensor, Tensor]:
-    """Σb/Σt − Σb′/Σt′ over the same contexts with its paired standard error, from the `PAIRS` and `CROSSED` of both."""
+    """Compute Σb/Σt − Σb′/Σt′ over the same contexts with paired standard error, from `PAIRS`, `CROSSED` of both."""
     (value, variance, effective), (other, other_variance, other_effective) = _ratio(pairs), _ratio(others)
     bb, bt, tb, tt = crossed.unbind(-1)
     common = (bb - other * bt - value * tb + value * other * tt) / (pairs[..., 1] * others[..., 1])
@@ -33,7 +33,7 @@ def difference(
 
 
 def _ratio(pairs: Float[Tensor, "*rows 5"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Σb/Σt, Σ(b − Σb/Σt t)²/(Σt)², and as how many independent pairs these are: (Σt)²/Σt²."""
+    """Compute Σb/Σt, Σ(b − Σb/Σt t)²/(Σt)², and as how many independent pairs these are: (Σt)²/Σt²."""
     b, t, bb, bt, tt = pairs.unbind(-1)
     value = b / t
     residual = (bb - 2 * value * bt + value.square() * tt).clamp_min(0)

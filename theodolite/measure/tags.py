@@ -1,4 +1,4 @@
-"""From the sums of a trace to its tables: what each sink catches, the tag that it writes, where the tag lives on."""
+"""Tables of a trace from its sums: what each sink catches, the tag that it writes, where the tag lives on."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from theodolite.measure.ratios import difference, ratio
 from theodolite.measure.uncertainty import balanced_halves
 from theodolite.theory.outliers import MAD_TO_SD
 
-KINDS = ("first", "later", "learned", "stretch")
-"""Names of `FIRST`, `LATER`, `COLUMN`, `STRETCH`."""
+KINDS = ("first", "later", "learned", "local")
+"""Names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`."""
 
-NAMED = ("later", "stretch")
+NAMED = ("later", "local")
 """Kinds whose rows are of a token."""
 
 OUTLIER_RATIO = 6.0
@@ -40,7 +40,7 @@ _RATIO = "contexts, as that of a ratio of sums over them; empty where one contex
 
 
 def _tag_columns(table: str) -> tuple[Column, ...]:
-    """Where a tag lives: the columns that sinks and heads have both."""
+    """Declare the columns that sinks and heads both have: where a tag lives."""
     share = partial(Column, table, range=SHARE)
     return (
         *head_places(table),
@@ -89,12 +89,12 @@ def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
 
 
 def layers_with_sinks(state: State) -> list[int]:
-    """Whose W_O `written` is given, in order; layer 0 where no layer has a sink, for the shapes of nothing."""
+    """List the layers whose W_O `written` needs, in order; layer 0 where none has a sink, for the shapes of nothing."""
     return state["by_head.keys"][:, 0].long().unique().tolist() or [0]
 
 
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
-    """What the sinks and heads of one layer write into the residual stream, float64; layers are joined along rows.
+    """Compute what the sinks and heads of one layer write into the residual stream, float64; layers join along rows.
 
     direction, value (sinks, d): each sink's tag and value vector through W_O; direction_se (sinks): how far sampling
     over contexts moves each direction's unit vector, root mean square; by_group (≤ 64, G, d): sums that are along the
@@ -136,7 +136,7 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
 def _turned(
     by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
 ) -> Float[Tensor, " sinks"]:
-    """Distance of the unit vectors of halves of the contexts from that of all, root mean square; lengths by `metric`.
+    """Compute the root mean square distance of halves' unit vectors from that of all contexts; lengths by `metric`.
 
     A half differs from the whole by as much as the whole from the truth. NaN where a half has no direction.
     """
@@ -154,7 +154,7 @@ _trace = partial(Column, "traces")
     _trace(
         "kind",
         "What kind of sink it is.",
-        "`first` (position 0), `later`, `learned`, or `stretch` (local) where asked for; a special token at the end "
+        "`first` (position 0), `later`, `learned`, or `local` (local) where asked for; a special token at the end "
         "([SEP]) is `later`, and is itself never counted as caught.",
         names=KINDS,
     ),
@@ -198,7 +198,7 @@ _trace = partial(Column, "traces")
 def traces(
     state: State, written: State, contexts: int, length: int, text: Callable[[int], str]
 ) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """One row a sink (layer, head, kind, token), those that tag most tokens first, and the arrays of these rows."""
+    """Tabulate the sinks (layer, head, kind, token), those that tag most tokens first, with their arrays."""
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
@@ -252,7 +252,7 @@ def traces(
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
 def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """One row a head that has a sink anywhere, and the arrays of these rows.
+    """Tabulate the heads that have a sink anywhere, with the arrays of these rows.
 
     η² is of the whole grouping: the tokens of each sink, and those that none caught.
     """
@@ -272,7 +272,7 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
 
 
 def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Columns of η² in the head's output and behind it, and the arrays by residual layer, of either table."""
+    """Compute the columns of η² in the head's output and after it, and the arrays by residual layer, of a table."""
     layers, pairs = sums["keys"][:, 0].long(), sums["pairs"]
     before = pairs[torch.arange(len(layers)), 1 + layers].unsqueeze(1).expand_as(pairs)
     eta, error = ratio(pairs)
@@ -287,20 +287,20 @@ def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "tag": eta[:, HEAD_OUTPUT],
         "tag_se": error[:, HEAD_OUTPUT],
         "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["shifted"] / pairs[:, HEAD_OUTPUT, 1],
+        "tag_shifted": sums["chance_of_runs"] / pairs[:, HEAD_OUTPUT, 1],
         **_release_columns(release["release"], release["release_se"], gain, layers),
     }
     return columns, release
 
 
 def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
-    """Values by residual layer, NaN before the one that enters the row's block."""
+    """Return values by residual layer, NaN before the one that enters the row's block."""
     stream = values[:, 1 + HEAD_OUTPUT :]
     return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
 
 
 def _release_columns(release: Tensor, error: Tensor, gain: list[Tensor], layers: Tensor) -> dict[str, Tensor]:
-    """Before the head, right after its block, at the most and how much more than before that is, at the end."""
+    """Return η² before the head, right after its block, at the most and how much more than before, and at the end."""
     rows = torch.arange(len(layers))
     later = torch.arange(release.shape[1]) > layers[:, None]
     best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
@@ -317,7 +317,7 @@ def _release_columns(release: Tensor, error: Tensor, gain: list[Tensor], layers:
 
 
 def _principal(moment: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The leading direction (heads, d) of some heads' outputs, and its share (heads) of the variance."""
+    """Compute the leading direction (heads, d) of some heads' outputs, and its share (heads) of the variance."""
     # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
     values, vectors = torch.linalg.eigh(moment)
     root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
@@ -331,7 +331,7 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
-    """The largest dimension of each tag (−1: it has none), its share of the tag's squared length, and its outliers."""
+    """Find the largest dimension of each tag (−1: it has none), its share of the squared length, and its outliers."""
     size = torch.nan_to_num(direction).abs()
     limit = OUTLIER_RATIO * MAD_TO_SD * size.median(dim=1, keepdim=True).values
     order = size.argsort(dim=1, descending=True, stable=True)[:, :SHOWN_DIMENSIONS]

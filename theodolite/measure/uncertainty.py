@@ -28,8 +28,8 @@ from theodolite.measure.geometry import (
     contextual,
     positional,
     positions_read,
+    residual_columns,
     screenot_bound,
-    stream,
 )
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import screenot_threshold
@@ -40,7 +40,7 @@ SPARE, ITERATIONS = 10, 2
 
 
 def balanced_halves() -> Float[Tensor, "halves groups"]:
-    """14 halves of the 8 groups as weights 0 and 1: rows of Hadamard's matrix of order 8, and their complements.
+    """Return 14 halves of the 8 groups as weights 0 and 1: rows of Hadamard's matrix of order 8, and their complements.
 
     Any two groups are together in as many halves as they are apart: so for a mean over equal groups the spread of
     the halves is exactly what independent groups would give (McCarthy 1969).
@@ -50,7 +50,7 @@ def balanced_halves() -> Float[Tensor, "halves groups"]:
 
 
 def half_sample_error(values: Float[Tensor, "halves ..."]) -> Float[Tensor, " ..."]:
-    """Root mean square of the halves about their own mean, in the unit of the values; NaN where any half is NaN.
+    """Compute the root mean square of the halves about their own mean, in the unit of the values; NaN where any is NaN.
 
     A half has as much noise again as the whole, so the spread of halves is the standard error of the whole. For a
     mean over G = 8 equal groups it is s/√8, s² the sample variance of the group means. It has 7 degrees of freedom:
@@ -70,7 +70,7 @@ def standard_errors(
     leading: int = 1,
     grid: Grid | None = None,
 ) -> Columns:
-    """`<column>_se` for every column of `geometry.geometry`: contexts are what is drawn anew.
+    """Compute `<column>_se` for every column of `geometry.geometry`: contexts are what is drawn anew.
 
     Contexts are resampled in eight groups of neighbours, so documents that fill a few contexts, and not single
     contexts, may be what is independent. Statistics that do not move smoothly with the data (rank, counts of
@@ -116,7 +116,7 @@ def standard_errors(
 def array_errors(
     means: State, outliers: State, pos: Float[Tensor, "layers positions width"], leading: int = 1
 ) -> State:
-    """What sampling does to the arrays: errors by balanced halves, as of `standard_errors`; NaN below eight contexts.
+    """Compute the sampling errors of the arrays by balanced halves, as of `standard_errors`; NaN below eight contexts.
 
     The shares of the groups have the mean of the corpus, up to what groups differ in size. `subspace_error` of k
     directions, k at most `SCREENOT_RANK`, is 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of all, in the mean of the
@@ -149,7 +149,7 @@ def _subspaces(
     halves: Float[Tensor, "halves groups"],
     leading: int,
 ) -> tuple[Float[Tensor, " directions"], Float[Tensor, "pairs directions width"]]:
-    """One layer's `subspace_error` and `subspace_of_half`; `whole`: all contexts' positional basis."""
+    """Compute one layer's `subspace_error` and `subspace_of_half`; `whole`: all contexts' positional basis."""
     basis = whole[leading:]
     most = min(SCREENOT_RANK, *basis.shape)
     # Of the smaller Gram matrix, as a start: its small eigenvalues are not exact.
@@ -181,7 +181,7 @@ def _subspaces(
 def leading_directions(
     matrix: Float[Tensor, "rows width"], start: Float[Tensor, "width directions"]
 ) -> Float[Tensor, "width directions"]:
-    """The leading right singular vectors by subspace iteration from `start`, which is near them (Saad 2011, ch. 5)."""
+    """Find the leading right singular vectors by subspace iteration from `start`, near them (Saad 2011, ch. 5)."""
     for _ in range(ITERATIONS):
         start = torch.linalg.qr(matrix.T @ (matrix @ start)).Q
     return start @ torch.linalg.svd(matrix @ start, full_matrices=False).Vh.T
@@ -199,7 +199,7 @@ def statistics(
     leading: int = 1,
     grid: Grid | None = None,
 ) -> list[dict[str, float]]:
-    """Every column of one layer, for each row of weights 0 and 1 of the groups; arguments as of `standard_errors`.
+    """Compute every column of one layer, for each row of weights 0 and 1 of the groups; as `standard_errors`.
 
     The definitions are those of `geometry`; singular values come from the smaller Gram matrix, which is several
     times faster and loses only those below 1e-8 of the largest, and cosines are taken in float32.
@@ -210,7 +210,7 @@ def statistics(
     most = min(end - leading, context_means.shape[1])
 
     def of_half(chosen: Float[Tensor, " groups"]) -> tuple[dict[str, float], Tensor]:
-        """All columns but the rank, and the squares of the positional basis' singular values."""
+        """Compute all columns but the rank, and the squares of the positional basis' singular values."""
         sums, readers = (
             torch.tensordot(chosen, means[name][layer], dims=1) for name in ("position_sum", "readers")
         )
@@ -223,7 +223,7 @@ def statistics(
         row, squares = positional(pos[reached], readers[reached], largest, grid)
         row |= contextual(pos[reached].float(), ctx.float(), labels[kept])
         row |= dict.fromkeys(("incoherence_random", "incoherence_max_random"), 0.0)  # no data in them
-        row |= stream(means, outliers, layer, chosen, leading)
+        row |= residual_columns(means, outliers, layer, chosen, leading)
         contexts = means["contexts"][layer]
         for name in (name for name in row if name.startswith("massive_activations")):  # of the whole corpus
             row[name] *= float(contexts.sum() / (chosen @ contexts))
@@ -236,7 +236,7 @@ def statistics(
 
 
 def _largest(sketches: State, chosen: Float[Tensor, " groups"]) -> float:
-    """The largest eigenvalue of the chosen groups' centred second moment, as their sketches of one layer see it."""
+    """Find the largest eigenvalue of the chosen groups' centred second moment, by their sketches of one layer."""
     mean, directions = sketches["mean"], sketches["directions"]
     weight = chosen * sketches["count"]
     difference = mean - weight @ mean / weight.sum()
@@ -246,7 +246,7 @@ def _largest(sketches: State, chosen: Float[Tensor, " groups"]) -> float:
 
 
 def _screenot_ranks(values: Float[Tensor, "halves values"], p: Tensor) -> list[float]:
-    """ScreeNOT's ranks from singular values that are exact to √ε of the largest; of matrices shaped as `p`."""
+    """Compute ScreeNOT's ranks from singular values that are exact to √ε of the largest; of matrices shaped as `p`."""
     rounding = math.sqrt(torch.finfo(torch.float64).eps * max(p.shape)) * values[:, 0]
     rows, columns = p.shape
     threshold = torch.maximum(screenot_threshold(values, (rows, columns), screenot_bound(p)), rounding)

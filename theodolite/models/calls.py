@@ -1,4 +1,4 @@
-"""How a model calls its attention modules: to call them again, with other hidden states or in another dtype."""
+"""Calls of a model's attention modules, to be repeated with other hidden states or in another dtype."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """The width of the hidden states."""
         return self.hidden.shape[-1]
 
     def with_hidden(self, hidden: Float[Tensor, "batch positions width"]) -> Call:
-        """The same with other hidden states; all else goes to their device and dtype."""
+        """Replace the hidden states; all else goes to their device and dtype."""
         entered, placed, (contexts, positions, _) = self.entered, self.layout.placed(hidden), hidden.shape
         grows = self.layout.is_row and self.batch is not None and self.batch[0] != contexts
 
@@ -70,7 +70,7 @@ class Call:
         return replace(self._mapped(changed), batch=(contexts, positions))
 
     def output(self, module: nn.Module, hidden: Float[Tensor, "batch positions width"]) -> Tensor:
-        """What the module gives for other hidden states, (batch, positions, width).
+        """Run the module on other hidden states, (batch, positions, width).
 
         What does not broadcast over contexts is repeated: BLOOM's bias has a row for each context and head.
         """
@@ -83,12 +83,12 @@ class Call:
         return self._repeated(times).with_hidden(hidden).run(module)
 
     def run(self, module: nn.Module) -> Tensor:
-        """What the module gives, (batch, positions, width)."""
+        """Run the module: (batch, positions, width)."""
         with reading(self.batch):
             return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
 
     def with_own_memory(self) -> Call:
-        """Of a cross-attention: it reads its own hidden states in place of the encoder's, so that a row reaches all."""
+        """Let a cross-attention read its own hidden states in place of the encoder's, so that a row reaches all."""
         entered = self.entered
 
         def is_memory(value: Any) -> bool:
@@ -99,7 +99,7 @@ class Call:
         return self._mapped(lambda value: entered if is_memory(value) else value)
 
     def with_others_changed(self) -> Call:
-        """With other numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
+        """Change the numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
         entered = self.entered
 
         def changed(value: Any) -> Any:
@@ -109,11 +109,11 @@ class Call:
         return self._mapped(changed)
 
     def without_cache(self) -> Call:
-        """Without the keys of earlier calls, to which each call would add."""
+        """Drop the keys of earlier calls, to which each call would add."""
         return self._mapped(lambda value: None if isinstance(value, Cache) else value)
 
     def _repeated(self, times: int) -> Call:
-        """All but the hidden states of so many times the contexts."""
+        """Repeat all but the hidden states for so many times the contexts."""
         entered = self.entered
 
         def repeated(value: Any) -> Any:
@@ -126,7 +126,7 @@ class Call:
         return self._mapped(repeated)
 
     def _of_row(self, value: Any, contexts: int) -> Any:
-        """Of one context in a row, as of so many: what is one for each token is repeated, and a mask made anew."""
+        """Spread the argument of one context over a row of several: repeat values by token, make a mask anew."""
         tokens = self.entered.shape[self.layout.contexts]
         if isinstance(value, dict):
             return {name: self._of_row(of_one, contexts) for name, of_one in value.items()}
@@ -147,13 +147,13 @@ Calls = dict[int, Call]
 
 
 def capture_calls(model: nn.Module, structure: Structure, run: Run) -> Calls:
-    """How the model calls each layer's attention module in `run` (of one token at position 0) under the tap."""
+    """Capture how the model calls each layer's attention module in `run` (one token at position 0) under the tap."""
     with tapped(model, lambda _, inputs: attend(inputs)):
         return capture_current_calls(structure, run)
 
 
 def capture_current_calls(structure: Structure, run: Run) -> Calls:
-    """The same by the attention implementation that the model has now."""
+    """Capture the calls by the attention implementation that the model has now."""
     calls: Calls = {}
     turns = Turns(structure.attention)
 

@@ -62,7 +62,7 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """While open, this thread alone measures `model`, in evaluation mode and the `known_state`.
+    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`.
 
     It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
     may be left half read.
@@ -81,7 +81,7 @@ def guarded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def between_passes(model: nn.Module) -> Iterator[None]:
-    """While open, no other thread measures `model`, so that it can be changed. Nothing else is set."""
+    """Let no other thread measure `model` while open, so that it can be changed. Nothing else is set."""
     with _held(model).lock:
         yield
 
@@ -104,7 +104,7 @@ CASTING = ("cpu", "cuda", "xpu", "mps")
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """While open, nothing is cast: for what measures inside a forward pass that has switched autocast on by itself."""
+    """Keep autocast off while open: for what measures inside a forward pass that has switched it on by itself."""
     with ExitStack() as undo:
         for device in CASTING:
             if torch.is_autocast_enabled(device):
@@ -114,7 +114,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def known_state(*, leave_inference: bool = True) -> Iterator[None]:
-    """While open, PyTorch and NumPy compute as they do at the start of a process, without gradients.
+    """Let PyTorch and NumPy compute while open as they do at the start of a process, without gradients.
 
     Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
     products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision
@@ -142,7 +142,7 @@ COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """While open, nothing runs compiled, in any thread."""
+    """Run nothing compiled while open, in any thread."""
     with _EAGER.entered() if COMPILERS & sys.modules.keys() else nullcontext():
         yield
 

@@ -20,27 +20,27 @@ from theodolite.models.structure import Structure, Turns, first_output, first_te
 
 @runtime_checkable
 class Hooks(Protocol):
-    """What is called in a forward pass, in the order in which the model computes; a subclass has what it needs."""
+    """Functions called in a forward pass, in the order in which the model computes; a subclass has what it needs."""
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """The residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
+        """Receive the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
         return
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """What enters the attention module of a block (after its norm, where the norm comes first)."""
+        """Receive the input of a block's attention module (after its norm, where the norm comes first)."""
         return
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """A block's attention inputs; returns the output, (batch, queries, heads, value_width)."""
+        """Receive a block's attention inputs; return the output, (batch, queries, heads, value_width)."""
         return attend(inputs)
 
     def fail(self, error: WorkError) -> None:
-        """A layer attended otherwise than it does to a few tokens; raises it, or goes on without that layer."""
+        """Raise that a layer attended otherwise than it does to a few tokens, or go on without that layer."""
         raise error
 
 
 def positions_read(model: OpenModel, inputs: Inputs) -> int:
-    """How many positions the residual stream has for a batch."""
+    """Count the positions that the residual stream has for a batch."""
     seen = _FirstStream()
     with hooked(model, seen):
         model.forward(inputs)
@@ -56,14 +56,14 @@ class _FirstStream(Hooks):
 
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
-    """While open, every forward pass of `model` calls `hooks`, and it is `guarded`; it is restored on leaving."""
+    """Call `hooks` in every forward pass of `model` while open, and guard it (`guarded`); it is restored on leaving."""
     with guarded(model.root), _hooked(model, hooks, tapped, model.source.trunk):
         yield
 
 
 @contextmanager
 def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
-    """While open, a forward pass that somebody else makes calls `hooks`, and computes as it does without them.
+    """Call `hooks` in a forward pass that somebody else makes while open, which computes as it does without them.
 
     To be opened as the pass enters `entry`; what `attention` returns is not used.
     """
@@ -137,7 +137,7 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
 
 
 def _other_attention(structure: Structure, layer: int, positions: int) -> WorkError:
-    """Models may attend otherwise to long texts than to those on which they were opened (BigBird: block-sparse)."""
+    """Explain that a model attends to long texts otherwise than to those it was opened on (BigBird: block-sparse)."""
     return WorkError(
         f"layer {layer} ({structure.names[layer]}): to {positions} tokens it attends otherwise than to a few, in a way "
         "that cannot be read: use shorter contexts"

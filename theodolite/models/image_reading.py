@@ -1,4 +1,4 @@
-"""How a checkpoint's images are read: by its own image processor, and into which tokens.
+"""Read images as a checkpoint does: by its own image processor, into its tokens.
 
 The processor is that of `transformers` on Pillow and NumPy, so that pixel values are the same with torchvision and
 without it. Which tokens stand before the patches is seen from how many the model makes of an image of noise; their
@@ -27,7 +27,7 @@ MOST_UNNAMED = 1
 
 
 def image_reader(model: OpenModel) -> TransformedImages:
-    """How a model reads images: what `Corpus.from_path` takes in place of a tokenizer.
+    """Describe how a model reads images: pass it to `Corpus.from_path` in place of a tokenizer.
 
     Raises:
         UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
@@ -63,9 +63,11 @@ def image_reader(model: OpenModel) -> TransformedImages:
         ) from error
     # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
-    colours = ((0.0,), (1.0,))
-    if getattr(processor, "do_normalize", False):
-        colours = (np.atleast_1d(processor.image_mean), np.atleast_1d(processor.image_std))
+    normalized = getattr(processor, "do_normalize", False)
+    colours = [
+        np.atleast_1d(each)
+        for each in ((processor.image_mean, processor.image_std) if normalized else (0, 1))
+    ]
     mean, deviation = (tuple(values / (255 * factor) for values in each) for each in colours)
     return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
 
@@ -81,7 +83,7 @@ def _sides(size: Any) -> tuple[int, int] | None:
 
 
 def _names(leading: int, registers: int) -> tuple[str, ...] | None:
-    """Of the tokens before the patches; None where there cannot be as many."""
+    """Name the tokens before the patches; None where there cannot be as many."""
     unnamed = leading - 1 - registers
     if leading == 0 and not registers:
         return ()

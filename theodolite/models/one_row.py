@@ -31,7 +31,7 @@ IN_ONE_ROW = (
 
 @contextmanager
 def reading(batch: Batch | None) -> Iterator[None]:
-    """While open, a model reads so many contexts of so many positions in this context; None: it is not known."""
+    """Tell the taps in this context how many contexts of how many positions a model reads; None: it is not known."""
     token = _read.set(batch)
     try:
         yield
@@ -40,12 +40,12 @@ def reading(batch: Batch | None) -> Iterator[None]:
 
 
 def batch_read() -> Batch | None:
-    """The contexts, and the positions in each, that are read now, if it is known."""
+    """Return the contexts, and the positions in each, that are read now, if it is known."""
     return _read.get()
 
 
 def unrolled(tensor: Tensor, dim: int) -> Tensor:
-    """A dimension of all tokens as contexts and positions; `UsageError` where there are others than the batch's."""
+    """Split a dimension of all tokens into contexts and positions; `UsageError` where they are not the batch's."""
     batch = _read.get()
     if batch is None or tensor.shape[dim] != batch[0] * batch[1]:
         told = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
@@ -56,7 +56,7 @@ def unrolled(tensor: Tensor, dim: int) -> Tensor:
 
 
 def in_one_row(inputs: AttentionInputs) -> bool:
-    """Whether the contexts that are read are one row to an attention, of more than one."""
+    """Tell whether the contexts that are read are one row to an attention, of more than one."""
     batch, (contexts, _, queries, _) = _read.get(), inputs.query.shape
     if batch is None or batch[0] == 1 or contexts != 1:
         return False
@@ -64,7 +64,7 @@ def in_one_row(inputs: AttentionInputs) -> bool:
 
 
 def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
-    """The attention of a row, context by context; `UsageError` where tokens see those of other contexts."""
+    """Split the attention of a row by context; `UsageError` where tokens see those of other contexts."""
     bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
     if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
         raise UsageError(
@@ -77,12 +77,12 @@ def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
 
 
 def in_a_row(output: Tensor) -> Tensor:
-    """The outputs (contexts, positions, heads, width) of `apart` as those of the row."""
+    """Join the outputs (contexts, positions, heads, width) of `apart` into those of the row."""
     return output.flatten(0, 1).unsqueeze(0)
 
 
 def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
-    """A mask of so many tokens, as one of a row of so many such contexts."""
+    """Repeat a mask of so many tokens for a row of so many such contexts."""
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = mask.mask_mod(batch, head, query % tokens, key % tokens)
@@ -102,10 +102,10 @@ def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
 
 
 def _of_keys(tensor: Tensor) -> Tensor:
-    """(1, heads, any, tokens) as (contexts, heads, any, positions)."""
+    """Reshape (1, heads, any, tokens) to (contexts, heads, any, positions)."""
     return unrolled(tensor[0], 2).movedim(2, 0)
 
 
 def _on_diagonal(tensor: Tensor) -> Tensor:
-    """What (1, heads, tokens, tokens) has within contexts, (contexts, heads, positions, positions)."""
+    """Take the diagonal of (1, heads, tokens, tokens) within contexts, (contexts, heads, positions, positions)."""
     return unrolled(unrolled(tensor[0], 2), 1).diagonal(dim1=1, dim2=3).movedim(-1, 0)

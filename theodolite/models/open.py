@@ -228,7 +228,7 @@ def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenMo
 
 @contextmanager
 def on_a_few_tokens(source: Source) -> Iterator[None]:
-    """What a model's own code raises in small passes is a `UsageError`."""
+    """Raise what a model's own code raises in small passes as a `UsageError`."""
     try:
         yield
     except TheodoliteError:
@@ -240,7 +240,7 @@ def on_a_few_tokens(source: Source) -> Iterator[None]:
 def verified_parts(
     source: Source, length: int = VERIFIED_LENGTH, skip_overflow: bool = False
 ) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
-    """What `OpenModel.of` takes of a model in evaluation mode, from small inputs.
+    """Find and verify what `OpenModel.of` needs of a model in evaluation mode, from small inputs.
 
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
@@ -269,7 +269,7 @@ def verified_parts(
 
 @measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
-    """A model of the same class and config with random weights; the global random state stays as it is.
+    """Make a model of the same class and config with random weights; the global random state stays as it is.
 
     Raises:
         UsageError: it is no `transformers` model, so that nothing says how its weights begin.

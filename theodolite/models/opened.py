@@ -78,15 +78,15 @@ class OpenModel:
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
-        """From what `find_structure`, `capture_calls` and `verify_attention` gave; `rest` are other attributes.
+        """Make it of the results of `find_structure`, `capture_calls`, `verify_attention`; `rest`: other attributes.
 
         Raises:
             UsageError: its queries attend to other keys than those of their own tokens.
         """
         if structure.cross and source.attention != "cross":
             raise UsageError(
-                f"{source.family}: its queries are not as many as its keys (memory keys, a cache, or a stream of "
-                "another): only attention among the tokens of a context is read"
+                f"{source.family} has more or fewer queries than keys (memory keys, a cache, another stream): only "
+                "attention among the tokens of a context is read"
             )
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
@@ -103,11 +103,11 @@ class OpenModel:
         )
 
     def __repr__(self) -> str:
-        """In a line, without the module tree that `hf` has."""
-        edits = f", {'; '.join(self._interventions)}" if self._interventions else ""
+        """Describe the model in a line, without the module tree that `hf` has."""
+        interventions = f", {'; '.join(self._interventions)}" if self._interventions else ""
         return (
             f"OpenModel({self.id}: {self.source.family}, {self.layers} layers × {self.heads} heads × width "
-            f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{edits})"
+            f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{interventions})"
         )
 
     @property
@@ -127,7 +127,7 @@ class OpenModel:
         return self.root
 
     def block_present(self, layer: int) -> AbstractContextManager[None]:
-        """While open, a block has its weights in memory, as all have but of a model whose blocks are streamed."""
+        """Keep a block's weights in memory while open, as all have but of a model whose blocks are streamed."""
         return nullcontext() if self.streamed is None else self.streamed.present(layer)
 
     @property
@@ -176,12 +176,12 @@ class OpenModel:
         return tuple(self._interventions)
 
     @contextmanager
-    def intervention(self, name: str, *edits: AbstractContextManager[object]) -> Iterator[None]:
-        """While open, so are the edits, and `name` is among `interventions`; they begin and end between passes."""
+    def intervention(self, name: str, *changes: AbstractContextManager[object]) -> Iterator[None]:
+        """Make the changes while open, with `name` among `interventions`; they begin and end between passes."""
         with ExitStack() as undo:
             with between_passes(self.root):
-                for edit in edits:
-                    undo.enter_context(edit)
+                for change in changes:
+                    undo.enter_context(change)
                 self._interventions.append(name)
             try:
                 yield
@@ -191,11 +191,11 @@ class OpenModel:
                     undo.close()
 
     def record_intervention(self, name: str) -> None:
-        """From now on `name` is among `interventions`: its weights were changed for good."""
+        """Add `name` to `interventions` for good: its weights were changed."""
         self._interventions.append(name)
 
     def weights(self) -> Weights:
-        """What its weights are now, in memory: known once a pass, and read in whole for that."""
+        """Identify the weights that are in memory now: read in whole, once a pass."""
         return once_a_pass(self.root, "weights", self._weights_now)
 
     def _weights_now(self) -> Weights:
@@ -207,12 +207,12 @@ class OpenModel:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device for inputs."""
         return self.source.device
 
     @measures("self")
     def forward(self, inputs: Inputs) -> Tensor:
-        """What a pass without gradients or a cache returns: of `transformers`, the last hidden states (…, width)."""
+        """Run a pass without gradients or a cache: of `transformers`, the last hidden states (…, width)."""
         with torch.no_grad():
             return first_output(self.source.run(inputs))
 
@@ -220,14 +220,14 @@ class OpenModel:
     def logits(
         self, ids: Int[Tensor, "contexts positions"]
     ) -> Float[Tensor, "contexts positions vocabulary"]:
-        """The next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head."""
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
             return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             UsageError: the checkpoint has none.
@@ -239,7 +239,7 @@ class OpenModel:
         return self.tokenizer
 
     def required_vocabulary(self) -> Any:
-        """What random tokens are drawn from: the tokenizer, or the number of token ids.
+        """Return what random tokens are drawn from: the tokenizer, or the number of token ids.
 
         Raises:
             UsageError: the model reads no tokens.
@@ -255,7 +255,7 @@ class OpenModel:
         return self.source.vocabulary
 
     def has_tokens(self, ids: Int[Tensor, "*shape"]) -> bool:
-        """Whether all ids are in its vocabulary."""
+        """Tell whether all ids are in its vocabulary."""
         return self.vocabulary is not None and not bool(((ids < 0) | (ids >= self.vocabulary)).any())
 
     def check_tokens(self, ids: Int[Tensor, "*shape"]) -> None:
@@ -267,11 +267,11 @@ class OpenModel:
         named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
         raise UsageError(
             f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
-            f"{self.id}: the tokenizer belongs to another model, or leave out of the text what was added to it later"
+            f"{self.id}: use its own tokenizer, and leave out of the text any token that was added to it later"
         )
 
     def has_positions(self, length: int) -> bool:
-        """Whether it has positions for so many tokens."""
+        """Tell whether it has positions for so many tokens."""
         return self.longest is None or length <= self.longest
 
     @property
@@ -281,7 +281,7 @@ class OpenModel:
 
     @measures("self")
     def head_weights(self, layer: int) -> HeadWeights:
-        """The weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
+        """Read the weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
 
         Raises:
             UsageError: there is no such layer.
@@ -295,7 +295,7 @@ class OpenModel:
 
     @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
-        """W_O of one layer's heads: its attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
+        """Read W_O of one layer's heads: attention adds Σ_h o_h W_O[h] to the stream (before a norm of the sum).
 
         The last one asked for is kept until the block's parameters change (writes to `.data` are not seen).
 
@@ -323,7 +323,7 @@ class OpenModel:
         return self.calls[layer]
 
     def attention_alone(self, layer: int) -> nn.Module:
-        """The attention module of one layer, to change what it does.
+        """Return the attention module of one layer, to change what it does.
 
         Raises:
             UsageError: other layers share it (ALBERT).

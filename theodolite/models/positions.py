@@ -1,4 +1,4 @@
-"""How a model encodes positions.
+"""Describe how a model encodes positions.
 
 A model of `transformers` is told by what it hands to its attention and by the names of its parameters. Any other module
 is asked: it reads one token over and over, so that only positions differ, and then each attention module one and the
@@ -25,7 +25,7 @@ UNKNOWN = "unknown"
 
 
 def positions_of(source: Source, structure: Structure, call: Call, bias: str) -> str:
-    """How the model encodes positions.
+    """Describe how the model encodes positions.
 
     Returns:
         "rotary", "alibi", "relative bias" or "learned"; of `transformers` "other" where its names say nothing. Of any
@@ -68,7 +68,7 @@ def _seen(source: Source, structure: Structure) -> str:
 
 
 def _of_attention(inputs: AttentionInputs) -> str | None:
-    """How queries, keys or logits depend on positions, whose hidden states are all the same; None: they do not."""
+    """Describe how queries, keys or logits depend on positions of equal hidden states; None: they do not."""
     heads = [tensor.transpose(1, 2) for tensor in (inputs.query, inputs.key)]
     if any(map(_varies, heads)):
         lengths = [torch.linalg.vector_norm(tensor, dim=-1, keepdim=True) for tensor in heads]
@@ -94,7 +94,7 @@ def _of_attention(inputs: AttentionInputs) -> str | None:
 
 
 def _varies(hidden: Tensor) -> bool:
-    """Whether what stands at positions (dimension 1), those at both ends left out, depends on them."""
+    """Tell whether what stands at positions (dimension 1), those at both ends left out, depends on them."""
     length, of = hidden.shape[1], torch.finfo(hidden.dtype).eps
     middle = hidden[:, length // 4 : -(length // 4) or None].double()
     return bool((middle - middle[:, :1]).abs().max() > min(256 * of, 0.05) * middle.abs().max())

@@ -21,7 +21,7 @@ REPEATED = 48
 
 @dataclass(frozen=True)
 class Focus:
-    """What experiments on a prompt look at.
+    """The layer, head and prompt that experiments on a prompt look at.
 
     Attributes:
         prompt: the text; None: random tokens, twice.
@@ -36,7 +36,7 @@ class Focus:
     head: int | None = None
 
     def given(self) -> dict[str, str | int]:
-        """What is not left to the experiment, by the names of options."""
+        """Return what the user fixed of the experiment, by the names of options."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Focus:
 
 
 def shipped_prompt(name: str) -> str:
-    """A prompt that the package carries: one of `assets/prompts`, such as few-shot or chain-of-thought."""
+    """Read a prompt that the package carries: one of `assets/prompts`, such as few-shot or chain-of-thought."""
     return (
         (resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt")
         .read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def shipped_prompt(name: str) -> str:
 
 
 def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:
-    """The prompt as the model reads it, special tokens included; None: random tokens, twice, `longest` at most.
+    """Tokenize the prompt, special tokens included; None: random tokens, twice, `longest` at most.
 
     Raises:
         UsageError: the model has no tokenizer, or the prompt is too short.
@@ -78,7 +78,7 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
 
 
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
-    """The prompt asked for, or the last tokens that the model has positions for of the shipped one of that name.
+    """Return the prompt asked for, or of the shipped one of that name the last tokens that fit the model's positions.
 
     Raises:
         UsageError: the model has no tokenizer, or the prompt asked for is too short or too long.

@@ -138,7 +138,7 @@ class _LayerVisitor:
         return hook
 
     def leave_function(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """What a norm gives that is called as a function, perhaps by a module that is a norm."""
+        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
         output = function(x, *args, **kwargs)
         if x is self.entering and not self.visiting:
             self.candidates.append((FunctionNorm(function, args, kwargs), output))
@@ -230,7 +230,7 @@ def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: b
         return query - at_zero[0], key - at_zero[1]
 
     def image(part: Tensor) -> tuple[Tensor, Tensor]:
-        """What a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
+        """Compute what a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
         part = part.to(of.stream.device, dtype)
         if norm is None:
             return linear(part)
@@ -288,5 +288,5 @@ def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
 
 
 def _tolerance(*computed: Tensor) -> float:
-    """Relative error allowed of what the model computed in its own dtypes, of which autocast may have chosen some."""
+    """Return the relative error allowed of what the model computed in its own dtypes, or in autocast's."""
     return max(EXACT, min(256 * max(torch.finfo(tensor.dtype).eps for tensor in computed), 0.1))

@@ -30,7 +30,7 @@ Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels he
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What is asked of a model.
+    """The interface to a model: what is asked of it.
 
     Attributes:
         root: the whole model, which is hooked and tapped.
@@ -67,7 +67,7 @@ class Source:
     def of_transformers(
         cls, model: PreTrainedModel, attention: Attention | None = None, entry: nn.Module | None = None
     ) -> Source:
-        """A model of `transformers`.
+        """Describe a model of `transformers`.
 
         Raises:
             UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
@@ -124,7 +124,7 @@ class Source:
         blocks: tuple[str, ...] | None = None,
         attention: str | None = None,
     ) -> Source:
-        """Any module that reads token ids, or pixel values."""
+        """Describe any module that reads token ids, or pixel values."""
         trunk = _Trunk(module, forward)
         chosen = {
             inner
@@ -139,7 +139,7 @@ class Source:
             return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
         def several(length: int) -> Tensor:
-            """Two contexts, which tell whether they are apart or in a row; an image is one."""
+            """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
             return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
 
         def predict(batch: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class Source:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        """What runs it is of the copy, too."""
+        """Copy it, so that what runs it is of the copy, too."""
         return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
@@ -183,7 +183,7 @@ class Source:
         return self.trunk if self.trunk in self.root.modules() else self.root
 
     def small_pass(self, length: int) -> Run:
-        """A pass over `sample(length)`, all of it."""
+        """Make a pass over `sample(length)`, all of it."""
         return lambda: self.run(self.sample(length))
 
     @property
@@ -193,22 +193,22 @@ class Source:
 
     @property
     def family(self) -> str:
-        """What the model is called among its kind."""
+        """The name of the model's family."""
         return self.root.config.model_type if isinstance(self.root, PreTrainedModel) else self.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its parameters, the first that is floating-point."""
+        """The dtype of its first floating-point parameter."""
         return dtype_of(self.root)
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device for inputs."""
         return device_of(self.root)
 
     @property
     def said_of_windows(self) -> str:
-        """What to do where a window hides every token, for the end of a message."""
+        """Advice for the end of a message where a window hides every token."""
         if not isinstance(self.root, PreTrainedModel):
             return ""
         window = getattr(self.root.config.get_text_config(), "sliding_window", None)
@@ -216,17 +216,19 @@ class Source:
 
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
-    """Encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
+    """Let encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
 
     An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
     """
     check_attention(attention)
     hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
     if model.main_input_name != "input_ids" and not hears:
-        raise UsageError(f"{type(model).__name__} reads {model.main_input_name}: theodolite cannot make any")
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
+        )
     if hears and attention != DECODER:
         raise UsageError(
-            f"{type(model).__name__} hears speech: only its decoder's own attention is looked at"
+            f"{type(model).__name__} reads speech: only its decoder's self-attention is surveyed"
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
@@ -279,7 +281,7 @@ class _Trunk(nn.Module):
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """What the module makes of token ids.
+        """Run the module on token ids.
 
         Raises:
             UsageError: the module's own code, or the `forward` that was given, raises an error.
@@ -305,7 +307,7 @@ class _Trunk(nn.Module):
 
 
 def _is_of_this_package(error: BaseException) -> bool:
-    """Whether it came up in what measures, and not in the code that it runs or in a call of PyTorch from there."""
+    """Tell whether an error came up in what measures, not in the code that it runs or in PyTorch called from there."""
     return any(
         frame.f_globals.get("__name__", "").startswith(__name__.partition(".")[0] + ".")
         and frame.f_globals["__name__"] != __name__
@@ -315,17 +317,17 @@ def _is_of_this_package(error: BaseException) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where inputs go: the first device that holds a parameter, or the CPU where all are offloaded."""
+    """Return the device for inputs: the first that holds a parameter, or the CPU where all are offloaded."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Of a model's parameters, the first that is floating-point."""
+    """Return the dtype of a model's first floating-point parameter."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def longest_of(model: PreTrainedModel) -> int | None:
-    """Tokens that the model has positions for, or None where it sets no limit."""
+    """Return how many tokens the model has positions for, or None where it sets no limit."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
@@ -339,7 +341,7 @@ def longest_of(model: PreTrainedModel) -> int | None:
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """Rows of a model's token embedding.
+    """Count the rows of a model's token embedding.
 
     Raises:
         UsageError: it has no one embedding of tokens (CLIP's two towers, CANINE's hashes of characters).
@@ -356,12 +358,12 @@ def embedded_tokens(model: PreTrainedModel) -> int:
 
 
 def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
-    """Seeded token ids."""
+    """Draw token ids from a seed."""
     return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
-    """A seeded image of noise; `UsageError` where the model reads something else."""
+    """Draw an image of noise from a seed; `UsageError` where the model reads something else."""
     if model.main_input_name != "pixel_values":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
@@ -372,5 +374,5 @@ def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height widt
 
 
 def noise(shape: tuple[int, int, int]) -> Float[Tensor, "1 channels height width"]:
-    """Seeded normal numbers as pixel values."""
+    """Draw normal numbers from a seed as pixel values."""
     return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))

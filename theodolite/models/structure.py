@@ -1,4 +1,4 @@
-"""Where a model keeps its attention modules and its blocks, found in one forward pass.
+"""A model's attention modules and blocks, found in one forward pass.
 
 No family is named here. The attention modules are those that call the tap; a block is a member of a `ModuleList` that
 holds one, in the order in which blocks run. A block that holds none (a convolution, a state space) is a layer as well,
@@ -32,7 +32,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """Which dimensions of hidden states are contexts and positions; what is left is the width.
+    """The dimensions of hidden states that are contexts and positions; what is left is the width.
 
     One and the same where contexts follow one another in a row of tokens.
     """
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
-        """That of a tensor which has so many of them; None where it has not."""
+        """Find the layout of a tensor with so many contexts and positions; None where it has none such."""
         for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)) if len(shape) >= 3 else ():
             if layout.positions < len(shape) and (contexts, positions) == (
                 shape[layout.contexts],
@@ -55,11 +55,11 @@ class Layout:
 
     @property
     def is_row(self) -> bool:
-        """Whether contexts follow one another in a row of tokens, (tokens, width) or (1, tokens, width)."""
+        """True if contexts follow one another in a row of tokens, (tokens, width) or (1, tokens, width)."""
         return self.contexts == self.positions
 
     def ordered(self, hidden: Tensor) -> Float[Tensor, "contexts positions width"]:
-        """Contexts first, then positions; several streams (DeepSeek-V4, Gemma 3n) one behind the other."""
+        """Put contexts first, then positions; several streams (DeepSeek-V4, Gemma 3n) one behind the other."""
         if self.is_row:
             return unrolled(hidden, self.contexts).flatten(0, self.contexts)
         if (self.contexts, self.positions) != (0, 1):
@@ -67,7 +67,7 @@ class Layout:
         return hidden if hidden.ndim == 3 else hidden.flatten(2)
 
     def placed(self, hidden: Float[Tensor, "contexts positions width"]) -> Tensor:
-        """As the model has it, where it has one stream."""
+        """Lay a tensor out as the model has it, where it has one stream."""
         if self.is_row:
             return hidden.flatten(0, 1)[(None,) * self.contexts]
         return hidden.movedim((0, 1), (self.contexts, self.positions))
@@ -120,7 +120,7 @@ class Structure:
 
     @property
     def alike(self) -> bool:
-        """Whether all layers that attend have as many heads, and as wide ones."""
+        """True if all layers that attend have as many heads, and as wide ones."""
         return len({(self.heads_of[layer], self.value_widths[layer]) for layer in self.attending}) == 1
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class Structure:
         return tuple(layer for layer, module in enumerate(self.attention) if module is not None)
 
     def attention_at(self, layer: int) -> nn.Module:
-        """The attention module of a layer; `NoAttention` where its block does not attend."""
+        """Return the attention module of a layer; `NoAttention` where its block does not attend."""
         module = self.attention[layer]
         if module is None:
             raise NoAttention(f"layer {layer} ({self.names[layer]}) does not attend, so it has no heads")
@@ -137,13 +137,13 @@ class Structure:
 
     @property
     def shared(self) -> bool:
-        """Whether several layers run one and the same block or attention module."""
+        """True if several layers run one and the same block or attention module."""
         attention = [self.attention_at(layer) for layer in self.attending]
         return len(set(attention)) < len(attention) or len(set(self.blocks)) < len(self.blocks)
 
 
 class Turns:
-    """Which layer a call of a module is of: of a shared one, by how often it was called in this pass."""
+    """The layer of each call of a module: of a shared one, by how often it was called in this pass."""
 
     def __init__(self, modules: Iterable[nn.Module | None]) -> None:
         self._layers: dict[nn.Module, list[int]] = {}
@@ -159,25 +159,25 @@ class Turns:
         return module in self._layers
 
     def begin_pass(self) -> None:
-        """A forward pass begins; the one before may have been broken off."""
+        """Begin a forward pass; the one before may have been broken off."""
         self._turn.clear()
 
     def take(self, module: nn.Module) -> int:
-        """The layer of this call."""
+        """Return the layer of this call, and count it."""
         turn = self._turn.get(module, 0)
         self._turn[module] = turn + 1
         return self._layers[module][turn % len(self._layers[module])]
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among a block's or an attention module's arguments."""
+    """Find the hidden states among a block's or an attention module's arguments."""
     if "hidden_states" in kwargs:
         return kwargs["hidden_states"]
     return next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
 
 
 def first_output(output: Any) -> Tensor:
-    """The hidden states in what a block or an attention module returns."""
+    """Find the hidden states in what a block or an attention module returns."""
     while isinstance(output, tuple | list | dict):
         output = next(iter(output.values() if isinstance(output, dict) else output))
     return output
@@ -185,7 +185,7 @@ def first_output(output: Any) -> Tensor:
 
 @contextmanager
 def removed_on_leaving(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """While open, the registered hooks stay; on leaving they are removed, also by an exception."""
+    """Remove the registered hooks on leaving, also by an exception."""
     try:
         yield
     finally:

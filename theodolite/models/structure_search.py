@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, tap_functions_of, tapped
+from theodolite.models.doors.taps import attention_not_followed, tap_by_door, tap_functions_of, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
@@ -39,6 +39,8 @@ class _Ran:
 class _NoBlocks(Exception):
     """Attention runs outside of every block that runs as a module."""
 
+
+OR_A_DOOR = "or give it a door: docs/modules.md#a-family"
 
 SEVERAL = 3
 """Tokens of the pass in which the structure is found: their dimension is told from that of one context."""
@@ -66,22 +68,29 @@ def find_structure(source: Source) -> Structure:
     attention_not_followed()
     with tapped(model, record), torch.no_grad():
         run()
-    lost = attention_not_followed()
+    where, lost = attention_not_followed() or (None, None)
     if not heard and tap_functions_of(model):
-        return find_structure(source)
+        try:
+            return find_structure(source)
+        except BaseException:
+            tap_by_door(model)  # it may be changed, or be given a door, and opened again
+            raise
     if heard and not attention:
         raise _no_such_attention(source, heard)
-    if lost is not None and not attention:
-        raise _not_followed(family, lost[1])
+    if not attention and lost is not None and lost.weights:
+        raise _not_followed(family, lost.operation)
     if not attention:
+        between = f": {lost.operation} between its products is not followed" if lost is not None else ""
         raise UsageError(
-            f"{family} computes no attention that could be read: it goes neither through the attention interface of "
-            "transformers nor through PyTorch's functions, and is no softmax between two products"
+            f"{family} computes no attention that could be read{between}; it goes neither through the attention "
+            "interface of transformers nor through PyTorch's functions, and is no softmax between two products: write "
+            f"it with softmax, {OR_A_DOOR}"
         )
     name_of = {module: name for name, module in model.named_modules()}
     found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
-    if lost is not None and any(lost[0] in block.modules() for block in found):
-        raise _not_followed(family, lost[1])
+    of_blocks = {module for block in found for module in block.modules()}
+    if lost is not None and lost.weights and where in of_blocks:
+        raise _not_followed(family, lost.operation)
     try:
         layers, free = _layers_in_order(source, found, attention, run), False
     except _NoBlocks:
@@ -125,8 +134,8 @@ def find_structure(source: Source) -> Structure:
 def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
     if isinstance(source.root, PreTrainedModel):
         return UsageError(
-            f"{source.name} has no attention of the kind that is asked for (of an encoder-decoder: its decoder's own, "
-            "where nothing else is said): see attention="
+            f"{source.name} has no such attention (the default of an encoder-decoder is its decoder's self-attention): "
+            "choose another with attention="
         )
     names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in heard})
     return UsageError(
@@ -138,14 +147,15 @@ def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
 def _not_followed(family: str, operation: str) -> UsageError:
     return UsageError(
         f"{family} does to the logits or weights of an attention what cannot be followed: {operation}; followed are "
-        "numbers that multiply them, biases, masks, a cap by tanh and a softmax over keys"
+        "numbers that multiply them, biases, masks, a cap by tanh and a softmax over keys: write it with these, "
+        f"{OR_A_DOOR}"
     )
 
 
 def _layers_in_order(
     source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_Ran]:
-    """The blocks that run, in the order in which they do; one that runs several times is a layer each time.
+    """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
     Where blocks are named, what attends outside of them is left out.
 
@@ -213,7 +223,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
     if of_own and in_one_list and layer.read[0] is layer.read[-1]:
         return UsageError(
             f"{source.name}: heads are modules of their own, side by side ({first}, then {second}); theodolite needs "
-            f'one module for all heads of a block. To look at one of each, attention="{place}"'
+            f'one module for all heads of a block. To survey one of each, attention="{place}"'
         )
     twice = f"{source.name} has a block that attends twice ({first}, then {second})"
     line = f"{twice}; theodolite needs one attention a block, with all of its heads"
@@ -223,7 +233,7 @@ def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError
 
 
 def _with_end(source: Source, structure: Structure) -> Structure:
-    """Blocks that are no modules: with the layout of the hidden states that the model returns; or `UsageError`."""
+    """Add the layout of the hidden states that the model returns, for blocks that are no modules; or `UsageError`."""
     with torch.no_grad():
         last = first_output(source.run(source.sample(SEVERAL)))
     layout = Layout.of(last.shape, 1, SEVERAL)
@@ -236,7 +246,7 @@ def _with_end(source: Source, structure: Structure) -> Structure:
 
 
 def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
-    """The attention modules, each in place of its block, in the order in which they run."""
+    """List the attention modules, each in place of its block, in the order in which they run."""
     layers: list[_Ran] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -255,7 +265,7 @@ def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
-    """Blocks by name, or those of the one list that is named."""
+    """Find the blocks by name, or those of the one list that is named."""
     try:
         named = [model.get_submodule(name) for name in names]
     except AttributeError as error:
@@ -268,7 +278,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 def _blocks_around(
     model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
 ) -> set[nn.Module]:
-    """The members of the lists that hold the attention modules; of what is no `ModuleList`, those like one that does.
+    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does.
 
     Raises:
         UsageError: an attention module is in no list.
@@ -293,7 +303,7 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
-    """The outermost `ModuleList` that holds the module of that name, and the member in which it is.
+    """Find the outermost `ModuleList` that holds the module of that name, and the member in which it is.
 
     A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, or
     one of attention modules only, the innermost of another kind.

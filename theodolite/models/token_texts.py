@@ -1,4 +1,4 @@
-"""How the tokens of a model read: one after the other, their texts are the text, with its spaces between words.
+"""Texts of a model's tokens: one after the other they are the text, with its spaces between words.
 
 A tokenizer that cuts at spaces keeps them in its marks (▁as, Ġas) or leaves them out where a word begins (as, ##iu),
 and drops the one in front of the first token that it is asked for. So a token is read behind an anchor.
@@ -27,7 +27,7 @@ _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def token_text(model: OpenModel) -> Callable[[int], str]:
-    """The text of a token id, with a space in front where it begins a word.
+    """Return the text of a token id, with a space in front where it begins a word.
 
     Special tokens, and those that are part of a character, are shown as the vocabulary has them.
     """
@@ -46,12 +46,12 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
 
 
 def text_of_tokens(model: OpenModel, corpus: Corpus) -> Callable[[int], str]:
-    """The text of a token id of a corpus; of images, whose ids are positions, their names."""
+    """Return the text of a token id of a corpus; of images, whose ids are positions, their names."""
     return token_text(model) if corpus.grid is None else corpus.grid.token_text
 
 
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
-    """The texts of consecutive tokens (T); those that share characters have these, and which part they are: 😀₁ 😀₂."""
+    """Return the texts of consecutive tokens (T); those that share characters have these and their part: 😀₁ 😀₂."""
     alone, decoded = token_text(model), _decoder(model)
     texts: list[str] = []
     while len(texts) < len(ids):
@@ -72,7 +72,7 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
 
 
 def token_bytes(model: OpenModel) -> Callable[[int], int]:
-    """How many bytes of UTF-8 a token id stands for, the space in front of a word included.
+    """Count the bytes of UTF-8 that a token id stands for, the space in front of a word included.
 
     Special tokens stand for none. A part of a character counts with its own bytes: a byte-level vocabulary writes each
     as one letter, a SentencePiece one as <0x0A>.
@@ -94,7 +94,7 @@ def token_bytes(model: OpenModel) -> Callable[[int], int]:
 
 
 def _decoder(model: OpenModel) -> Callable[[list[int]], str]:
-    """The text of some tokens as it is behind other text; empty without a tokenizer."""
+    """Return the text of some tokens as it is behind other text; empty without a tokenizer."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         return lambda ids: ""

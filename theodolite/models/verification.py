@@ -1,4 +1,4 @@
-"""Is the attention that is recomputed from what the tap hands over the model's own? Asked whenever one is opened."""
+"""Verify whenever a model is opened that attention recomputed from what the tap hands over is the model's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ by a last bit may be rounded the other way, by 1 % of the largest, and large log
 
 @contextmanager
 def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[AttentionInputs]]:
-    """While open, the inputs of every layer's attention that runs are added to the list that this yields."""
+    """Yield a list to which the inputs of every layer's attention that runs are added while open."""
     recorded: list[AttentionInputs] = []
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
@@ -116,7 +116,7 @@ def check_recomputed(
 
 
 def largest_logit(inputs: AttentionInputs) -> float:
-    """No logit is larger: scaling ‖q‖ ‖k‖ of the longest query and key, and what is rounded on the way is as large."""
+    """Bound every logit: scaling ‖q‖ ‖k‖ of the longest query and key; what is rounded on the way is as large."""
     query, key = (
         float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
         for t in (inputs.query, inputs.key)
@@ -125,7 +125,7 @@ def largest_logit(inputs: AttentionInputs) -> float:
 
 
 def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
-    """Whether a query is kept from later keys in every layer, and what is added to the logits."""
+    """Tell whether a query is kept from later keys in every layer, and what is added to the logits."""
     causal = all(
         of_layer.causal if of_layer.mask is None else not bool(of_layer.mask.triu(1).any())
         for of_layer in inputs

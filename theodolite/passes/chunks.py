@@ -101,8 +101,10 @@ class TextInChunks:
                 continue
             state = self._saved(chunk)
             if state is None:
-                state = self._read(chunk, max(chunk.first, done), progress)
-            self._whole.merge(state)
+                self._whole.merge(self._read(chunk, max(chunk.first, done), progress))
+            else:
+                with self._work.same_sums():
+                    self._whole.merge(state)
             self._part = None
             progress.checkpoint(chunk.last)
 

@@ -17,6 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.images import Images
 from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.measure.catalogue import checksum
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
@@ -29,7 +30,7 @@ TOKENS_A_BATCH = 4096
 
 
 class Accumulator(Protocol):
-    """Has a resumable state."""
+    """An object with a resumable state."""
 
     def state(self) -> State:
         """Return all sums so far."""
@@ -63,7 +64,7 @@ class CorpusPass(Hooks):
         raise NotImplementedError
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …`, a batch of ids, come next."""
+        """Announce the next contexts, `first …`, a batch of ids."""
         raise NotImplementedError
 
     @measures("self.model")
@@ -160,8 +161,13 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "dtype": str(model.source.dtype),
         "device": model.device.type,
         **({"attention": model.source.attention} if model.source.attention else {}),
-        **({"edits": list(model.interventions)} if model.interventions else {}),
+        **({"interventions": list(model.interventions)} if model.interventions else {}),
     }
+
+
+def fingerprint_of_tables(model: OpenModel) -> dict[str, Any]:
+    """Return what `fingerprint_of` does, and which columns the tables have."""
+    return {**fingerprint_of(model), "columns": checksum()}
 
 
 def batch_of(corpus: Corpus, batch: int | None) -> int:
@@ -201,5 +207,5 @@ def next_token_losses(
 
 
 def perplexity_of(loss: float) -> float:
-    """exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
+    """Compute exp of a mean loss in nats, or of a difference of two; infinite on overflow."""
     return float(torch.tensor(loss, dtype=torch.float64).exp())

@@ -28,7 +28,7 @@ from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.chunks import Chunk, chunks_of
-from theodolite.passes.corpus_pass import fingerprint_of
+from theodolite.passes.corpus_pass import fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, finished_run
 from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, opened, opening_of
 from theodolite.system.progress import Progress, ShowStage, starting_others
@@ -123,7 +123,7 @@ def survey_on_ray(
         how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(Worker).options(**how, num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))
         opening |= {"device": device, "device_map": None}
-        task = opening, fingerprint_of(model) | {"device": device}, (corpus, batch, seed, extra)
+        task = opening, fingerprint_of_tables(model) | {"device": device}, (corpus, batch, seed, extra)
         with work.claimed():
             work.check()
             held = [ray.put(part) for part in task]  # so that Ray still has it when it restarts a worker
@@ -192,7 +192,7 @@ class Worker:
             model = opened(self.opening)
         except TheodoliteError as error:
             raise type(error)(f"on node {node}: {error}") from error
-        own = fingerprint_of(model)
+        own = fingerprint_of_tables(model)
         differ = [f"{name} is {own[name]}, not {of}" for name, of in self.expected.items() if own[name] != of]
         if differ:
             raise UsageError(f"node {node} would measure something else: {'; '.join(differ)}")

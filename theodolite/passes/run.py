@@ -89,7 +89,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """What was measured: a survey, the spectra of weights, a trace of sinks, or outputs of heads (`KINDS`)."""
+        """The kind of measurement: a survey, the spectra of weights, a trace of sinks, or outputs of heads."""
         return kind_of(self.provenance)
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Run:
         return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: health, key numbers, the strongest heads."""
+        """Show health, key numbers and the strongest heads in a notebook."""
         return theodolite.run_as_html(self)
 
     @classmethod
@@ -166,7 +166,7 @@ class Run:
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """A table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
+    """Read a table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
     written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
     if fault := fault_of(path.stem, table, model):
@@ -175,7 +175,7 @@ def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.D
 
 
 def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
-    """The arrays that were written, or `CorruptFile`."""
+    """Read the arrays that were written, or `CorruptFile`."""
     try:
         return read_checked(path, sums.get(path.name))[0]
     except CorruptFile as error:
@@ -301,7 +301,7 @@ def run_into(
 
 
 def finished_run(work: Unfinished) -> Run | None:
-    """The run that the work becomes, if it is there already.
+    """Return the run that the work becomes, if it is there already.
 
     Raises:
         UsageError: something else has its name: another run, one of another schema, or no run.

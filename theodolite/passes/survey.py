@@ -29,7 +29,7 @@ from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chunks_of
-from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
+from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
@@ -111,7 +111,7 @@ def survey(
 
     Raises:
         UsageError: the corpus does not fit the model, an accumulator or its columns do not fit the survey, `out`
-            holds something else, or there is no such shard.
+            holds something else, or there is no such shard, or `out` has shards of another n.
         WorkError: hidden states became NaN or infinite, or the disk refused.
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
@@ -200,10 +200,10 @@ class SurveyPlan:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides every byte of the survey."""
+        """The settings that decide every byte of the survey."""
         added = {"extra": [accumulator.name for accumulator in self.extra]} if self.extra else {}
         text = {"corpus": self.corpus.sha256, "batch": self.batch, "seed": self.seed}
-        return {**fingerprint_of(self.model), **text, **added}
+        return {**fingerprint_of_tables(self.model), **text, **added}
 
     def new_pass(self) -> SurveyPass:
         """Return a pass that has read nothing yet."""
@@ -303,6 +303,10 @@ class SurveyPlan:
             return
         work.check()
         work.save_once(SURVEYED, lambda: self._surveyed(shard[1]))
+        if (shards := work.notes(SURVEYED)["shards"]) != shard[1]:
+            raise UsageError(
+                f"{work.folder} holds shards of {shards}: give --shard K/{shards}, or remove it to begin again"
+            )
         total = own[-1].last - own[0].first if own else 0
         for chunk in own:
             if is_read(work, chunk):
@@ -318,7 +322,7 @@ class SurveyPlan:
                 job.save()
 
     def _surveyed(self, shards: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What `merge` needs to make the same plan."""
+        """Return what `merge` needs to make the same plan."""
         corpus = self.corpus
         tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
         tensors |= {} if corpus.lengths is None else {"lengths": corpus.lengths}
@@ -342,7 +346,7 @@ def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence
 
 
 def is_read(work: Unfinished, chunk: Chunk) -> bool:
-    """Whether the sums of the whole chunk are there."""
+    """Tell whether the sums of the whole chunk are there."""
     return bool(work.notes(chunk.name).get("finished"))
 
 
@@ -392,7 +396,7 @@ def survey_heads(
     check_fit(model, corpus)
     model.check_weights()
     batch = batch_of(corpus, None)
-    fingerprint = {**fingerprint_of(model), "corpus": corpus.sha256, "heads": True}
+    fingerprint = {**fingerprint_of_tables(model), "corpus": corpus.sha256, "heads": True}
     provenance = describe_model(model) | describe_pass(model, corpus, seed, fingerprint)
 
     stages = [
@@ -437,7 +441,7 @@ def spectra(
         WorkError: a layer's weights are not there or are no numbers, or the disk refused.
     """
     model.check_weights()
-    fingerprint: dict[str, Any] = fingerprint_of(model)
+    fingerprint: dict[str, Any] = fingerprint_of_tables(model)
 
     def tables(states: States) -> Run:
         if set(states.notes["weights"]["spectrum_of"]) == {NO_MATRIX}:

@@ -19,7 +19,7 @@ from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.measure.catalogue import own_sums
+from theodolite.measure.catalogue import built_in_sums
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -72,7 +72,7 @@ class HeadsPass(CorpusPass):
             accumulator.merge(SavedState(part_of(state, name)))
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Announce the next contexts, `first …`."""
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
 
@@ -111,7 +111,7 @@ class SurveyPass(HeadsPass):
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
-        self.extra = [*own_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
+        self.extra = [*built_in_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
 
     def _choose_sample(self) -> Sample:
         vector = (self.model.layers + 1) * self.model.width

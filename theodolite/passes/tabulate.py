@@ -1,4 +1,4 @@
-"""From the states of a survey's passes to a `Run`: every table and array. No model is seen here, and no column known.
+"""Make a `Run` of the states of a survey's passes: all tables and arrays. No model is seen here, no column known.
 
 The declared functions of `measure` are run as soon as there is something by the name of each of their parameters. What
 a state is missing (a survey of heads alone, spectra from weights alone) leaves its columns and tables out.
@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
-from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements, own_sums
+from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
@@ -29,7 +29,7 @@ from theodolite.passes.run import Run
 
 @dataclass(frozen=True)
 class Facts:
-    """What the tables say of the model and the text besides what was summed.
+    """Facts on the model and the text that the tables need besides what was summed.
 
     Attributes:
         provenance: of the run; without an entry `corpus` no text was read, and the rest is empty.
@@ -49,12 +49,12 @@ class Facts:
 
     @property
     def trailing(self) -> int:
-        """How many special tokens stand behind the text of every context; they are told apart as position 0 is."""
+        """The number of special tokens behind the text of every context; they are told apart as position 0 is."""
         return int(self.provenance["corpus"].get("trailing_special_tokens", 0))
 
     @property
     def grid(self) -> PatchGrid | None:
-        """How the tokens of the images lie that were read; None where it was text."""
+        """The layout of the images' tokens; None where text was read."""
         return grid_described(self.provenance["corpus"])
 
     @property
@@ -64,7 +64,7 @@ class Facts:
 
 
 def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
-    """All tables and arrays of a survey, from what its stages, or some, have left; `extra`: its added accumulators."""
+    """Make all tables and arrays of a survey from what its stages have left; `extra`: its added accumulators."""
     inputs = _inputs(states, facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
@@ -94,7 +94,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
 
 
 def _inputs(states: States, facts: Facts) -> dict[str, Any]:
-    """What declared functions find by the names of their parameters."""
+    """Return what declared functions find by the names of their parameters."""
     notes = states.notes["weights"]
     inputs: dict[str, Any] = {
         "weights": states.of("weights"),
@@ -157,7 +157,7 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
-    """The columns of the accumulators of `measure` and of the caller's, once the text is read.
+    """Compute the columns of the accumulators of `measure` and of the caller's, once the text is read.
 
     Raises:
         UsageError: a column is not declared, or does not have a value for each row.
@@ -169,13 +169,13 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
     return states.once(
         "added_columns",
         lambda: extra_columns(
-            [*own_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
+            [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
         ),
     )
 
 
 def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
-    """μ (N, d), pos (N, T, d) and ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
+    """Compute μ (N, d), pos (N, T, d), ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
     return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
 
 

@@ -68,7 +68,7 @@ class WeightsPass:
         self._state: State = {}
 
     def state(self) -> State:
-        """All layers; NaN where a layer is not read yet."""
+        """Return all layers; NaN where a layer is not read yet."""
         return self._state
 
     def restore(self, state: State) -> None:

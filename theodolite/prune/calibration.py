@@ -216,7 +216,7 @@ def _first(output: Any) -> Hidden:
 
 
 def _equal(one: list[Arguments], other: list[Arguments]) -> bool:
-    """Whether calls are the same: tensors by their numbers, all else by `==`."""
+    """Tell whether calls are the same: tensors by their numbers, all else by `==`."""
     (ours, structure), (theirs, theirs_too) = tree_flatten(one), tree_flatten(other)
     return structure == theirs_too and all(
         (a.dtype == b.dtype and torch.equal(a, b))
@@ -267,7 +267,7 @@ class InputMoments:
         self._last: tuple[int, Tensor | None] = (0, None)
 
     def collecting(self) -> AbstractContextManager[None]:
-        """While open, collect the inputs of products with the matrices."""
+        """Collect the inputs of products with the matrices while open."""
         return TappedProducts(self._add)
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place

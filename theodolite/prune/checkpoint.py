@@ -248,7 +248,7 @@ class UnfinishedPruning(Unfinished):
         return float(self.notes(SECONDS).get(SECONDS, 0.0))
 
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
-        """The matrices of a finished block and their rows of the table, or None; `UsageError` where it is damaged."""
+        """Read the matrices of a finished block and their rows of the table, or None; `UsageError` if it is damaged."""
         part = self.load(_name(layer))
         if part is None:
             return None
@@ -263,7 +263,7 @@ class UnfinishedPruning(Unfinished):
         self.save(SECONDS, {}, {SECONDS: seconds})
 
     def matrices(self, layer: int) -> list[PrunedMatrix]:
-        """The matrices of a finished block."""
+        """Read the matrices of a finished block."""
         block = self.block(layer)
         assert block is not None
         return block[0]
@@ -272,13 +272,13 @@ class UnfinishedPruning(Unfinished):
     def written_into(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], *, sparse_alone: bool = False
     ) -> Iterator[None]:
-        """While open, the model has its pruned matrices: a streamed one, too, as its blocks are read."""
+        """Give the model its pruned matrices while open: a streamed one, too, as its blocks are read."""
 
         def write(layer: int, sparse_alone: bool) -> None:
             write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
-            with model.streamed.edited(lambda layer: write(layer, sparse_alone)):
+            with model.streamed.changed(lambda layer: write(layer, sparse_alone)):
                 yield
             return
         layers = range(model.layers if sparse_alone else 0)
@@ -354,12 +354,12 @@ def _name(layer: int) -> str:
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint with each setting under its own name."""
+    """Return a fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Of the model and its adapter, in order."""
+    """List the files of the model and its adapter, in order."""
     return [*sorted(folder.glob("*.safetensors")), *sorted((folder / ADAPTER).glob("*.safetensors"))]
 
 
@@ -372,7 +372,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def _in_adapter(matrix: PrunedMatrix) -> bool:
-    """Whether an adapter holds the low-rank part: experts have no layer that one goes around."""
+    """Tell whether an adapter holds the low-rank part: experts have no layer that one goes around."""
     return matrix.left is not None and matrix.expert is None
 
 

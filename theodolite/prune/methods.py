@@ -85,7 +85,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: GivenPatte
 def wanda(
     weight: Tensor, input_norm: Tensor, sparsity: float | None = None, pattern: GivenPattern = None
 ) -> Tensor:
-    """For each output, keep the entries of largest |W_ij| ‖x_j‖₂ (Sun, Liu, Bair & Kolter 2024, eq. 1).
+    """Keep the entries of largest |W_ij| ‖x_j‖₂ for each output (Sun, Liu, Bair & Kolter 2024, eq. 1).
 
     Args:
         weight: (outputs, inputs).

@@ -220,7 +220,7 @@ class _Pruning:
             )
 
     def _removes(self, matrix: Matrix) -> bool:
-        """Whether the sparsity removes any entry of a matrix."""
+        """Tell whether the sparsity removes any entry of a matrix."""
         share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
         if self.options.pattern or share is None:
             return True
@@ -307,8 +307,8 @@ class _Pruning:
         options = self.options
         if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
             raise WorkError(
-                f"nothing was seen to enter {matrix.parameter} while its block read the text, so that {options.method} "
-                "cannot weigh its inputs: use --method magnitude, which weighs none"
+                f"{matrix.parameter} got no input while its block read the text, so {options.method} cannot weigh its "
+                "inputs: use --method magnitude, which weighs none"
             )
         share, ratio = self.sparsity[matrix.layer, matrix.key], self.rank_ratio[matrix.layer, matrix.key]
         weight = matrix.read()

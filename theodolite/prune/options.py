@@ -99,12 +99,12 @@ class PruningOptions:
 
     @property
     def weighs_inputs(self) -> bool:
-        """Whether what enters a matrix decides how it is pruned."""
+        """True if what enters a matrix decides how it is pruned."""
         return self.method != "magnitude"
 
     @property
     def reads_text(self) -> bool:
-        """Whether blocks are run on the text."""
+        """True if blocks are run on the text."""
         return self.weighs_inputs or self.errors
 
     @property

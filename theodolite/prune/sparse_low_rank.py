@@ -90,7 +90,7 @@ class SparseLowRank:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is kept: the rank, the entries per row, and their pattern."""
+    """The budget of a matrix: the rank, the entries per row, and their pattern."""
 
     rank: int
     entries: int
@@ -287,7 +287,7 @@ def follow(target: Tensor, space: Tensor) -> Truncated | None:
 
 
 def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> bool:
-    """Whether a direction outside of the subspace is larger than the least one inside.
+    """Tell whether a direction outside of the subspace is larger than the least one inside.
 
     Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
     singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.

@@ -1,4 +1,4 @@
-"""What the page says besides its figures: key numbers, sink texts, tables, provenance; as plain values."""
+"""Contents of the page besides its figures: key numbers, sink texts, tables, provenance; as plain values."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class Table:
 
     @property
     def are_words(self) -> list[bool]:
-        """Of each column whether it holds words, which are aligned on the left."""
+        """True for each column that holds words, which are aligned on the left."""
         columns = zip(*self.rows, strict=True)
         return [{cell.value is None for cell in of if cell.shown != MISSING} == {True} for of in columns]
 
 
 def tiles(run: Run) -> list[Tile]:
-    """The key numbers that this run has."""
+    """Return the key numbers that this run has."""
     model = published.closest(run)
     reference = published.AVERAGES[model]
     numbers = []
@@ -147,12 +147,12 @@ def tiles(run: Run) -> list[Tile]:
 
 
 def flowing(token: object) -> str:
-    """A token inside running text: line ends are marked and kept, other control characters become marks."""
+    """Show a token inside running text: line ends are marked and kept, other control characters become marks."""
     return "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
 
 
 def sink_texts(run: Run) -> list[list[Token]]:
-    """The example contexts, each a list of tokens in order; empty where the run has none."""
+    """Return the example contexts, each a list of tokens in order; empty where the run has none."""
     if run.examples is None or not len(run.examples) or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
@@ -176,7 +176,7 @@ def _token(row: dict[Any, Any]) -> Token:
 
 
 def sink_tokens(run: Run) -> Table | None:
-    """The tokens that are most often sinks: contexts summed over heads, how many heads, the strongest one."""
+    """Tabulate the tokens most often sinks: contexts summed over heads, how many heads, the strongest one."""
     if run.sinks is None or not len(run.sinks):
         return None
     rows = []
@@ -206,7 +206,7 @@ def sink_tokens(run: Run) -> Table | None:
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
-    """A data frame as a table, numbers short; None where it is empty.
+    """Show a data frame as a table, numbers short; None where it is empty.
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
@@ -219,7 +219,7 @@ def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | No
 
 
 def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
-    """The title of a column and what it means: that of its declaration, or its name with spaces and nothing."""
+    """Return the title of a column and what it means: as declared, or its name with spaces and nothing."""
     if name in described:
         return described[name].title, described[name].meaning
     if (value := name.removesuffix("_se")) in described:
@@ -228,7 +228,7 @@ def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
 
 
 def run_table(run: Run, name: str) -> Table | None:
-    """A table of the run; None where it is empty.
+    """Show a table of the run; None where it is empty.
 
     Layers: each value with its standard error in one cell, sorted by the value. Outliers: the largest.
     Heads and attribution: the head's name in place of its layer and number, sorted by both.
@@ -266,7 +266,7 @@ def _cell(value: Any) -> Cell:
 
 
 def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
-    """`"layer,head"` → groups of (title, value) pairs of every head measure, for the card of one head."""
+    """Return the card of each head, `"layer,head"` → groups of (title, value) pairs of every head measure."""
     cards = {}
     measures = [
         measure
@@ -284,7 +284,7 @@ def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
 
 
 def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where the run comes from: (name, value) pairs, nested names joined by dots."""
+    """List where the run comes from: (name, value) pairs, nested names joined by dots."""
     rows: list[tuple[str, str]] = []
 
     def walk(prefix: str, value: Any) -> None:
@@ -300,7 +300,7 @@ def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def subtitle(provenance: dict[str, Any]) -> str:
-    """One line: what was surveyed on what."""
+    """Say in one line what was surveyed on what."""
     model = provenance.get("model") or {}
     if model.get("layers") == 0:
         trained = model.get("architecture") not in (None, "no model")
@@ -317,7 +317,7 @@ def subtitle(provenance: dict[str, Any]) -> str:
 
 
 def text_line(provenance: dict[str, Any]) -> str:
-    """One line on the text that was read, or that none was."""
+    """Describe in one line the text that was read, or say that none was."""
     corpus = provenance.get("corpus")
     if provenance.get("grid"):
         return "measured by the training runs on their own held-out text"
@@ -346,12 +346,12 @@ def _short_count(amount: float) -> str:
 
 
 def first_head(run: Run) -> str:
-    """The head that the page opens with, `layer,head`: the one with the clearest role."""
+    """Find the head that the page opens with, `layer,head`: the one with the clearest role."""
     return "{},{}".format(*opening_head(run)) if len(run.heads) else ""
 
 
 def measures() -> dict[str, str]:
-    """The key numbers by name, and what each says: a column's mean over heads or layers, or its largest value."""
+    """Name the key numbers, and say what each is: a column's mean over heads or layers, or its largest value."""
     heads, layers = declared("heads"), declared("layers")
     titles = {name: column.title for name, column in (heads | layers).items()}
     titles |= {UNIFORM_ATTENTION.column: "entropy over its maximum", "entropy": "attention entropy in nats"}
@@ -363,7 +363,7 @@ def measures() -> dict[str, str]:
 
 
 def summary_row(run: Run) -> dict[str, float]:
-    """The key numbers of a run: every one of `measures`, NaN where it has none; `…_se` for those over layers."""
+    """Compute a run's key numbers: every one of `measures`, NaN where it has none; `…_se` for those over layers."""
     row: dict[str, float] = {}
     for name in OVER_HEADS:
         values = entropy_share(run) if name == UNIFORM_ATTENTION.column else column(run.heads, name)
@@ -377,13 +377,13 @@ def summary_row(run: Run) -> dict[str, float]:
 
 
 def untrained_run(run: Run) -> Run | None:
-    """The survey of the untrained baseline in the run's own folder; None where there is none."""
+    """Read the survey of the untrained baseline in the run's own folder; None where there is none."""
     folder = None if run.folder is None else run.folder / UNTRAINED
     return Run.load(folder) if folder is not None and is_run(folder) else None
 
 
 def beside_untrained(run: Run, untrained: Run) -> Table:
-    """The key numbers of a run beside those of the same architecture with random weights, on the same text."""
+    """Tabulate a run's key numbers beside those of the same architecture with random weights, on the same text."""
     here, there = summary_row(run), summary_row(untrained)
     rows = [
         [

@@ -17,20 +17,20 @@ import pandas as pd
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion, Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
+from theodolite.judging import Criterion
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
 
-Floats = npt.NDArray[np.float64]
 OF_GROUPS = GROUPS, "groups of contexts"
 """What the standard errors of the layers table rest on."""
 
 
 def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
-    """A column as float64 in the frame's order, None where it is absent, empty, or has no finite value."""
+    """Return a column as float64 in the frame's order, None where it is absent, empty, or has no finite value."""
     if frame is None or name not in frame.columns or not len(frame):
         return None
     values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
@@ -38,32 +38,32 @@ def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
 
 
 def columns_of(run: Run, table: str) -> dict[str, Column]:
-    """What the columns of a table mean, by name, those of the caller's own measurements included."""
+    """Return the declarations of a table's columns by name, those of the caller's own measurements included."""
     return declared(table, run.provenance)
 
 
-def own_columns(run: Run, table: str) -> list[Column]:
-    """The columns of a table that the caller's own measurements declared, and that it has."""
+def caller_columns(run: Run, table: str) -> list[Column]:
+    """List the columns of a table that the caller's own measurements declared, and that it has."""
     known = declared(table)
     described = columns_of(run, table)
     return [one for name, one in described.items() if name not in known and name in getattr(run, table)]
 
 
 def limit_of(table: str, name: str) -> Criterion:
-    """What the numbers of a column meet in a healthy model."""
+    """Return the criterion that a column meets in a healthy model."""
     criterion = declared(table)[name].healthy
     assert criterion is not None, name
     return criterion
 
 
 def offered(run: Run) -> dict[str, Column]:
-    """The columns of heads that pickers offer, by name."""
+    """Return the columns of heads that pickers offer, by name."""
     described = columns_of(run, "heads")
     return {name: one for name, one in described.items() if one.offered and one.kind in ("number", "name")}
 
 
 def opening_head(run: Run) -> tuple[int, int]:
-    """The head that most clearly has a role: its score is the largest multiple of the threshold; else the first."""
+    """Find the head that most clearly has a role: its score is the largest multiple of the threshold; or the first."""
     thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
     clearness = (run.heads[list(thresholds)] / pd.Series(thresholds)).max(axis=1).fillna(0.0)
     row = run.heads.loc[clearness.idxmax()]
@@ -71,7 +71,7 @@ def opening_head(run: Run) -> tuple[int, int]:
 
 
 def array(run: Run, name: str) -> npt.NDArray[Any] | None:
-    """An array of the run in its own dtype and memory, None where it is absent or empty."""
+    """Return an array of the run in its own dtype and memory, None where it is absent or empty."""
     tensor = run.arrays.get(name)
     if tensor is None or tensor.numel() == 0:
         return None
@@ -80,7 +80,7 @@ def array(run: Run, name: str) -> npt.NDArray[Any] | None:
 
 
 def need(run: Run, name: str) -> npt.NDArray[Any]:
-    """As `array`, for a figure that cannot be drawn without it: `UsageError` where it is absent."""
+    """Return `array` for a figure that cannot be drawn without it: `UsageError` where it is absent."""
     values = array(run, name)
     if values is None:
         raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
@@ -88,7 +88,7 @@ def need(run: Run, name: str) -> npt.NDArray[Any]:
 
 
 def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
-    """As `column`, for a figure that cannot be drawn without it: `UsageError` where it is absent."""
+    """Return `column` for a figure that cannot be drawn without it: `UsageError` where it is absent."""
     values = column(frame, name)
     if values is None:
         raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
@@ -96,25 +96,25 @@ def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
 
 
 def value_of(run: Run, name: str) -> Floats:
-    """A layer column, NaN where the run has none."""
+    """Return a layer column, NaN where the run has none."""
     values = column(run.layers, name)
     return np.full(len(run.layers), np.nan) if values is None else values
 
 
 def error_of(run: Run, name: str) -> Floats:
-    """The standard errors of a column of the layers table, NaN where the run has none."""
+    """Return the standard errors of a column of the layers table, NaN where the run has none."""
     return value_of(run, f"{name}_se")
 
 
 def layer_estimates(run: Run, name: str) -> Estimates:
-    """A layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
+    """Return a layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
     return Estimates(value_of(run, name), error_of(run, name), *OF_GROUPS)
 
 
 def mean_over_layers(
     values: Sequence[float] | Floats, errors: Floats | None = None
 ) -> tuple[float, float, float]:
-    """Mean over layers, standard deviation over layers (over N, as Table 1 prints it), standard error of the mean.
+    """Average over layers: mean, standard deviation over layers (over N, as Table 1), standard error of the mean.
 
     The layers share their contexts, so their errors add up rather than average out: the mean of the standard
     errors is the most that the error of the mean can be, and is what is given. NaN where there are none.
@@ -131,41 +131,41 @@ def mean_over_layers(
 def layer_average(
     run: Run, name: str, among: slice | npt.NDArray[np.bool_] = slice(None)
 ) -> tuple[Estimate, float]:
-    """The `mean_over_layers` of a column (of some rows) as an estimate, and the standard deviation over layers."""
+    """Return `mean_over_layers` of a column (of some rows) as an estimate, and the standard deviation over layers."""
     mean, deviation, error = mean_over_layers(value_of(run, name)[among], error_of(run, name)[among])
     return Estimate(mean, error, *OF_GROUPS), deviation
 
 
 def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
-    """A column's mean over layers with its standard error; None where `column` gives none."""
+    """Return a column's mean over layers with its standard error; None where `column` gives none."""
     mean, _ = layer_average(run, name)
     return (mean.value, mean.error) if math.isfinite(mean.value) else None
 
 
 def layer_numbers(run: Run) -> Floats:
-    """The residual layers 0…L in the frame's order."""
+    """Return the residual layers 0…L in the frame's order."""
     return need_column(run.layers, "layer")
 
 
 def residual_layers(run: Run) -> int:
-    """L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
+    """Return L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
     return blocks(run) + 1
 
 
 def blocks(run: Run) -> int:
-    """L, the number of blocks, with those that do not attend where a text was read."""
+    """Return L, the number of blocks, with those that do not attend where a text was read."""
     if run.layers is not None and len(run.layers):
         return int(run.layers["layer"].max())
     return int(run.heads["layer"].max()) + 1 if len(run.heads) else 0
 
 
 def heads_per_block(run: Run) -> int:
-    """H, the number of heads of the widest block."""
+    """Return H, the number of heads of the widest block."""
     return int(run.heads["head"].max()) + 1 if len(run.heads) else 0
 
 
 def head_labels(run: Run) -> list[str]:
-    """`L3H5` for every row of the head table, in its order."""
+    """Label every row of the head table as `L3H5`, in its order."""
     return [
         head_name(int(layer), int(head))
         for layer, head in zip(run.heads["layer"], run.heads["head"], strict=True)
@@ -173,7 +173,7 @@ def head_labels(run: Run) -> list[str]:
 
 
 def head_grid(run: Run, name: str) -> Floats | None:
-    """A head measure as an (L, H) grid, NaN where a head is missing; None where `column` gives none."""
+    """Lay out a head measure as an (L, H) grid, NaN where a head is missing; None where `column` gives none."""
     values = column(run.heads, name)
     if values is None:
         return None
@@ -183,7 +183,7 @@ def head_grid(run: Run, name: str) -> Floats | None:
 
 
 def provenance(run: Run, *path: str) -> Any:
-    """`run.provenance[a][b]…`, None where a step is missing."""
+    """Return `run.provenance[a][b]…`, None where a step is missing."""
     value: Any = run.provenance
     for step in path:
         if not isinstance(value, dict) or step not in value:
@@ -193,17 +193,17 @@ def provenance(run: Run, *path: str) -> Any:
 
 
 def grid_of(run: Run) -> PatchGrid | None:
-    """How the tokens of the run's images lie; None where it has read text, or nothing."""
+    """Return how the tokens of the run's images lie; None where it has read text, or nothing."""
     return grid_described(provenance(run, "corpus") or {})
 
 
 def entropy_limits(run: Run) -> Floats:
-    """The highest entropy in nats that each query of each block can have: ln of the keys that it sees, (L, T)."""
+    """Compute the highest entropy in nats of each query of each block: ln of the keys that it sees, (L, T)."""
     return np.log(np.maximum(need(run, "visible_keys"), 1))
 
 
 def entropy_share(run: Run) -> Floats | None:
-    """Each head's mean entropy over the mean of its block's `entropy_limits`, in the table's order; None without."""
+    """Compute each head's mean entropy over the mean of its block's `entropy_limits`, in table order; None without."""
     entropy = column(run.heads, "entropy")
     if entropy is None or array(run, "visible_keys") is None:
         return None
@@ -213,7 +213,7 @@ def entropy_share(run: Run) -> Floats | None:
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a table as plain JSON values; NaN and infinities as None."""
+    """Convert the rows of a table to plain JSON values; NaN and infinities to None."""
 
     def plain(value: Any) -> Any:
         value = value.item() if hasattr(value, "item") else value
@@ -223,7 +223,7 @@ def records(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of 0…count−1, evenly spread, first and last included."""
+    """Choose at most `most` of 0…count−1, evenly spread, first and last included."""
     if count <= most:
         return list(range(count))
     return sorted({round(step) for step in np.linspace(0, count - 1, most)})

@@ -38,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a figure's picker offers: `options`, and the same figure drawn for each.
+    """A figure's picker: its `options`, and the same figure drawn for each.
 
     `mode`: "picker" (one figure under its own picker), "buttons" (a button for each), "head" (follows the page's
     layer and head pickers).
@@ -53,7 +53,7 @@ class Choice:
     start: int = 0
 
     def variants(self) -> dict[str, list[Patch]]:
-        """Of every option the entries of each trace that are not the same in all options."""
+        """Return, for every option, the entries of each trace that are not the same in all options."""
         traces = {option.key: _traces(self.draw(option.key)) for option in self.options}
         changing = _changing(traces)
         return {
@@ -67,7 +67,7 @@ def _traces(figure: go.Figure | Sketch) -> list[Patch]:
 
 
 def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
-    """Of every trace the names of the entries that some option changes."""
+    """List, for every trace, the names of the entries that some option changes."""
     first, *others = traces.values()
     return [
         [
@@ -150,19 +150,19 @@ class SurveyExhibit:
     curves: dict[str, Any] = field(default_factory=dict)
 
     def available(self, run: Run) -> bool:
-        """True when the run has every number that the figure needs."""
+        """Tell whether the run has every number that the figure needs."""
         return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
 
     def arguments(self, run: Run) -> dict[str, Any]:
-        """What the function takes besides the run."""
+        """Return what the function takes besides the run."""
         return {name: value(run) if callable(value) else value for name, value in self.given.items()}
 
     def draw(self, run: Run) -> go.Figure:
-        """The figure as a page first has it."""
+        """Draw the figure as a page first has it."""
         return self.function(run, **self.arguments(run))
 
     def of(self, run: Run) -> Exhibit:
-        """The exhibit of one run."""
+        """Return the exhibit of one run."""
         given = self.arguments(run)
         sketch = self.function.sketch if isinstance(self.function, Sketched) else self.function
         choice = self.picker and self.picker(run, lambda **chosen: sketch(run, **given | chosen))
@@ -205,30 +205,30 @@ def by_name(
     grid: bool = False,
     start: int = 0,
 ) -> Choice:
-    """A picker over numbered pictures, the first `GRID` of them, evenly chosen, also drawn small."""
+    """Offer numbered pictures; the first `GRID` of them, evenly chosen, also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
     shown = [str(index) for index in evenly(len(names), GRID)] if grid else []
     return Choice(kind, options, lambda key: draw(int(key)), grid=shown, start=start)
 
 
 def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: bool = False) -> Choice:
-    """A picker over residual layers, the middle one first."""
+    """Offer residual layers, the middle one first."""
     names = [f"layer {layer}" for layer in range(count)]
     return by_name("layer", names, draw, grid=grid, start=count // 2)
 
 
 def by_residual_layer(run: Run, draw: Draw) -> Choice:
-    """A picker over the residual layers of a run."""
+    """Offer the residual layers of a run."""
     return by_layer(residual_layers(run), lambda layer: draw(layer=layer))
 
 
 def by_block(run: Run, draw: Draw) -> Choice:
-    """A picker over the blocks of a run."""
+    """Offer the blocks of a run."""
     return by_layer(blocks(run), lambda layer: draw(layer=layer))
 
 
 def by_head(run: Run, draw: Draw) -> Choice:
-    """What the page's pickers of one head choose."""
+    """Offer the heads, which the page's pickers of one head choose."""
     places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
     options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
 

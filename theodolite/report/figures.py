@@ -51,12 +51,12 @@ _CHOICES: dict[str, Sequence[object]] = {
 
 
 def available(run: Run) -> list[str]:
-    """The names of the figures that this run has the numbers for, in the order of the page."""
+    """List the figures that this run has the numbers for, in the order of the page."""
     return [name for name, of in _OF_FUNCTION.items() if any(one.available(run) for one in of)]
 
 
 def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
-    """Title of a figure drawn with these arguments, and what to look for."""
+    """Return the title of a figure drawn with these arguments, and what to look for."""
     subject = ""
     if "head" in arguments:
         subject = head_name(arguments["layer"], arguments["head"])

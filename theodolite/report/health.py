@@ -13,20 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.judging import HOLDS, Criterion, Estimate, judge
+from theodolite.estimates import Estimate, Floats
+from theodolite.judging import HOLDS, Criterion, judge
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report.data import (
-    Floats,
     array,
+    caller_columns,
     column,
     entropy_share,
     grid_of,
     head_labels,
     layer_average,
     limit_of,
-    own_columns,
     provenance,
 )
 from theodolite.system.wording import (
@@ -56,7 +56,7 @@ class Check(NamedTuple):
 
 
 def in_a_line(checks: Sequence[Check]) -> str:
-    """The outcome of all checks in one sentence."""
+    """Say the outcome of all checks in one sentence."""
     if flagged := sum(check.flagged for check in checks):
         return f"{flagged} of {counted(len(checks), 'health check')} flagged."
     return "The health check passed." if len(checks) == 1 else f"All {len(checks)} health checks passed."
@@ -67,18 +67,18 @@ Outcome = tuple[str, bool]
 
 
 def checks(run: Run) -> list[Check]:
-    """Every check that the run's numbers allow, those of a caller's own columns last."""
+    """Run every check that the run's numbers allow, those of a caller's own columns last."""
     outcomes = [
         *(_rank_collapse(run), _entropy_collapse(run), _vanishing(run), _dead_heads(run)),
         *(_constant_logits(run), _massive(run), _positional(run), _smooth(run), _entangled(run)),
         *(_missing(run), _not_decomposed(run), _unknown_tokens(run)),
-        *(_own(measure, run) for table in ("layers", "heads") for measure in own_columns(run, table)),
+        *(_own(measure, run) for table in ("layers", "heads") for measure in caller_columns(run, table)),
     ]
     return [Check(*outcome) for outcome in outcomes if outcome is not None]
 
 
 def _own(measure: Column, run: Run) -> Outcome | None:
-    """The check that a caller's column declares."""
+    """Run the check that a caller's column declares."""
     frame = getattr(run, measure.table)
     if (values := column(frame, measure.name)) is None or measure.healthy is None:
         return None
@@ -94,7 +94,7 @@ def _own(measure: Column, run: Run) -> Outcome | None:
 
 
 def _unhealthy(healthy: Criterion, values: Floats) -> npt.NDArray[np.bool_]:
-    """The known values that do not meet what those of a healthy model do."""
+    """Mark the known values that do not meet what those of a healthy model do."""
     return np.isfinite(values) & ~healthy.met(values)
 
 
@@ -220,14 +220,14 @@ def _massive(run: Run) -> Outcome | None:
 
 
 def _passes(estimate: Estimate, criterion: Criterion) -> bool:
-    """Clearly on the right side; where fewer than eight contexts give no error, on the right side at all."""
+    """Tell whether a number is clearly on the right side; with no error (under eight contexts), there at all."""
     if math.isnan(estimate.error):
         return bool(criterion.met(estimate.value))
     return judge("", "", estimate, criterion).answer == HOLDS
 
 
 def _positional(run: Run) -> Outcome | None:
-    """Whether the positional basis is more than noise; without that and smoothness, weights look random."""
+    """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
     rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
     if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
@@ -241,7 +241,7 @@ def _positional(run: Run) -> Outcome | None:
 
 
 def of_plane(run: Run) -> str:
-    """What is said of the frequencies of patches, which lie in rows and columns."""
+    """Word the frequencies of patches, which lie in rows and columns."""
     return " of rows and of columns" if grid_of(run) else ""
 
 
@@ -250,7 +250,7 @@ LEAST_SIDE = 10
 
 
 def above_noise(run: Run) -> npt.NDArray[np.bool_]:
-    """Layers in whose positional basis the mean of so many contexts leaves little noise.
+    """Mark the layers in whose positional basis the mean of so many contexts leaves little noise.
 
     The mean of n contexts at each of T positions has noise of relative norm 1/√n. In T equal directions it gives the
     Gram matrix an energy of T/n² (in the embedded model 1.1 times as much): a tenth of the whole where the relative
@@ -300,7 +300,7 @@ def _entangled(run: Run) -> Outcome | None:
 
 
 def _missing(run: Run) -> Outcome | None:
-    """Heads that have no measured attention although the text was read."""
+    """Check for heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
     unknown = run.heads["entropy"].isna().to_numpy()

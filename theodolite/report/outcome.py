@@ -18,6 +18,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import (
     FAILS,
     HOLDS,
@@ -25,8 +26,6 @@ from theodolite.judging import (
     UNDECIDED,
     UNTESTABLE,
     Criterion,
-    Estimate,
-    Estimates,
     Verdict,
     independent,
     judge,
@@ -67,7 +66,7 @@ JUDGED = "judged"  # the table with the numbers behind the verdicts
 
 @dataclass(frozen=True)
 class Heading:
-    """What stands above an outcome."""
+    """The heading of an outcome."""
 
     name: str  # `geometry/table1`
     title: str
@@ -85,7 +84,7 @@ class Reading:
 
 @dataclass
 class Outcome:
-    """What an experiment gives; it is filled in the order in which the page shows it."""
+    """An experiment's outcome; it is filled in the order in which the page shows it."""
 
     readings: list[Reading] = field(default_factory=list)  # headline numbers, next to the paper's
     verdicts: list[Verdict] = field(default_factory=list)
@@ -220,7 +219,7 @@ def write_outcome(
 
 
 def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> str:
-    """The page of one outcome as one string of HTML."""
+    """Render the page of one outcome as one string of HTML."""
     tables = {name: content.frame_table(frame) for name, frame in _tables(outcome).items()}
     return rendered(
         "experiment.html.j2",
@@ -275,7 +274,7 @@ def write_index(root: str | Path) -> Path | None:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """What the index says of an outcome; None where its file is not one of ours, or is damaged."""
+    """Read an outcome's entry in the index; None where its file is not one of ours, or is damaged."""
     try:
         loaded = read_json_checked(path)
         asked = _described(loaded["provenance"].get("asked") or {})
@@ -293,7 +292,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 
 def tally(verdicts: list[Verdict]) -> str:
-    """`3 claims: 2 hold, 1 in part`; empty where there is one or none."""
+    """Word the count of claims: `3 claims: 2 hold, 1 in part`; empty where there is one or none."""
     counted = independent(verdicts)
     counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}

@@ -118,7 +118,7 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def render(run: Run) -> str:
-    """The page as one string of HTML."""
+    """Render the page as one string of HTML."""
     blocks = {
         section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
         for section in SECTIONS
@@ -167,7 +167,7 @@ def render(run: Run) -> str:
 
 
 def _named(run: Run) -> dict[str, str]:
-    """What stands above a run: the model, what it is, and the text that it has read."""
+    """Write the heading of a run: the model, what it is, and the text that it has read."""
     return {
         "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
         "subtitle": content.subtitle(run.provenance),
@@ -190,7 +190,7 @@ def as_html(run: Run) -> str:
 
 
 def strongest(run: Run) -> list[tuple[str, str]]:
-    """For each role, the head with the highest score: ("previous token", "L3H0 (0.45)")."""
+    """Find the head with the highest score for each role: ("previous token", "L3H0 (0.45)")."""
     heads = []
     for role in COMMON_ROLES:
         values = column(run.heads, role.column)
@@ -217,7 +217,7 @@ def rendered(template: str, values: dict[str, Any]) -> str:
 
 
 def static_text(name: str) -> str:
-    """The style or a script of the pages."""
+    """Read the style or a script of the pages."""
     return (resources.files("theodolite.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -252,7 +252,7 @@ def block_of(exhibit: Exhibit) -> Block:
 
 
 def themes() -> dict[str, Any]:
-    """The figures' light and dark templates, and which colours change between them."""
+    """Return the figures' light and dark templates, and which colours change between them."""
     return {
         "light": style.template().to_plotly_json(),
         "dark": style.template(dark=True).to_plotly_json(),
@@ -261,13 +261,13 @@ def themes() -> dict[str, Any]:
 
 
 def script_json(value: Any) -> str:
-    """`value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
+    """Encode `value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
     text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.translate(_UNSAFE)
 
 
 def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
-    """A figure without its template, and the data that each of its variants puts in place.
+    """Encode a figure without its template, and the data that each of its variants puts in place.
 
     `variants`: key → one patch a trace, laid over the trace's own entries.
     """
@@ -286,7 +286,7 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
-    """The trace with its z in steps of 1/100, a byte a cell."""
+    """Pack the trace's z in steps of 1/100, a byte a cell."""
     z = trace["z"]
     if isinstance(z, dict):
         shape = tuple(int(size) for size in z["shape"].split(","))
@@ -297,7 +297,7 @@ def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """A numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
+    """Encode a numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
     dtype = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
     if dtype is not None:
         values = values.astype(dtype, copy=False)
@@ -311,7 +311,7 @@ def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with arrays packed, numpy numbers made plain, and NaN made null."""
+    """Convert `value` to plain JSON: arrays packed, numpy numbers made plain, and NaN made null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -24,7 +24,7 @@ PRUNING = Heading(
 
 
 def pruned_outcome(pruned: Pruned) -> Outcome:
-    """Key numbers, the errors by block and matrix, and the table."""
+    """Make the outcome: key numbers, the errors by block and matrix, and the table."""
     table, pruning = pruned.table, pruned.provenance["pruning"]
     outcome = Outcome(tables={"matrices": table})
     entries = table["outputs"] * table["inputs"]
@@ -62,7 +62,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
 
 
 def short_of_tokens(pruned: Pruned) -> list[str]:
-    """Matrices whose full moments are of fewer tokens than inputs, so that damping decides in part: name and tokens."""
+    """List matrices whose full moments are of fewer tokens than inputs, so that damping decides in part."""
     table = pruned.table
     if "damping" not in pruned.provenance["pruning"]:  # no method that reads full moments
         return []
@@ -84,7 +84,7 @@ def write_page(pruned: Pruned, folder: Path) -> Path:
 
 
 def page_at(folder: Path) -> Path:
-    """Where the page below `folder` is."""
+    """Return the path of the page below `folder`."""
     return folder_of(PRUNING.name, folder) / "index.html"
 
 

@@ -46,7 +46,7 @@ class OtherText:
 
 
 def _fixed(value: Any) -> Any:
-    """Lists as tuples."""
+    """Convert lists to tuples."""
     if isinstance(value, dict):
         return {key: _fixed(entry) for key, entry in value.items()}
     return tuple(map(_fixed, value)) if isinstance(value, list) else value
@@ -85,7 +85,7 @@ _FAMILIES = {
 
 
 def closest(run: Run) -> str:
-    """The published model to show first: the same family, else the same kind of position, else GPT-2."""
+    """Find the published model to show first: the same family, else the same kind of position, else GPT-2."""
     family, positions = ((provenance(run, "model", of) or "").lower() for of in ("family", "positions"))
     for model, parts in _FAMILIES.items():
         if any(part in family for part in parts):
@@ -94,6 +94,6 @@ def closest(run: Run) -> str:
 
 
 def layer_range(rows: tuple[tuple[float, ...], ...]) -> tuple[list[float], list[float]]:
-    """Lowest and highest of the texts at each of the 13 layers."""
+    """Return the lowest and highest of the texts at each of the 13 layers."""
     layers = list(zip(*rows, strict=True))
     return list(map(min, layers)), list(map(max, layers))

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.estimates import most_extreme, sigmas
-from theodolite.judging import SIGMAS, Criterion, Estimate
+from theodolite.estimates import SIGMAS, Estimate, most_extreme, sigmas
+from theodolite.judging import Criterion
 from theodolite.passes.run import Run
 from theodolite.report.drawing import sinks as drawing
 from theodolite.report.outcome import Heading, Outcome

@@ -1,4 +1,4 @@
-"""How every figure looks: three colour scales with one meaning each, roles, the light and dark templates.
+"""Style of every figure: three colour scales with one meaning each, roles, the light and dark templates.
 
 - MAGNITUDE (paper to plum): amounts, from zero, which is the page's own background, up.
 - SIGNED (blue – paper – vermillion): sign and amount; zero is the page's own background too.
@@ -64,7 +64,7 @@ ORDER: Scale = _spread(_DEPTH)
 
 
 def translucent(colour: str, opacity: float) -> str:
-    """A hexadecimal colour as `rgba(…)`."""
+    """Write a hexadecimal colour as `rgba(…)`."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity:g})"
 
@@ -125,7 +125,7 @@ def order_colour(share: float) -> str:
 
 @functools.cache
 def template(dark: bool = False) -> go.layout.Template:
-    """The Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
+    """Make the Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
     ink, grid, line = ("#d9dce1", DARK_HAIRLINE, "#59616d") if dark else ("#2a2f36", HAIRLINE, "#a9a79f")
     panel = "#242a33" if dark else "#ffffff"
     axis = {
@@ -172,7 +172,7 @@ def template(dark: bool = False) -> go.layout.Template:
 def figure(
     traces: list[Any], x: str = "", y: str = "", *, height: int = HEIGHT, layout: dict[str, Any] | None = None
 ) -> go.Figure:
-    """A figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
+    """Make a figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     drawn = go.Figure(traces, {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}})
     return finished(drawn, height=height, layout=layout)
 
@@ -217,7 +217,7 @@ def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
 
 
 def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:
-    """Symmetric error bars, of length 0 where there is no error; None where there is none at all."""
+    """Make symmetric error bars, of length 0 where there is no error; None where there is none at all."""
     errors = np.asarray(errors, dtype=np.float32)
     if not np.isfinite(errors).any():
         return None
@@ -225,12 +225,12 @@ def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[s
 
 
 def every_tick(count: int) -> dict[str, int]:
-    """A tick at each of `count` whole numbers where all can be read; else Plotly's own choice."""
+    """Set a tick at each of `count` whole numbers where all can be read; else leave it to Plotly."""
     return {"dtick": 1} if count <= MOST_TICKS else {}
 
 
 def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """An axis of residual layers, with room for the markers at its ends."""
+    """Make an axis of residual layers, with room for the markers at its ends."""
     return {"range": [layers.min() - 0.3, layers.max() + 0.3], "zeroline": False} | every_tick(len(layers))
 
 
@@ -258,6 +258,6 @@ def whole_bar(title: str, span: int) -> dict[str, Any]:
 
 
 def colour_bar(title: str, **more: Any) -> dict[str, Any]:
-    """A slim colour bar whose title reads upwards beside it."""
+    """Make a slim colour bar whose title reads upwards beside it."""
     shown = {"text": title, "side": "right", "font": {"size": 12}}  # as the axes'; Plotly's own is larger
     return {"title": shown, "thickness": 10, "outlinewidth": 0, "len": 0.95} | more

@@ -1,4 +1,4 @@
-"""What a run says, in sentences: position, context, localization, sinks, outliers, heads, constituents.
+"""Summarise a run in sentences: position, context, localization, sinks, outliers, heads, constituents.
 
 Every sentence is computed from the run's numbers and is left out where the run has none of them; every
 threshold that turns a number into a word is a constant here. This module writes plain text only: no markup,
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from theodolite.estimates import Floats
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
@@ -29,7 +30,6 @@ from theodolite.measure.head_roles import (
 from theodolite.passes.run import Run
 from theodolite.report import health, published
 from theodolite.report.data import (
-    Floats,
     array,
     column,
     entropy_share,
@@ -60,7 +60,7 @@ NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.0
 
 
 def summarise(run: Run) -> dict[str, list[str]]:
-    """The sentences of each topic that the run has numbers for, in reading order; of weights alone localization."""
+    """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
     told = {topic: list(sentences(run)) for topic, sentences in TOPICS.items()}
     return {topic: sentences for topic, sentences in told.items() if sentences}
 
@@ -75,7 +75,7 @@ def _layers(run: Run) -> npt.NDArray[np.int_]:
 
 
 def _mean(mean_and_error: tuple[float, float]) -> str:
-    """A mean in two digits, or with its standard error where it has one."""
+    """Word a mean in two digits, or with its standard error where it has one."""
     mean, error = mean_and_error
     return with_error(mean, error) if error > 0 else number(mean, 2)
 
@@ -162,7 +162,7 @@ def _localization(run: Run) -> Iterator[str]:
 
 
 def _heads_of(run: Run, role: HeadRole) -> list[str]:
-    """Heads that have the role, strongest first, each with its score."""
+    """List the heads that have the role, strongest first, each with its score."""
     values = column(run.heads, role.column)
     if values is None:
         return []
@@ -196,7 +196,7 @@ def _sinks(run: Run) -> Iterator[str]:
 
 
 def _later_tokens(run: Run) -> list[str]:
-    """The three tokens past position 0 that were sinks most often, contexts summed over heads."""
+    """List the three tokens past position 0 that were sinks most often, contexts summed over heads."""
     if run.sinks is None or not len(run.sinks):
         return []
     grid = grid_of(run)
@@ -241,7 +241,7 @@ def _outliers(run: Run) -> Iterator[str]:
 
 
 def _spans(numbers: list[int]) -> str:
-    """`0–3, 7`: runs of neighbours written as ranges."""
+    """Write runs of neighbours as ranges: `0–3, 7`."""
     spans: list[list[int]] = []
     for value in sorted(numbers):
         if spans and value == spans[-1][-1] + 1:
@@ -266,7 +266,7 @@ def _heads(run: Run) -> Iterator[str]:
 
 
 def _constituents(run: Run) -> Iterator[str]:
-    """What carries the logits over all heads, then one sentence a pattern on the head that follows it most."""
+    """Say what carries the logits over all heads, then for each pattern which head follows it most."""
     known = [name for name in SHARES if name in run.heads and run.heads[name].fillna(0).any()]
     shares = run.heads[known].rename(columns=SHARES).dropna()
     if not shares.empty:

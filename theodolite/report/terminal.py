@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: short tables of layers and notable heads, an outcome, and JSON."""
+"""Show a run in the terminal: short tables of layers and notable heads, an outcome, and JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def show_outcome(
 
 
 def tables_as_json(run: Run) -> dict[str, Any]:
-    """Provenance and tables as plain JSON values; NaN becomes null."""
+    """Convert provenance and tables to plain JSON values; NaN becomes null."""
     tables = {name: records(getattr(run, name)) for name in TABLES if len(getattr(run, name))}
     return {"provenance": run.provenance, **tables}
 
@@ -73,7 +73,7 @@ def _short(columns: Mapping[str, Column], rows: pd.DataFrame) -> tuple[dict[str,
 
 
 def _layers(run: Run, *, wide: bool) -> Table:
-    """The layers with standard errors (±): next to the values in a wide terminal, below them in a narrow one."""
+    """Tabulate the layers with standard errors (±): beside the values in a wide terminal, below in a narrow one."""
     layers = run.layers
     headings, caption = _short(declared("layers", run.provenance), layers)
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in headings)

@@ -119,7 +119,7 @@ def ablation_test(
     batch = batch_of(corpus, None)
 
     def effects(ablate: Ablate) -> dict[str, Float[Tensor, " contexts"]]:
-        """Each measure by name; NaN for a context that has none of it."""
+        """Return each measure by name; NaN for a context that has none of it."""
         batches: list[dict[str, Tensor]] = []
         for start in range(0, len(ids), batch):
             part = slice(start, min(start + batch, len(ids)))
@@ -128,7 +128,7 @@ def ablation_test(
                 loss = next_token_losses(model.logits(ids[part]), ids[part])
             # The last token has no next one.
             caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in groups[part]])
-            free = torch.stack([catches.kept.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
+            free = torch.stack([catches.counted.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
             of_caught, of_others = _mean_where(loss, caught), _mean_where(loss, free)
             sinks = torch.tensor([len(catches.head) for catches in tap.catches], dtype=torch.float64)
             values = {LOSS_CAUGHT: of_caught, LOSS_OTHERS: of_others, LOSS_DIFFERENCE: of_caught - of_others}
@@ -196,7 +196,7 @@ def _ablations(
     count = (sinks.sum(dim=1) + column).unsqueeze(1)
 
     def others(seed: int) -> Bool[Tensor, "contexts positions"]:
-        """As many keys of each context that are no sinks, and not the first; one for a learned column, too."""
+        """Draw as many keys of each context that are no sinks, and not the first; one for a learned column, too."""
         noise = torch.rand(sinks.shape, generator=torch.Generator().manual_seed(seed))
         noise[sinks] = 2.0
         noise[:, 0] = 2.0
@@ -222,26 +222,26 @@ def _ablations(
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean of each row over the chosen ones; NaN where there is none."""
+    """Average each row over the chosen ones; NaN where there is none."""
     count = chosen.sum(dim=1)
     return torch.where(count > 0, (values * chosen).sum(dim=1) / count.clamp_min(1), torch.nan)
 
 
 def _eta(groups: Catches, hidden: Tensor) -> Tensor:
-    """η² of the whole grouping; NaN where there is nothing to compare."""
+    """Compute η² of the whole grouping; NaN where there is nothing to compare."""
     pairs = released(groups.to(hidden.device), hidden)["head_pairs"][0].cpu()
     return torch.where(pairs[1] > 0, pairs[0] / pairs[1], torch.nan)
 
 
 def _of_head(catches: Catches, head: int) -> Catches:
     rows = catches.head == head
-    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "kept"}
-    kept = catches.kept[of_sinks["of"].unique()]
-    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "kept": kept})
+    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "counted"}
+    counted = catches.counted[of_sinks["of"].unique()]
+    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "counted": counted})
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
-    """Mean over the contexts that have a value, and its standard error."""
+    """Average over the contexts that have a value, with the standard error."""
     known = values[values.isfinite()]
     if not len(known):
         return float("nan"), float("nan")

@@ -72,7 +72,7 @@ class Exclusions:
 
     @classmethod
     def of(cls, run: Run | Outliers, least_share: float = LEAST_SHARE) -> Exclusions:
-        """The rules of a survey, of a trace, or of outliers.
+        """Derive the rules of a survey, of a trace, or of outliers.
 
         Args:
             run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
@@ -84,7 +84,7 @@ class Exclusions:
             UsageError: a run of weights alone, or a share that is none.
         """
         if not 0 <= least_share <= 1:
-            raise UsageError(f"a share of {least_share} is none: give one from 0 to 1")
+            raise UsageError(f"least share {least_share} is not a share: give one from 0 to 1")
         if not isinstance(run, Run | Outliers):
             raise UsageError(f"exclusions are made of a run or of outliers, not of {type(run).__name__}")
         provenance = run.numbers if isinstance(run, Outliers) else run.provenance
@@ -122,7 +122,7 @@ class Exclusions:
         return chosen
 
     def dimensions(self, layer: int) -> list[int]:
-        """The outlier dimensions of a residual layer, massive activations included, in ascending order."""
+        """List the outlier dimensions of a residual layer, massive activations included, in ascending order."""
         return sorted({r.dimension for r in self.rules if r.layer == layer and r.dimension is not None})
 
     def save(self, path: str | Path) -> None:
@@ -164,7 +164,7 @@ class Exclusions:
 
 
 def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, named: bool = False) -> Rule:
-    """A rule about the head or dimension of a row; `named`: only of its token."""
+    """Make a rule about the head or dimension of a row; `named`: only of its token."""
     place = {"head": int(row.head)} if kind == "sink" else {"dimension": int(row.dimension)}
     token = {"token_id": int(row.token_id), "token": str(row.token)} if named else {}
     return Rule(kind, int(row.layer), **place, **token, first=first, share=float(share))  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, name
 
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
     if run.kind == TRACE:
-        # A token that is a sink of a whole context here and of a stretch there is one rule, by its larger share.
+        # A token that is a sink of a whole context here and a local one there is one rule, by its larger share.
         sinks = run.traces.sort_values("share", ascending=False, kind="stable")
         sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))
         sinks = sinks.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index()

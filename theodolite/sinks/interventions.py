@@ -1,8 +1,8 @@
 """Causal interventions on a live model: ablate a tag, knock out a sink, drop the low-rank part of W_Q, W_K, W_V.
 
-Each is a context manager. While it is open the model is edited, whoever calls it: the model itself, `generate`, a
+Each is a context manager. While it is open the model is changed, whoever calls it: the model itself, `generate`, a
 survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
-that reads the model, and may be left in any order. The edits themselves are in `models.doors` and
+that reads the model, and may be left in any order. The changes themselves are in `models.doors` and
 `models.weights`; what they do to the model is for the caller to measure.
 """
 
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.key_masking import hide_keys, restore_blind_queries
+from theodolite.attention.key_masking import mask_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
@@ -62,14 +62,14 @@ def ablate_direction(
     queries: Positions | None = None,
     control: int | Float[Tensor, " width"] | None = None,
 ) -> Iterator[AblatedDirection]:
-    """While open, remove a direction from what a head writes into the residual stream.
+    """Remove a direction from what a head writes into the residual stream, while open.
 
     With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
     space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
     (`control`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
     t' W_O = v, ‖v‖ = 1, o ← o − ((o W_O)·û) t'. All this is before a norm of the attention's sum (Gemma 2).
 
-    A tap opened inside gets what the head itself computes, all that comes after it the edited output.
+    A tap opened inside gets what the head itself computes, all that comes after it the changed output.
 
     Args:
         model: an opened model.
@@ -115,10 +115,10 @@ def ablate_direction(
         output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
 
-    edit_name = _described(
+    name = _described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
     )
-    with model.intervention(edit_name, intervened(model.root, model.attention_alone(layer), intervene)):
+    with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
 
@@ -131,21 +131,21 @@ def attention_knockout(
     *,
     sink_column: bool = False,
 ) -> Iterator[None]:
-    """While open, keep the queries of a head from attending to some keys. Memory grows linearly with the keys.
+    """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
-    only) keeps the output that it had. A tap opened inside gets the edited inputs, where the hidden keys'
+    only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
     logits are finite, but so low that `exp` gives 0.
 
-    In `generate`, positions count from the first token of the padded prompt. Keys to hide are given at once: of two
+    In `generate`, positions count from the first token of the padded prompt. Keys to mask are given at once: of two
     of these nested in one head, a query that both together leave no key looks at those of the outer one.
 
     Args:
         model: an opened model.
         layer: layer of the head.
         head: query head, or None for all heads of the layer.
-        positions: keys to hide; keys after the last one of a bool tensor are not hidden.
-        sink_column: hide the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
+        positions: keys to mask; keys after the last one of a bool tensor are not masked.
+        sink_column: mask the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
 
     Raises:
         UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
@@ -158,17 +158,17 @@ def attention_knockout(
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
-            raise UsageError(f"layer {layer} has no learned sink column to hide")
-        hidden = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
-        output = answer(hide_keys(inputs, hidden, heads, sink_column))
-        return restore_blind_queries(inputs, hidden, heads, output)
+            raise UsageError(f"layer {layer} has no learned sink column to mask")
+        masked = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
+        output = answer(mask_keys(inputs, masked, heads, sink_column))
+        return restore_blind_queries(inputs, masked, heads, output)
 
     attention = model.attention_alone(layer)
-    edit_name = _described(
+    name = _described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
-    edit = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
-    with model.intervention(edit_name, edit):
+    masking = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
+    with model.intervention(name, masking):
         yield
 
 
@@ -183,7 +183,7 @@ def without_low_rank(
     heads: Sequence[int] | None = None,
     control: int | None = None,
 ) -> Iterator[dict[str, float]]:
-    """While open, take the low-rank part out of a layer's W_Q, W_K and W_V; yields the part's share of ‖W‖_F².
+    """Take the low-rank part out of a layer's W_Q, W_K and W_V while open; yields the part's share of ‖W‖_F².
 
     The part is the leading one of a truncated SVD of W (all heads side by side, (d, heads · head_width)), or the
     product of given factors (of a model pruned to sparse + low-rank). Biases stay. The modules hold new parameters
@@ -228,8 +228,8 @@ def without_low_rank(
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
             replacements.append((projection, serving, matrix - low_rank))
         remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-        edit_name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
-    with model.intervention(edit_name, replaced(replacements)):
+        name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
+    with model.intervention(name, replaced(replacements)):
         yield shares
 
 
@@ -246,7 +246,7 @@ def _described(name: str, **arguments: object) -> str:
 def _writable_part(
     direction: Tensor, weights: Float64[Tensor, "value_width width"], backwards: Tensor, name: str
 ) -> tuple[Float64[Tensor, " width"], float]:
-    """The unit vector along the part of `direction` that the head can write, and the share of that part."""
+    """Find the unit vector along the part of `direction` that the head can write, and the share of that part."""
     width = weights.shape[1]
     direction = direction.detach().double().cpu()
     if direction.shape != (width,):
@@ -286,7 +286,7 @@ class _PositionFlags:
             raise UsageError(f"no {name} positions were given")
 
     def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
-        """Which of the first `length` positions are chosen."""
+        """Mark the chosen ones of the first `length` positions."""
         flags = self._flags
         if len(flags) not in (1, contexts):
             raise UsageError(
@@ -319,7 +319,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
 def _leading_factors(
     matrix: Float64[Tensor, "features width"], rank: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Factors of the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
+    """Factor the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
     if not 1 <= rank <= min(matrix.shape):
         raise UsageError(
             f"rank {rank} is not between 1 and {min(matrix.shape)}, the rank of W_{name.upper()}"
@@ -344,7 +344,7 @@ def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) 
 
 
 def _random_like(left: Tensor, right: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Factors of a random matrix with the singular values of left @ right."""
+    """Draw factors of a random matrix with the singular values of left @ right."""
     generator = torch.Generator().manual_seed(seed)
 
     def orthonormal(rows: int, columns: int) -> Tensor:

@@ -201,7 +201,7 @@ class _OutlierPass(CorpusPass):
 
     @property
     def accumulators(self) -> Mapping[str, _Sums]:
-        """By `STREAM` and `HEADS`."""
+        """The accumulators by `STREAM` and `HEADS`."""
         return self._sums
 
     def begin(self, first: int, ids: Tensor) -> None:
@@ -214,7 +214,7 @@ class _OutlierPass(CorpusPass):
         self._sums[STREAM].update(layer, hidden[:, :, None], self.ids, self.first)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """The model's own output."""
+        """Return the model's own output."""
         output = attend(inputs)
         if HEADS in self._sums:
             self._sums[HEADS].update(self._place[layer], output, self.ids, self.first)
@@ -222,7 +222,7 @@ class _OutlierPass(CorpusPass):
 
 
 def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_layers: bool) -> pd.DataFrame:
-    """One row for each layer, part (`head`) and dimension; `later` tokens were seen after position 0."""
+    """Tabulate each layer, part (`head`) and dimension; `later` tokens were seen after position 0."""
     layers, parts, width = state["square"].shape
     rms, typical = (state["square"] / later).sqrt(), typical_magnitude(state["log"] / later)
     share = state["outlier"] / later
@@ -271,7 +271,7 @@ def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int, t
 
 
 def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """One row for each layer, part (`head`), dimension and token with a massive value; the most frequent first."""
+    """Tabulate each layer, part (`head`), dimension and token with a massive value; the most frequent first."""
     table = pd.DataFrame({name: values.numpy() for name, values in carrier_columns(state).items()})
     integers = [name for name in table if name not in ("value_sum", "extreme")]
     table = table.astype(dict.fromkeys(integers, np.int64)).rename(columns={"part": "head"})
@@ -346,7 +346,7 @@ def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
 
 
 def _followed(carriers: pd.DataFrame, contexts: int, length: int) -> list[int]:
-    """Contexts with an example of each carrier, the frequent ones first, filled up with evenly spread others.
+    """Choose contexts with an example of each carrier, the frequent first, filled up with evenly spread others.
 
     None where there are no carriers.
     """

@@ -49,7 +49,7 @@ class PromptPass:
     layers: dict[int, tuple[AttentionInputs, Tensor, Catches]]
 
     def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
-        """What a head adds to the residual stream, through W_O, in float64.
+        """Compute what a head adds to the residual stream, through W_O, in float64.
 
         Raises:
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
@@ -62,13 +62,13 @@ class PromptPass:
 class Sink:
     """A sink of a head: its position (−1: a learned column), the mean attention to it, how many tokens it catches.
 
-    `stretch`: a local sink, which dominates a contiguous span without enough attention on average.
+    `local`: whether it is a local sink, which dominates a contiguous span without enough attention on average.
     """
 
     position: int
     received: float
     caught: int
-    stretch: bool
+    local: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class HeadView:
         attention: (T, T), queries by keys; NaN where the query does not see the key.
         learned: (T) what each query pays to a learned sink column; zeros where the model has none.
         received: (T) mean attention from the queries that see the key; NaN where too few see it for a sink.
-        sinks: of the head, by position, those of a stretch among them.
+        sinks: of the head, by position, local ones among them.
         group: (T) the sink that caught each token, as an index into `sinks`; `UNCAUGHT`, or `LEFT_OUT`.
     """
 
@@ -108,7 +108,7 @@ class PromptTrace:
         streams: the residual stream by layer.
         received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer; 0
             where too few queries see it for a sink.
-        sinks: positions of the head's sinks, those of a stretch among them; −1 for a learned column.
+        sinks: positions of the head's sinks, local ones among them; −1 for a learned column.
         group: of each token the sink that caught it (an index into `sinks`), `UNCAUGHT`, or `LEFT_OUT`.
     """
 
@@ -137,7 +137,7 @@ class _PromptTap(Hooks):
         self.streams.append(hidden[0].to("cpu", copy=True))
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, (catches,) = attend_and_catch(inputs, stretches=True, trailing=self.trailing)
+        output, (catches,) = attend_and_catch(inputs, local_sinks=True, trailing=self.trailing)
         self.layers[layer] = inputs, output, catches.to(torch.device("cpu"))
         return output
 
@@ -171,7 +171,7 @@ def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
                 position=int(catches.position[row]),
                 received=float(catches.received[row]),
                 caught=int(catches.caught[row].sum()),
-                stretch=bool(catches.stretch[row]),
+                local=bool(catches.local[row]),
             )
             for row in rows
         ),

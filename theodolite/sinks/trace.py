@@ -32,7 +32,7 @@ from theodolite.passes.corpus_pass import (
     CorpusPass,
     batch_of,
     check_fit,
-    fingerprint_of,
+    fingerprint_of_tables,
     refuse_nonfinite_stream,
 )
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
@@ -55,10 +55,10 @@ class TracePass(CorpusPass):
         corpus: Corpus,
         batch: int,
         metric: Float[Tensor, "layers heads value_width value_width"],
-        stretches: bool = False,
+        local_sinks: bool = False,
     ) -> None:
         super().__init__(model, corpus, 0, batch)
-        self._stretches = stretches
+        self._local_sinks = local_sinks
         self._metric = metric
         self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
@@ -103,7 +103,7 @@ class TracePass(CorpusPass):
 
         def work(part: slice) -> tuple[Tensor, Catches, tuple[dict[str, Tensor], ...] | None]:
             output, (catches,) = attend_and_catch(
-                inputs.of_contexts(part), stretches=self._stretches, trailing=self._trailing
+                inputs.of_contexts(part), local_sinks=self._local_sinks, trailing=self._trailing
             )
             if not len(catches.head):
                 return output, catches, None
@@ -138,14 +138,14 @@ def trace_sinks(
     corpus: Corpus | Tensor,
     out: str | Path | None = None,
     *,
-    stretches: bool = False,
+    local_sinks: bool = False,
     batch: int | None = None,
     checkpoint_seconds: float = 60.0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
-    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` (0.3) of their attention
+    A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` of their attention
     on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
     the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
     puts behind a text, [SEP]. η² is the between-group over the total sum of squares, within contexts. A context whose
@@ -156,7 +156,7 @@ def trace_sinks(
         model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        stretches: count local sinks as well, of kind `stretch` (at position 0 `first`, as any): a key that dominates a
+        local_sinks: count local sinks as well, of kind `local` (at position 0 `first`, as any): a key that dominates a
             contiguous span, at least min(16, T/4) queries, below the threshold on average, as a line break may its
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
@@ -179,9 +179,9 @@ def trace_sinks(
     check_fit(model, corpus, least_contexts=1)
     model.check_weights()
     batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
-    if stretches:
-        fingerprint["stretches"] = True
+    fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    if local_sinks:
+        fingerprint["local_sinks"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
     text = text_of_tokens(model, corpus)
 
@@ -194,7 +194,7 @@ def trace_sinks(
         return Rows(range(model.layers), read)
 
     def trace(states: States) -> TracePass:
-        return TracePass(model, corpus, batch, states.of("metric")["metric"], stretches)
+        return TracePass(model, corpus, batch, states.of("metric")["metric"], local_sinks)
 
     def write(states: States) -> Rows[int]:
         tags = states.of("trace.tags")

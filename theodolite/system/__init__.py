@@ -1,1 +1,1 @@
-"""What is of the machine and not of models: threads, memory, files, interrupts, how strings are shown."""
+"""Dealing with the machine, not with models: threads, memory, files, interrupts, how strings are shown."""

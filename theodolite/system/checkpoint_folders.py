@@ -1,4 +1,4 @@
-"""What a checkpoint's folder must hold, and where a pruned one may lie; no library of models is imported."""
+"""Check a checkpoint's folder, and where a pruned one may lie; no library of models is imported."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def refuse_index(folder: Path) -> None:
 
 
 def adapter_in(folder: Path) -> Path | None:
-    """Where a pruned checkpoint has its low-rank parts as an adapter, or None; `UsageError` where it has lost them."""
+    """Find the adapter with a pruned checkpoint's low-rank parts, or None; `UsageError` where it has lost them."""
     try:
         form = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["pruning"]["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -263,7 +263,7 @@ def check_headers(paths: Iterable[Path]) -> None:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, types, shapes and bytes."""
+    """Hash names, types, shapes and bytes (SHA-256)."""
     import torch
 
     hasher = hashlib.sha256()
@@ -314,5 +314,5 @@ def _timeless(value: Any) -> Any:
 
 
 def json_digest(values: Mapping[str, Any]) -> str:
-    """SHA-256 of what JSON says, however its keys are ordered and its lines are broken."""
+    """Hash what JSON says, however its keys are ordered and its lines are broken (SHA-256)."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -36,7 +36,7 @@ def keep_pages() -> None:
 
 
 def multiplies_halves(device: str | torch.device = "cpu") -> bool:
-    """Whether products in bfloat16 are about as fast as in float32, or faster, on this device.
+    """Tell whether products in bfloat16 are about as fast as in float32, or faster, on this device.
 
     On an x86 processor without AVX-512 torch has no library for them: they take 5 to 80 times as long.
     """
@@ -67,7 +67,7 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`work` of each item, in order; as many at a time as torch has threads, each on one of them.
+    """Call `work` on each item, in order; as many at a time as torch has threads, each on one of them.
 
     Operations on one context are too short to be split over threads efficiently. `work` must not accumulate sums: the
     order of the calls is not deterministic.
@@ -90,5 +90,5 @@ def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 @functools.cache
 def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """A persistent pool, so that threads keep their allocations. A forked process needs its own."""
+    """Return a persistent pool, so that threads keep their allocations. A forked process needs its own."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")

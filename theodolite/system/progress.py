@@ -54,11 +54,11 @@ class Progress:
         self._save = save
 
     def report(self, done: int) -> None:
-        """`done` steps are finished but not all in the state; an interrupt loses those since the last checkpoint."""
+        """Report `done` steps, not all in the state; an interrupt loses those since the last checkpoint."""
         self._show(done, self.total)
 
     def checkpoint(self, done: int) -> None:
-        """The state holds `done` steps: it may be saved now, and is before an interrupt stops the work."""
+        """Report that the state holds `done` steps: it may be saved now, and is before an interrupt stops the work."""
         self._save(done, False)
         try:
             self._show(done, self.total)
@@ -106,7 +106,7 @@ def starting_others() -> Iterator[None]:
 
 @contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
 
     Outside the main thread, or where one is ignored (`nohup`) or has a handler, it is left alone.
     """

@@ -1,4 +1,4 @@
-"""What lies in a run folder, as far as `run.json` says: no table or array is read, and nothing heavy imported."""
+"""Describe a run folder, as far as `run.json` says: no table or array is read, and nothing heavy imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {
     "dtype": "--dtype",
     "device": "--device",
     "attention": "--attention",
-    "stretches": "--stretches",
+    "local_sinks": "--local-sinks",
     "method": "--method",
     "sparsity": "--sparsity",
     "pattern": "--pattern",
@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def is_run(folder: str | Path) -> bool:
-    """Whether a folder is a run folder."""
+    """Tell whether a folder is a run folder."""
     return (Path(folder) / RUN).is_file()
 
 
@@ -50,7 +50,7 @@ def check_run(folder: str | Path) -> None:
 
 
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
-    """The provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
+    """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
 
     Raises:
         UsageError: no run there, one that was damaged or changed, or one of another schema.
@@ -74,7 +74,7 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
 
 
 def _is_provenance(values: dict[str, Any]) -> bool:
-    """Whether what every reader takes for granted is there, and of its type."""
+    """Tell whether a provenance has the entries that every reader needs, each of its type."""
     model, corpus = values.get("model"), values.get("corpus") or {}
     groups = (
         model,
@@ -105,10 +105,12 @@ def differences(
     said: dict[str, str] = {}
     if there.get("model") != now.get("model"):
         said["model"] = "the model"
+    if there.get("columns") != now.get("columns"):
+        said["columns"] = "the columns that theodolite measures"
     texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens"))
     if there.get("corpus") != now.get("corpus"):
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
-    others = _entries(there, now, ("model", "corpus", "versions", "schema_version", *KINDS))
+    others = _entries(there, now, ("model", "columns", "corpus", "versions", "schema_version", *KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
     if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):

@@ -1,4 +1,4 @@
-"""How strings and numbers are shown: tokens made visible and harmless, numbers short and honest.
+"""Show strings and numbers: tokens made visible and harmless, numbers short and honest.
 
 Tokens, labels and model names come from anybody's files, so they count as hostile: control and direction
 characters become visible marks here, and markup is escaped (for Plotly, which reads a subset of HTML, as well
@@ -30,7 +30,7 @@ def _visible_character(character: str) -> str:
 
 
 def visible(text: object, limit: int | None = None) -> str:
-    """`text` with every control, format, surrogate, private or unassigned character shown as a mark.
+    """Show every control, format, surrogate, private or unassigned character of `text` as a mark.
 
     Direction overrides and zero-width characters belong to those, so nothing in the result can reorder or
     hide its neighbours. Texts longer than `limit` characters are cut and end in an ellipsis. Markup is not
@@ -43,7 +43,7 @@ def visible(text: object, limit: int | None = None) -> str:
 
 
 def shown_token(text: object) -> str:
-    """A token on its own, in a table or a label: spaces at either end are shown as ␣."""
+    """Show a token on its own, in a table or a label: spaces at either end as ␣."""
     shown = visible(text, TOKEN_LIMIT)
     if not shown:
         return "(empty)"
@@ -56,18 +56,18 @@ def shown_token(text: object) -> str:
 
 
 def for_plotly(text: object) -> str:
-    """`text` made visible and escaped for Plotly, whose labels read tags and entities."""
+    """Make `text` visible and escape it for Plotly, whose labels read tags and entities."""
     return html.escape(visible(text), quote=False)
 
 
 def tokens_of(described: Mapping[str, Any]) -> str:
-    """How many tokens a context of a described corpus has: "64", or "5 to 64"."""
+    """Say how many tokens a context of a described corpus has: "64", or "5 to 64"."""
     shortest = f"{number(described['shortest'])} to " if "shortest" in described else ""
     return shortest + number(described["length"])
 
 
 def number(value: object, digits: int = 3) -> str:
-    """A number in at most `digits` significant digits (integers whole), `–` where there is none."""
+    """Write a number in at most `digits` significant digits (integers whole), `–` where there is none."""
     try:
         amount = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -91,7 +91,7 @@ def number(value: object, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of one in per cent, with a decimal only where it matters (below 10 and above 99)."""
+    """Write a share of one in per cent, with a decimal only where it matters (below 10 and above 99)."""
     if math.isnan(share):
         return MISSING
     amount = 100 * share
@@ -101,7 +101,7 @@ def percent(share: float) -> str:
 
 
 def rounded_with_error(value: float, error: float) -> tuple[str, str]:
-    """Value and standard error to the error's own last digit: ("0.452", "0.006").
+    """Round value and standard error to the error's own last digit: ("0.452", "0.006").
 
     An error shows one significant digit, two where the first is 1; whole values stay whole. Without an error
     (NaN, or 0: nothing varied) the second is empty and the first is `number` of the value.
@@ -118,24 +118,24 @@ def rounded_with_error(value: float, error: float) -> tuple[str, str]:
 
 
 def with_error(value: float, error: float = math.nan) -> str:
-    """`0.452 ± 0.006`: a value with its standard error, where it has one."""
+    """Write a value with its standard error, where it has one: `0.452 ± 0.006`."""
     shown, spread = rounded_with_error(value, error)
     return f"{shown} ± {spread}" if spread else shown
 
 
 def percent_with_error(share: float, error: float = math.nan) -> str:
-    """`45.2 ± 0.6 %`: a share of one in per cent with its standard error, where it has one."""
+    """Write a share of one in per cent with its standard error, where it has one: `45.2 ± 0.6 %`."""
     shown, spread = rounded_with_error(100 * share, 100 * error)
     return f"{shown} ± {spread}\u00a0%" if spread else percent(share)
 
 
 def head_name(layer: int, head: int) -> str:
-    """`L3H5`: block 3, head 5, both counted from 0."""
+    """Name a head: `L3H5` is block 3, head 5, both counted from 0."""
     return f"L{layer}H{head}"
 
 
 def listed(items: list[str], limit: int = 5) -> str:
-    """`a, b and c`; past `limit` items the rest is counted."""
+    """List items as `a, b and c`; past `limit` items the rest is counted."""
     if len(items) > limit:
         items = [*items[:limit], f"{len(items) - limit} more"]
     if len(items) <= 1:
@@ -144,18 +144,18 @@ def listed(items: list[str], limit: int = 5) -> str:
 
 
 def counted(amount: int, noun: str) -> str:
-    """`1 head`, `3 heads`."""
+    """Count things in words: `1 head`, `3 heads`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
 def harmless(text: str) -> str:
-    """A sentence that may quote names from files, its control and direction characters made visible."""
+    """Make a sentence that may quote names from files harmless: control and direction characters visible."""
     # theodolite puts non-breaking spaces between a number and its unit
     return visible(text.replace("\u00a0", " "))
 
 
 def reading_order(name: str) -> tuple[str, bool, str, int]:
-    """A key that sorts names as one reads them: tables, figures in the order of their numbers, then the rest."""
+    """Return a key that sorts names as one reads them: tables, figures by number, then the rest."""
     group, _, short_name = name.rpartition("/")
     kind = short_name.rstrip("0123456789")
     is_numbered = kind in ("table", "figure")

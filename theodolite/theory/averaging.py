@@ -165,7 +165,7 @@ def averaging_error(
 def causal_softmax(
     logits: Float[Tensor, "*batch length length"],
 ) -> Float[Tensor, "*batch length length"]:
-    """Softmax over keys; rows are queries, and no query sees a later key."""
+    """Compute softmax over keys; rows are queries, and no query sees a later key."""
     later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
     return logits.masked_fill(later, -torch.inf).softmax(-1)
 

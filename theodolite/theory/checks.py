@@ -20,7 +20,7 @@ _LEAST_ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether a condition holds everywhere; true where there are no values to see (vmap, compilation, meta)."""
+    """Tell whether a condition holds everywhere; true where there are no values to see (vmap, compilation, meta)."""
     if torch.compiler.is_compiling():
         return True
     try:
@@ -30,7 +30,7 @@ def holds(condition: Tensor) -> bool:
 
 
 def check_length(length: Any) -> None:
-    """Raises UsageError where a context of `length` tokens does not exist."""
+    """Raise UsageError where a context of `length` tokens does not exist."""
     try:
         operator.index(length)
     except TypeError as error:
@@ -51,7 +51,7 @@ def checked_temperature(temperature: Any, device: torch.device) -> Tensor:
 
 
 def check_eta(eta: Tensor) -> None:
-    """Raises UsageError where an η is negative; NaN passes."""
+    """Raise UsageError where an η is negative; NaN passes."""
     if not holds(~(eta.detach() < 0)):
         raise UsageError(
             f"eta is {eta.detach().nan_to_num(torch.inf).min().item():g}: a scale is not negative, give 0 or more"
@@ -59,7 +59,7 @@ def check_eta(eta: Tensor) -> None:
 
 
 def check_real(name: str, values: Any, instead: str = "give real numbers") -> None:
-    """Raises UsageError unless it is a tensor of real numbers."""
+    """Raise UsageError unless it is a tensor of real numbers."""
     if not isinstance(values, Tensor):
         raise UsageError(f"{name} is a {type(values).__name__}: give a tensor")
     if values.is_complex():
@@ -67,13 +67,13 @@ def check_real(name: str, values: Any, instead: str = "give real numbers") -> No
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Raises UsageError where there is NaN or infinity, of which LAPACK makes errors that name nothing."""
+    """Raise UsageError where there is NaN or infinity, of which LAPACK makes errors that name nothing."""
     if not holds(values.detach().isfinite()):
         raise UsageError(f"{name} holds NaN or infinity: give finite numbers")
 
 
 def check_covariance(covariance: Tensor) -> None:
-    """Raises UsageError unless Σ (..., d, d) is symmetric and has no negative eigenvalue, up to rounding.
+    """Raise UsageError unless Σ (..., d, d) is symmetric and has no negative eigenvalue, up to rounding.
 
     One Cholesky decomposition, d³/3 operations. A Σ that is not finite passes.
     """

@@ -31,7 +31,7 @@ class Decomposition:
 
     @property
     def cvec(self) -> Float64[Tensor, "contexts positions width"]:
-        """What is left without mean and position: ctx[c] + resid[c, t]."""
+        """The residual without mean and position: ctx[c] + resid[c, t]."""
         return self.ctx[:, None] + self.resid
 
 

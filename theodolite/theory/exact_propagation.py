@@ -187,7 +187,7 @@ def _positions(positions: Sequence[int] | None, length: int, device: torch.devic
 
 
 def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
-    """ρ_1 … ρ_T of one head from its eigenvalues over λ."""
+    """Compute ρ_1 … ρ_T of one head from its eigenvalues over λ."""
     if not bool(eigenvalues.isfinite().all()):
         return eigenvalues.new_full((length,), math.nan)
     if not bool(eigenvalues.any()):
@@ -204,7 +204,7 @@ def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
 
 
 def _canonical_form(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """N and cos φ of `propagation_exact_head` from the Gram matrix of Σ^½ W_q/λ and Σ^½ W_k side by side."""
+    """Compute N and cos φ of `propagation_exact_head` from the Gram matrix of Σ^½ W_q/λ and Σ^½ W_k side by side."""
     head_width = len(gram) // 2
     # Any square root of the Gram matrix holds both factors in coordinates of their common span.
     values, vectors = torch.linalg.eigh(gram)
@@ -216,7 +216,7 @@ def _canonical_form(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _form_weights(core: Tensor, cosines: Tensor, correlation: Tensor) -> Tensor:
-    """The weights of the form over g, (positions, 2d_h), at each correlation c."""
+    """Compute the weights of the form over g, (positions, 2d_h), at each correlation c."""
     plus = (1 + correlation[:, None] * cosines).sqrt() / 2
     minus = (1 - correlation[:, None] * cosines).clamp_min(0).sqrt() / 2
     same, other = plus + minus, plus - minus
@@ -229,7 +229,7 @@ def _form_weights(core: Tensor, cosines: Tensor, correlation: Tensor) -> Tensor:
 
 
 def _propagates(weights: Tensor, counts: Tensor, length: int) -> Tensor:
-    """P(0 ≤ s ≤ 1) of s = 1/T + Σ μ χ², for each row of weights."""
+    """Compute P(0 ≤ s ≤ 1) of s = 1/T + Σ μ χ², for each row of weights."""
     # −1/T is the exact end: with no weights at all every key propagates, also where T = 1 makes 1 − 1/T zero.
     low = weights.new_full(weights.shape[:1], -1 / length)
     return probability_between(weights, counts, low, low + 1)
@@ -296,7 +296,7 @@ def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
 
 
 def _chebyshev_coefficients(values: Tensor) -> Tensor:
-    """Coefficients of the interpolant through values at cos(πk/n), k = 0 … n."""
+    """Compute coefficients of the interpolant through values at cos(πk/n), k = 0 … n."""
     degree = len(values) - 1
     spectrum = torch.fft.rfft(torch.cat([values, values[1:-1].flip(0)])).real / degree
     spectrum[[0, -1]] /= 2

@@ -49,7 +49,7 @@ GAUSSIAN_CONSISTENCY = math.exp(-(float(np.euler_gamma) + math.log(2)) / 2)
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What counts as large. The defaults are the published ones.
+    """Thresholds above which a value is large. The defaults are the published ones.
 
     Attributes:
         outlier: a value is an outlier from this |x| on (Dettmers et al. 2022, LLM.int8()).

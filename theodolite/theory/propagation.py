@@ -137,7 +137,7 @@ def curve_centre(
 def walk_moments(
     positions: Float64[Tensor, " positions"], length: int
 ) -> tuple[Float64[Tensor, " positions"], Float64[Tensor, " positions"]]:
-    """s_ab and s_aa·s_bb of `propagation_finite` at positions from 1 to T, which need not be whole numbers."""
+    """Compute s_ab and s_aa·s_bb of `propagation_finite` at positions 1 to T, which need not be whole numbers."""
     size = float(length)
     cross = (positions - (size + 1) / 2) / size
     visible = positions * (2 * size + 1 - positions) / size

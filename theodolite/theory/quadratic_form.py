@@ -81,7 +81,7 @@ def probability_between(
 
 
 def _between(weights: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`probability_between` for weights whose largest modulus is 1, in blocks of bounded memory."""
+    """Compute `probability_between` for weights whose largest modulus is 1, in blocks of bounded memory."""
     rows = max(1, _ELEMENTS // (weights.shape[-1] * _CHUNK))
     parts = []
     for first in range(0, len(weights), rows):
@@ -99,7 +99,7 @@ def _between(weights: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> Tens
 
 
 def _straight(weights: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The midpoint rule on the real axis, NaN where it needs too many nodes; and the window of Q."""
+    """Integrate by the midpoint rule on the real axis, NaN where it needs too many nodes; also give Q's window."""
     lower, upper = -_quantile(-weights, counts), _quantile(weights, counts)
     step = 2 * math.pi / (upper - lower)
     # An end beyond the window may be moved to its edge; then no frequency of the integrand exceeds the step's.
@@ -128,7 +128,7 @@ def _straight(weights: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> tup
 
 
 def _quantile(weights: Tensor, counts: Tensor) -> Tensor:
-    """A value that Q exceeds with probability below `_TAIL`: the least (K(s) − ln tail)/s tried (Chernoff)."""
+    """Bound Q: a value exceeded with probability below `_TAIL`, the least (K(s) − ln tail)/s tried (Chernoff)."""
     # Where no weight is positive, any s > 0 is allowed; one hundredth of the largest modulus keeps it finite.
     limit = 0.5 / weights.amax(-1).clamp_min(0.01)
     best = torch.full_like(limit, math.inf)
@@ -140,7 +140,7 @@ def _quantile(weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _bent(weights: Tensor, counts: Tensor, end: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-    """P(Q > end) along the contour that leans to the side where the integrand stays smaller."""
+    """Compute P(Q > end) along the contour that leans to the side where the integrand stays smaller."""
     result = (end <= lower).double()
     inside = (end > lower) & (end < upper)
     if inside.any():
@@ -156,7 +156,7 @@ def _bent(weights: Tensor, counts: Tensor, end: Tensor, lower: Tensor, upper: Te
 def _along(
     weights: Tensor, counts: Tensor, end: Tensor, radius: Tensor, lean: Tensor, step: float
 ) -> tuple[Tensor, Tensor]:
-    """½ + (1/π) ∫ Im[e^(K(s) − s·end) s′/s] du over one contour, and ∫ |e^(…)| |ds| on it, up to a factor."""
+    """Integrate ½ + (1/π) ∫ Im[e^(K(s) − s·end) s′/s] du over one contour, and ∫ |e^(…)| |ds| on it, up to a factor."""
     total, size = torch.full_like(end, 0.5), torch.zeros_like(end)
     active = torch.arange(len(end), device=end.device)
     for first in range(0, round(_BENT_LENGTH / step), _CHUNK):

@@ -136,7 +136,7 @@ def lowest_frequencies(
 def grid_frequencies(
     p: Float[Tensor, "*batch positions width"], frequencies: int, grid: Grid
 ) -> Float64[Tensor, "*batch row_frequencies column_frequencies width"]:
-    """The lowest frequencies (r, c) of P over a grid: Σ over rows i and columns j of F_R[r, i] F_C[c, j] P[(i, j)]."""
+    """Compute P's lowest frequencies (r, c) over a grid: Σ over rows i, columns j of F_R[r, i] F_C[c, j] P[(i, j)]."""
     rows, columns = (_dct_matrix(size, frequencies, p.device) for size in grid)
     return torch.einsum("ri,cj,...ijd->...rcd", rows, columns, p.double().unflatten(-2, grid))
 
@@ -211,7 +211,7 @@ def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
 
 
 def _largest_difference(gram: Tensor, m: int) -> Tensor:
-    """‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
+    """Compute ‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
 
     Along each axis the m-th difference of a half-sample symmetric sequence is symmetric or antisymmetric
     about (m − 1)/2 and about T + (m − 1)/2, so that ⌊m/2⌋ … ⌊m/2⌋ + T hold all its magnitudes.
@@ -226,7 +226,7 @@ def _largest_difference(gram: Tensor, m: int) -> Tensor:
 
 
 def _beyond(spectrum: Tensor, k: int) -> Tensor:
-    """‖G − Π G Π‖_op from the symmetric Ĝ, whose k×k corner is what Π G Π keeps."""
+    """Compute ‖G − Π G Π‖_op from the symmetric Ĝ, whose k×k corner is what Π G Π keeps."""
     high_frequencies = spectrum.clone()
     high_frequencies[..., :k, :k] = 0
     return torch.linalg.eigvalsh(high_frequencies).abs().amax(-1)
@@ -238,14 +238,14 @@ def _check_cutoffs(cutoffs: Sequence[int]) -> None:
 
 
 def _corner_energies(spectrum: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Σ Ĝ² over the K×K lowest frequencies for each K, (..., len(cutoffs)); beyond the size: all of them."""
+    """Compute Σ Ĝ² over the K×K lowest frequencies for each K, (..., len(cutoffs)); beyond the size: all of them."""
     energy = spectrum.square().cumsum(-2).cumsum(-1)
     rows, columns = energy.shape[-2:]
     return torch.stack([energy[..., min(k, rows) - 1, min(k, columns) - 1] for k in cutoffs], dim=-1)
 
 
 def _dct_matrix(size: int, frequencies: int | None, device: torch.device) -> Tensor:
-    """The lowest rows of the orthonormal DCT-II matrix, (min(frequencies, size), size)."""
+    """Return the lowest rows of the orthonormal DCT-II matrix, (min(frequencies, size), size)."""
     count = size if frequencies is None else min(frequencies, size)
     s = torch.arange(count, dtype=torch.float64, device=device)[:, None]
     t = torch.arange(size, dtype=torch.float64, device=device)

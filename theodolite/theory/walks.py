@@ -54,7 +54,7 @@ class WalkSetting:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation counted, of P pairs and D draws of W_QK for each, and the exact spectra.
+    """The counts of a simulation of P pairs and D draws of W_QK for each, and the exact spectra.
 
     Attributes:
         propagates: (P, D, T), share of the walks in which token i propagates to the last query.
@@ -76,14 +76,14 @@ class Simulation:
         return self.propagates.mean(1)
 
     def propagation_errors(self) -> tuple[Tensor, Tensor]:
-        """Standard errors of `propagation`: of the walks alone, with these W_QK; of the draws (walks included)."""
+        """Compute the standard errors of `propagation`: of the walks alone, with these W_QK; of the draws."""
         return (
             over_walks(self.propagates * (1 - self.propagates) * self.walks / (self.walks - 1), self.walks),
             over_draws(self.propagates),
         )
 
     def entropy_errors(self) -> tuple[Tensor, Tensor]:
-        """The same two of the mean entropy of every pair, (P,) each."""
+        """Compute these two standard errors of the mean entropy of every pair, (P,) each."""
         return over_walks(self.entropy_variance, self.walks), over_draws(self.entropy)
 
 

@@ -1,4 +1,4 @@
-"""What a user's own training takes from here: LocAteR, the monitor, QK-Clip, and callbacks for the Trainer.
+"""Tools for a user's own training: LocAteR, the monitor, QK-Clip, and callbacks for the Trainer.
 
 The public names are imported when they are first used, so that none costs what another needs.
 """

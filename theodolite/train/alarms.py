@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from theodolite.estimates import Floats
 from theodolite.system.wording import counted
 from theodolite.train.geometry import Geometry, residual_place
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 ENTROPY = "entropy collapse"
@@ -193,12 +193,12 @@ class _History:
         return theil_sen(np.array(self._steps, dtype=np.float64), np.array(self._values))
 
     def falls(self, below: float, horizon: float) -> Flags:
-        """Where it is below the limit, or below `below` and, as it falls, at the limit within `horizon` looks."""
+        """Mark numbers below the limit, or below `below` and, as they fall, at the limit within `horizon` looks."""
         ahead = horizon * float(np.median(np.diff(self._steps)))
         return self.collapsed | ((self.level < below) & (self.level + self.slope * ahead < self.limit))
 
     def new(self, alarming: Flags, collapsed: Flags) -> Flags:
-        """Where it is alarming and was not, or collapses after it was alarming."""
+        """Mark numbers that are alarming and were not, or that collapse after an alarm."""
         self._calm = np.where(alarming, 0, self._calm + 1)
         recovered = (self._calm >= LEVEL) & (self.level >= RECOVERED * self.limit)
         over, before = self.over & ~recovered, self._collapsed_before & ~recovered
@@ -208,6 +208,6 @@ class _History:
 
 
 def theil_sen(x: Floats, y: Floats) -> Floats:
-    """Median of the slopes of all pairs of points, for every column of y (points, columns); x increases."""
+    """Compute the median slope of all pairs of points, for every column of y (points, columns); x increases."""
     first, second = np.triu_indices(len(x), 1)
     return np.median((y[second] - y[first]) / (x[second] - x[first])[:, None], axis=0)

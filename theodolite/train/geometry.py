@@ -27,7 +27,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.measure.geometry import stream as residual_columns
+from theodolite.measure.geometry import residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
@@ -175,7 +175,7 @@ class InlineReader:
 
     Raises:
         UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
-            be overheard.
+            be observed.
         WorkError: as `GeometryReader`.
     """
 
@@ -183,21 +183,19 @@ class InlineReader:
         source, self.ranks = _looked_at(model, over_ranks)
         if getattr(getattr(source.root, "config", None), "is_encoder_decoder", False):
             raise UsageError(
-                f"{source.name} is an encoder-decoder, which reads two texts, and a look is of one: {INSTEAD}"
+                f"{source.name} is an encoder-decoder, which reads two texts, and the monitor reads one: {INSTEAD}"
             )
         outermost = model if isinstance(model, nn.Module) else source.root
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in outermost.modules()):
-            raise UsageError(
-                f"{source.name} is compiled, and what runs compiled cannot be overheard: {INSTEAD}"
-            )
+            raise UsageError(f"{source.name} is compiled, and its attention cannot be observed: {INSTEAD}")
         with evaluation_mode(source.root):
             self.model = _opened(source)
             if self.model.structure.layout.is_row:
                 raise UsageError(
-                    f"{source.name} reads its contexts in one row, which is not known of training: {INSTEAD}"
+                    f"{source.name} reads its contexts in one row, which cannot be split in training: {INSTEAD}"
                 )
             if error := self._unlike_a_look():
-                raise UsageError(f"the attention of {source.name} cannot be overheard: {error}; {INSTEAD}")
+                raise UsageError(f"the attention of {source.name} cannot be observed: {error}; {INSTEAD}")
         self.given_up = 0
         self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
 
@@ -223,7 +221,7 @@ class InlineReader:
 
     @property
     def armed(self) -> bool:
-        """Whether a look is waited for."""
+        """True while a look is waited for."""
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
@@ -267,8 +265,8 @@ class InlineReader:
         assert sums is not None
         if totals["length"] != self.ranks.world * sums.length:
             raise UsageError(
-                f"the micro-batches of {self.ranks.world} processes have contexts of different lengths, and are no one "
-                f"look: pad them to one length, or {INSTEAD}"
+                f"the micro-batches of {self.ranks.world} processes have contexts of different lengths: pad "
+                f"them to one length, or {INSTEAD}"
             )
         started = time.perf_counter() - passes.seconds
         with known_state():
@@ -376,12 +374,12 @@ def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts position
         raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")
     if ids.shape[1] < LEAST_LENGTH:
         raise UsageError(
-            f"training reads contexts of {ids.shape[1]} tokens, and a look needs {LEAST_LENGTH}: {INSTEAD}"
+            f"training reads contexts of {ids.shape[1]} tokens, and the monitor needs {LEAST_LENGTH}: {INSTEAD}"
         )
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
     if packed or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
-        raise UsageError(f"training packs several texts into a context, which is no look: {INSTEAD}")
+        raise UsageError(f"training packs several texts into a context, and the monitor reads one: {INSTEAD}")
     whole = ids.new_ones(len(ids), dtype=torch.bool) if mask is None else mask.bool().all(dim=1)
     return ids.detach(), whole
 

@@ -175,7 +175,7 @@ class Locater:
         return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
 
     def _wholes(self) -> Iterable[tuple[Projections, WholeParameters]]:
-        """Each layer, with what makes its weights whole."""
+        """Yield each layer, with what makes its weights whole."""
         whole = self._whole or [WholeParameters(layer.places) for layer in self._projections]
         return zip(self._projections, whole, strict=True)
 
@@ -279,7 +279,7 @@ def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> 
 
 
 def _is_direct(layer: Projections) -> bool:
-    """Whether W_q and W_k are views of matrices in float32 or float64, each with a gradient of its own."""
+    """Tell whether W_q and W_k are views of matrices in float32 or float64, each with a gradient of its own."""
     return all(
         projection.is_view
         and projection.weight.dtype in (torch.float32, torch.float64)

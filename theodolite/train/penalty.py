@@ -33,7 +33,7 @@ def locater_penalty(
     *,
     gradient: Gradient = "exact",
 ) -> Float[Tensor, ""]:
-    """κ₁ tr(W_QKᵀ W_QK) + κ₂ (tr W_QK − 1)², W_QK = W_q W_kᵀ, summed over all heads: a differentiable scalar.
+    """Compute κ₁ tr(W_QKᵀ W_QK) + κ₂ (tr W_QK − 1)², W_QK = W_q W_kᵀ, over all heads: a differentiable scalar.
 
     Args:
         w_q: query factors (..., H, d, d_h), logit = x W_q W_kᵀ yᵀ/λ. Biases and the temperature λ have no part.

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, and how many processes there are. All of them must call every method but `share`.
+    """The rank of this process, and how many there are. All of them must call every method but `share`.
 
     Attributes:
         rank, world: of the process group.
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """True for the process that writes and speaks."""
         return self.rank == 0
 
     def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:

@@ -132,7 +132,7 @@ class Record:
         return number
 
     def _is_whole(self, look: dict[str, list[dict[str, Any]]]) -> bool:
-        """Whether these are the rows of one look at a model of this many layers and heads."""
+        """Tell whether these are the rows of one look at a model of this many layers and heads."""
         return all(
             [tuple(row.get(key) for key in PLACE[name]) for row in rows] == self.places[name]
             and all(row.keys() >= NEEDED[name] and _numeric(row) for row in rows)
@@ -202,7 +202,7 @@ def parsed_row(line: str) -> dict[str, Any] | None:
 
 
 def _numeric(row: dict[str, Any]) -> bool:
-    """Whether all values are numbers, but for the regime, a text."""
+    """Tell whether all values are numbers, but for the regime, a text."""
     return all(
         isinstance(value, str)
         if name == "regime"

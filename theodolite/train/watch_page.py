@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
+from theodolite.estimates import Floats
 from theodolite.report import page, style
 from theodolite.report.content import Tile
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
@@ -83,7 +83,7 @@ def write_page(record: Record, *, finished: bool) -> None:
 
 
 def render(record: Record, *, finished: bool) -> str:
-    """The page as one string of HTML, with Plotly's script inside."""
+    """Render the page as one string of HTML, with Plotly's script inside."""
     assert record.folder is not None
     folder = record.folder.resolve()
     run = folder.parent if folder.name == FOLDER else folder
@@ -196,13 +196,13 @@ def _grouped(steps: Steps, values: Floats, names: Sequence[str], most: int) -> t
 
 
 def _mean(groups: DataFrameGroupBy) -> Floats:
-    """The mean over each group of rows and all of its places; NaN where it has none."""
+    """Average over each group of rows and all of its places; NaN where it has none."""
     means: Floats = (groups.sum().sum(axis=1) / groups.count().sum(axis=1)).to_numpy()
     return means
 
 
 def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
-    """The mean of `values` (S, P) over heads or layers, at `steps` (S), and the nearest to an alarm, with its place."""
+    """Draw the mean of `values` (S, P) over heads or layers at `steps` (S), and the place nearest to an alarm."""
     x, groups = _grouped(steps, values, [_place(place) for place in places], POINTS)
     sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
     nearest = groups.min() if measure.low_alarms else -groups.max()
@@ -227,7 +227,7 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
 
 
 def loss_panel(steps: Steps, losses: Floats) -> Panel:
-    """The loss, on a band from the lowest to the highest where steps share a point."""
+    """Draw the loss, on a band from the lowest to the highest where steps share a point."""
     x, groups = _grouped(steps, losses, ["loss"], POINTS)
     means = _mean(groups)
     shown = np.isfinite(means)  # a band must not have gaps
@@ -239,7 +239,7 @@ def loss_panel(steps: Steps, losses: Floats) -> Panel:
 
 
 def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
-    """Panels against the step that zoom together, with the first alarm of each kind in all of them."""
+    """Draw panels against the step that zoom together, with the first alarm of each kind in all of them."""
     first = {alarm.kind: alarm.step for alarm in reversed(alarms)}
     marks = [
         (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
@@ -288,7 +288,7 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
 def head_map(
     measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
 ) -> Sketch:
-    """All heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
+    """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
     names = [_place(place) for place in places]
     x, groups = _grouped(steps, values, names, max(100, min(POINTS, CELLS // len(places))))
     cells = (groups.min() if measure.low_alarms else groups.max()).to_numpy().T
@@ -311,7 +311,7 @@ def head_map(
 
 
 def where(alarm: Alarm) -> str:
-    """`L2H5`, or `after block 1` of the residual stream."""
+    """Name a place: `L2H5`, or `after block 1` of the residual stream."""
     return residual_place(alarm.layer) if alarm.head is None else head_name(alarm.layer, alarm.head)
 
 

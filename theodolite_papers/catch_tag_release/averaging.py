@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.estimates import Estimate, most_extreme
+from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
+from theodolite.estimates import Estimate, Floats, most_extreme
 from theodolite.judging import mix_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
 from theodolite.system.processor import using_threads
 from theodolite.system.progress import shown
@@ -38,14 +38,14 @@ RANK_TOLERANCE = 1e-6
 def unexplained_variance(
     output: Float[Tensor, "models batch"], target: Float[Tensor, "models batch"]
 ) -> Float[Tensor, " models"]:
-    """The mean square error over the mean square of the target: 1 for a model that always answers 0."""
+    """Compute the mean square error over the mean square of the target: 1 for a model that always answers 0."""
     return (output - target).square().mean(-1) / target.square().mean(-1)
 
 
 def error_of_ratio(
     parts: Float[Tensor, "models batch"], wholes: Float[Tensor, "models batch"]
 ) -> Float[Tensor, " models"]:
-    """Standard error over sequences of Σ parts / Σ wholes: to first order, that of the mean of what is left by it."""
+    """Compute the standard error over sequences of Σ parts / Σ wholes: to first order, that of its residual's mean."""
     left = parts - wholes * (parts.sum(-1) / wholes.sum(-1))[:, None]
     return left.std(-1) / left.shape[-1] ** 0.5 / wholes.mean(-1)
 
@@ -55,7 +55,7 @@ def tag_direction(
     tagged: Bool[Tensor, "models batch length"],
     others: Bool[Tensor, "models batch length"],
 ) -> Float[Tensor, "models width"]:
-    """Unit difference of the means of what a layer writes to tagged tokens and to the others (section 4.2)."""
+    """Compute the unit difference of the means that a layer writes to tagged and to other tokens (section 4.2)."""
     means = [
         vectors[group].mean(0) - vectors[rest].mean(0)
         for vectors, group, rest in zip(written, tagged, others, strict=True)
@@ -68,7 +68,7 @@ def tag_strength(
     tagged: Bool[Tensor, "models batch length"],
     counted: Bool[Tensor, "models batch length"],
 ) -> Float[Tensor, " models"]:
-    """η² of what a layer writes to the counted tokens, grouped by whether they are tagged; in [0, 1]."""
+    """Compute η² of what a layer writes to the counted tokens, grouped by whether they are tagged; in [0, 1]."""
     parts = zip(written, tagged, counted, strict=True)
     return torch.tensor(
         [variance_explained(vectors[chosen], group[chosen].long()) for vectors, group, chosen in parts],
@@ -79,7 +79,7 @@ def tag_strength(
 def outlier_ratio(
     hidden: Float[Tensor, "models batch length width"], counted: Bool[Tensor, "models batch length"]
 ) -> Float[Tensor, " models"]:
-    """RMS over the counted tokens of the largest coordinate, over the median RMS of the other coordinates."""
+    """Compute the RMS over counted tokens of the largest coordinate, over the median RMS of the other coordinates."""
     sizes = (hidden.square() * counted[..., None]).sum((1, 2)) / counted.sum((1, 2))[:, None]
     ordered = sizes.sqrt().sort(-1).values
     return ordered[:, -1] / ordered[:, :-1].median(-1).values
@@ -88,7 +88,7 @@ def outlier_ratio(
 def random_directions(
     written: Float[Tensor, "models batch length width"], count: int, seed: int
 ) -> Float[Tensor, "count models width"]:
-    """Random unit vectors, uniform in the space that a layer's output spans, of each model."""
+    """Draw random unit vectors, uniform in the space that a layer's output spans, of each model."""
     _, sizes, spanned = torch.linalg.svd(written.double().flatten(1, 2), full_matrices=False)
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, *sizes.shape, generator=generator, dtype=torch.float64)
@@ -114,7 +114,8 @@ DIRECTIONS = 64
 SPECIFIC_SHARE = 0.05
 """The tag's direction is what counts where at most this share of random directions cost as much (ours)."""
 
-SOLVED, SINK, OUTLIER = (criterion(f"sinks/{name}") for name in ("solved", "sink", "outlier"))
+SOLVED, OUTLIER = criterion("sinks/solved"), criterion("sinks/outlier")
+SINK = criterion("sinks/sink", limit=SINK_THRESHOLD)
 
 JUDGED = {
     "sink": "sink",
@@ -146,7 +147,7 @@ def averaging(study: Study, outcome: Outcome) -> None:
 
 
 def measured(trained: training.TrainedModels) -> pd.DataFrame:
-    """One row per seed, on sequences not used in training.
+    """Measure the models on sequences not used in training, one row per seed.
 
     left: error over the target's variance, 1 for predicting 0. …_se: over sequences. …_begun: before training.
     sink: mean attention of tokens after [SEP] to it; sinks: share of sequences where it exceeds SINK. tag_share: share
@@ -188,7 +189,7 @@ def measured(trained: training.TrainedModels) -> pd.DataFrame:
             "sink": caught(done).sum((1, 2)) / after.sum((1, 2)),
             "sink_se": error_of_ratio(caught(done).sum(-1), after.sum(-1).float()),
             "sink_begun": caught(before).sum((1, 2)) / after.sum((1, 2)),
-            "sinks": (caught(done).sum(-1) / after.sum(-1) > SINK.limit).double().mean(-1),
+            "sinks": is_sink(caught(done).sum(-1) / after.sum(-1)).double().mean(-1),
             "outlier": outlier_ratio(done.hidden, after),
             "tag_share": tag.square().amax(-1),
             "eta": tag_strength(done.written, after, ~is_separator),
@@ -232,7 +233,7 @@ def _range(values: pd.Series) -> str:
 
 
 def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
-    """Claims of section 4, on models that solve the task: rows as `measured` gives them."""
+    """Judge the claims of section 4, on models that solve the task: rows as `measured` gives them."""
     solved = models[models["solved"]]
     of_paper = [training.PUBLISHED, training.PUBLISHED_LARGE_TAG]
     papers = solved[solved["kind"].isin(of_paper)]
@@ -249,7 +250,8 @@ def judge_models(outcome: Outcome, models: pd.DataFrame) -> None:
             before = f" (before training {_mean_of(rows[begun])})" if begun in rows else ""
             seeds = f" (from {_range(rows[column])})" if len(rows) else ""
             mean = Estimate.mean(rows[column], "models") if len(rows) else math.nan
-            outcome.judge(claim, mean, where=where, before=before, seeds=seeds)
+            limit = SINK.limit  # of the claim that there is a sink; the others have their own
+            outcome.judge(claim, mean, where=where, before=before, seeds=seeds, limit=limit)
 
 
 def _mean_of(values: pd.Series) -> str:
@@ -279,19 +281,19 @@ def _necessity(outcome: Outcome, solved: pd.DataFrame) -> None:
         return
     kinds = []
     for kind, rows in solved.groupby("kind", sort=False):
-        without = rows[rows["sink"] < SINK.limit]
+        without = rows[~SINK.met(rows["sink"].to_numpy(dtype=np.float64))]
         kinds.append(f"{kind}: {len(without)} of {len(rows)}")
         if len(without):
             left = number(without["left"].min())
             kinds[-1] += f" (attention {_range(without['sink'])}, residual variance {left} and more)"
-    values = {"solved": SOLVED, "strong": SINK.limit, "kinds": "; ".join(kinds)}
+    values = {"solved": SOLVED, "limit": SINK.limit, "kinds": "; ".join(kinds)}
     strong = outcome.verdict("necessary.strong", _least(solved, "sink"), **values)
     weak = outcome.verdict("necessary.weak", _least(solved, "left_blind"))
     outcome.verdicts.append(mix_of(outcome.sentence("necessary"), [strong, weak]))
 
 
 def _least(models: pd.DataFrame, column: str) -> Estimate:
-    """The least of a column over models, with an error over sequences that allows for the choice."""
+    """Return the least of a column over models, with an error over sequences that allows for the choice."""
     row = models.loc[models[column].idxmin()]
     error = most_extreme(len(models)) * float(row[f"{column}_se"])
     return Estimate(float(row[column]), error, HELD_OUT_SEQUENCES, "sequences")
@@ -361,7 +363,7 @@ def construction(study: Study, outcome: Outcome) -> None:
 
 
 def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
-    """Errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
+    """Tabulate errors of the construction by (b, d) and s_tag, over sequences, against the derived ones."""
     averages = mean_after(numbers, places)
     rows = []
     for (name, (b, d)), tag in product(VARIANTS.items(), S_TAGS.tolist()):
@@ -395,7 +397,7 @@ BELOW = 1e-16
 
 
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
-    """Attention of one sequence, side by side, queries down and keys to the right, both from 1."""
+    """Draw the attention of one sequence, side by side, queries down and keys to the right, both from 1."""
     positions = np.arange(1.0, len(next(iter(pictures.values()))) + 1)
     seen = np.tri(len(positions), dtype=bool)
     causal = {name: np.where(seen, picture, np.nan) for name, picture in pictures.items()}
@@ -406,7 +408,7 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
 
 
 def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
-    """Measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
+    """Draw measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
     traces: list[Any] = []
     for (name, pair), colour in zip(curves.items(), style.CATEGORIES, strict=False):
         looks = (name, "solid", 5), (f"{name}, derived", "dot", 0)
@@ -425,7 +427,7 @@ def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: s
 
 
 def draw_losses(outcome: Outcome, trained: Sequence[training.TrainedModels], models: pd.DataFrame) -> None:
-    """The squared error of every seed while it was trained."""
+    """Draw the squared error of every seed while it was trained."""
     traces: list[Any] = []
     last = 0.0
     for colour, each in zip(style.CATEGORIES, trained, strict=False):
@@ -463,7 +465,7 @@ def draw_attention(outcome: Outcome, trained: Sequence[training.TrainedModels], 
 def draw_scatter(
     outcome: Outcome, models: pd.DataFrame, column: str, axis: str, limits: tuple[float, float]
 ) -> None:
-    """Every trained model as a dot: its error to the right (logarithmic), a column upwards; `limits` of both."""
+    """Draw every trained model as a dot: its error to the right (logarithmic), a column upwards; `limits` of both."""
     titles = "residual variance", axis
     looks = zip(style.CATEGORIES, ("circle", "diamond", "square", "triangle-up", "x", "cross"), strict=False)
     hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"

@@ -89,23 +89,23 @@ class TwoLayers(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, numbers: Numbers, is_separator: Tensor) -> Tensor:
-        """E, (seeds, batch, T, width)."""
+        """Compute the embeddings E, (seeds, batch, T, width)."""
 
     @abstractmethod
     def first(self, embedded: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention and what is written; `visible`: (…, T, T), the keys that each query sees."""
+        """Compute the first layer's attention and what it writes; `visible`: (…, T, T), the keys a query sees."""
 
     @abstractmethod
     def second(self, hidden: Tensor) -> Tensor:
-        """The last token's output, (seeds, batch)."""
+        """Compute the last token's output, (seeds, batch)."""
 
     @abstractmethod
     def value_output(self) -> Float[Tensor, "seeds width width"]:
-        """The first layer's value-output matrix: W_V¹, times W_O¹ where there is one."""
+        """Compute the first layer's value-output matrix: W_V¹, times W_O¹ where there is one."""
 
     @abstractmethod
     def query_key(self) -> Float[Tensor, "seeds width width"]:
-        """The second layer's query-key matrix, W_Q² W_K²ᵀ."""
+        """Compute the second layer's query-key matrix, W_Q² W_K²ᵀ."""
 
     def forward(
         self,
@@ -224,14 +224,14 @@ class TrainedModels:
 
 
 def draw(generators: Sequence[torch.Generator], count: int, length: int = LENGTH) -> tuple[Numbers, Places]:
-    """Sequences of the task, `count` a generator: N(0, 1) numbers, [SEP] anywhere but in the last place."""
+    """Draw sequences of the task, `count` a generator: N(0, 1) numbers, [SEP] anywhere but in the last place."""
     numbers = torch.stack([torch.randn(count, length, generator=generator) for generator in generators])
     places = torch.stack([torch.randint(0, length - 1, (count,), generator=each) for each in generators])
     return numbers, places
 
 
 def build(recipe: AveragingRecipe, generators: Sequence[torch.Generator]) -> TwoLayers:
-    """A model of a kind before its training, float32."""
+    """Make a model of a kind before its training, float32."""
     if recipe.width == 2:
         return PublishedModel(generators, large_tag=recipe.large_tag)
     return StandardModel(generators, width=recipe.width, normed=recipe.normed)
@@ -240,7 +240,7 @@ def build(recipe: AveragingRecipe, generators: Sequence[torch.Generator]) -> Two
 def attention_to_separator(
     forward_pass: ForwardPass, separator: Places
 ) -> Float[Tensor, "seeds batch length"]:
-    """A¹_it for each query i, 0 for those before [SEP]."""
+    """Return A¹_it for each query i, 0 for those before [SEP]."""
     index = separator[..., None, None].expand(*forward_pass.attention.shape[:-1], 1)
     return forward_pass.attention.gather(-1, index)[..., 0]
 
@@ -274,7 +274,7 @@ def train_averaging(
 
 
 def sink_penalty(forward_pass: ForwardPass, separator: Places) -> Tensor:
-    """The loss term of a penalised model: the attention to [SEP] in excess of `FREE_ATTENTION`, summed over seeds."""
+    """Compute a penalised model's loss term: attention to [SEP] in excess of `FREE_ATTENTION`, summed over seeds."""
     after = torch.arange(forward_pass.attention.shape[-1]) > separator[..., None]
     attention = (attention_to_separator(forward_pass, separator) * after).sum(-1) / after.sum(-1)
     return PENALTY_WEIGHT * (attention - FREE_ATTENTION).clamp_min(0).mean(-1).sum()

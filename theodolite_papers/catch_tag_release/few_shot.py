@@ -27,7 +27,7 @@ from theodolite import Corpus, OpenModel, open_model
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, NAME, RULES, TEST_STREAM, prompt_ids
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.evaluate.few_shot import PROMPTS, batch_of_prompts, few_shot_answers, right_answers
 from theodolite.evaluate.scores import mean_and_error, over_seeds
 from theodolite.judging import HOLDS, all_of, unless_explained
@@ -35,7 +35,6 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import dots, line
 from theodolite.sinks.interventions import attention_knockout, without_low_rank
 from theodolite.system.progress import ShowStage, shown
@@ -78,12 +77,12 @@ AT_CHANCE = (
     "at chance without examples already, below which nothing is lost: the loss must grow with the accuracy"
 )
 
-Edit = Callable[[slice], Iterable[AbstractContextManager[object]]]
+Interventions = Callable[[slice], Iterable[AbstractContextManager[object]]]
 """(prompts of a batch) → the interventions on the model while it reads them."""
 
 
 def accuracy_by_shots(by_seed: pd.DataFrame, chance: float, best: Sequence[float]) -> go.Figure:
-    """Accuracy of several models after k examples, means with intervals, and one open circle per seed.
+    """Draw the accuracy of several models after k examples, means with intervals, an open circle per seed.
 
     by_seed: `model seed shots accuracy accuracy_se`.
     """
@@ -123,13 +122,13 @@ def accuracy_by_shots(by_seed: pd.DataFrame, chance: float, best: Sequence[float
 
 
 def calibration_prompts() -> Corpus:
-    """The prompts that pruning is calibrated on."""
+    """Return the prompts that pruning is calibrated on."""
     prompts = RULES.draw(CALIBRATION, np.random.default_rng([PROMPT_SEED, CORPUS_STREAM]))
     return Corpus.from_ids(torch.from_numpy(prompts.ids))
 
 
 def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, sparsity, method and number of examples: accuracy with its binomial standard error."""
+    """Tabulate model, sparsity, method and number of examples: accuracy with its binomial standard error."""
     calibration = calibration_prompts()
     rows: list[dict[str, Any]] = []
     for model_folder in models_in(folder):
@@ -149,7 +148,7 @@ def shots_table(folder: Path, show: ShowStage = lambda what, done, total: None) 
 
 
 def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
-    """A row for every number of examples, of right answers (prompts, numbers of examples); `of`: what they are of."""
+    """Make a row for every number of examples, of right answers (prompts, numbers of examples) of the model `of`."""
     rows = []
     for shots, answers in enumerate(correct.astype(np.float64).T):
         accuracy, error = mean_and_error(answers)
@@ -159,7 +158,7 @@ def rows_by_shots(correct: np.ndarray, **of: Any) -> list[dict[str, Any]]:
 
 
 def _by_shots(table: pd.DataFrame, name: str, sparsity: float) -> Floats:
-    """Accuracy (models, numbers of examples)."""
+    """Return accuracy (models, numbers of examples)."""
     rows = table[(table["model"] == name) & (table["sparsity"] == sparsity)]
     return rows.pivot(index="folder", columns="shots", values="accuracy").to_numpy(np.float64)
 
@@ -176,7 +175,7 @@ def _trained(study: Study, outcome: Outcome, name: str) -> Path:
 
 
 def show_accuracy(outcome: Outcome, table: pd.DataFrame) -> None:
-    """Verdicts, levels and charts of accuracies, as `shots_table` gives them."""
+    """Show verdicts, levels and charts of accuracies, as `shots_table` gives them."""
     outcome.tables["accuracy"] = table
     dense = _by_shots(table, DENSE, SPARSITIES[0])
     outcome.judge("examples-help", Estimate.mean(dense[:, -1] - dense[:, 0], "models"))
@@ -206,7 +205,7 @@ def _by_k(accuracy: Iterable[float]) -> str:
 
 
 def models_in(folder: str | Path) -> list[Path]:
-    """The models of the few-shot task in the folders of a folder, in the order of their names."""
+    """List the models of the few-shot task in the folders of a folder, in the order of their names."""
     found = []
     for path in sorted(Path(folder).glob("*/training.json")):
         with suppress(OSError, ValueError, AttributeError):  # of another program's file
@@ -221,7 +220,7 @@ def is_few_shot(folder: str | Path) -> bool:
 
 
 def few_shot_provenance(folder: str | Path) -> dict[str, Any]:
-    """The provenance of `sinks/figure3`."""
+    """Return the provenance of `sinks/figure3`."""
     models = [place.name for place in models_in(folder)]
     entry = {"folder": str(folder), "models": models, "prompts": PROMPTS}
     return of_trainings(f"{counted(len(models), 'model')} in {Path(folder).name}", "GPT-NeoX", few_shot=entry)
@@ -258,7 +257,7 @@ def attention_of_prompts(model: OpenModel, ids: Tensor, batch: int) -> list[Prom
 
 
 def share_of(attention: list[PromptAttention], keys: list[Tensor]) -> float:
-    """Mean share of attention that goes to `keys` (of each layer), over the heads and prompts with a sink."""
+    """Average the share of attention that goes to `keys` (of each layer), over the heads and prompts with a sink."""
     shares = [
         (of.mass.where(of_layer, 0.0).sum(-1) / of.mass.sum(-1))[of.sinks.any(-1)]
         for of, of_layer in zip(attention, keys, strict=True)
@@ -278,7 +277,7 @@ def other_keys(
 
 
 def _controls(attention: list[PromptAttention]) -> Iterator[tuple[str, int, list[Tensor]]]:
-    """(name, seed, keys by layer) that are hidden in the place of the sinks."""
+    """Yield (name, seed, keys by layer) that are masked in the place of the sinks."""
     for seed in range(CONTROLS):
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.rand(of.sinks.shape, generator=generator) for of in attention)
@@ -302,21 +301,23 @@ def _take_out(
         yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
 
 
-def _accuracies(model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[int]], edit: Edit) -> Floats:
-    """Right answers (prompts, numbers of examples) under an intervention."""
+def _accuracies(
+    model: OpenModel, prompts: tuple[Tensor, Tensor, Tensor, list[int]], interventions: Interventions
+) -> Floats:
+    """Return right answers (prompts, numbers of examples) under an intervention."""
     ids, asked, labels, label_ids = prompts
     batch, right = batch_of_prompts(ids.shape[1], None), []
     for start in range(0, len(ids), batch):
         part = slice(start, min(start + batch, len(ids)))
         with ExitStack() as stack:
-            for intervention in edit(part):
+            for intervention in interventions(part):
                 stack.enter_context(intervention)
             right.append(right_answers(model.hf, ids[part], asked[part], labels[part], label_ids))
     return torch.cat(right).numpy().astype(np.float64)
 
 
 def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
-    """(what was done, seed of the control, right answers, share of attention hidden) of one model."""
+    """Yield (what was done, seed of the control, right answers, share of attention masked) of one model."""
     drawn = RULES.draw(ABLATION_PROMPTS, np.random.default_rng([PROMPT_SEED, TEST_STREAM]))
     ids, asked, label_ids = prompt_ids(drawn, RULES, dense.required_tokenizer())
     prompts = ids, asked, torch.from_numpy(drawn.labels), label_ids
@@ -335,7 +336,7 @@ def ablation_rows(dense: OpenModel) -> Iterator[tuple[str, int, Floats, float]]:
 
 
 def ablation_table(folder: Path, show: ShowStage = lambda what, done, total: None) -> pd.DataFrame:
-    """One row per model, intervention, control's seed and number of examples: accuracy with its binomial error."""
+    """Tabulate model, intervention, control's seed and number of examples: accuracy with its binomial error."""
     rows: list[dict[str, Any]] = []
     for place in shown(models_in(folder), "hiding sinks", show):
         seed = json.loads((place / "training.json").read_text(encoding="utf-8"))["seed"]
@@ -351,7 +352,7 @@ def examples(study: Study, outcome: Outcome) -> None:
 
 
 def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
-    """Verdicts, levels and a chart of accuracies, as `ablation_table` gives them."""
+    """Show verdicts, levels and a chart of accuracies, as `ablation_table` gives them."""
     outcome.tables["accuracy"] = table
     for name, rows in table.groupby("model", sort=False):
         outcome.read(str(name), _by_k(rows.groupby("shots")["accuracy"].mean()))
@@ -393,7 +394,7 @@ def show_ablations(outcome: Outcome, table: pd.DataFrame) -> None:
 
 
 def _lost(table: pd.DataFrame, name: str, untouched: str) -> Floats:
-    """Accuracy lost against the untouched model: (models, seeds of the control, numbers of examples)."""
+    """Compute the accuracy lost against the untouched model: (models, seeds of the control, numbers of examples)."""
     parts = []
     for of in (name, untouched):
         rows = table[table["model"] == of]

@@ -13,14 +13,14 @@ import torch
 
 from theodolite import Corpus, OpenModel, find_outliers
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.heads import sinks_table
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly
+from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import bars, heat, line, reference, rows_down
 from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one
@@ -66,14 +66,14 @@ def outliers(study: Study, outcome: Outcome) -> None:
 
 
 def parts_of(corpus: Corpus) -> list[Corpus]:
-    """The text in `GROUPS` parts, by whose spread errors are taken; none where a part would have a single context."""
+    """Split the text into `GROUPS` parts, by whose spread errors are taken; none where one has a single context."""
     group = Groups(len(corpus.contexts)).of(torch.arange(len(corpus.contexts)))
     parts = [corpus.subset((group == number).nonzero().flatten()) for number in range(GROUPS)]
     return parts if min(len(part.contexts) for part in parts) > 1 else []
 
 
 def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
-    """The table of sinks that a survey of this text has."""
+    """Survey this text for its table of sinks."""
     stage = Stage(
         "corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None))
     )
@@ -82,7 +82,7 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
 
 
 def _estimate(whole: float, of_parts: Sequence[float], contexts: int) -> Estimate:
-    """A share or count of the whole text, with the error of a mean over its parts; of parts that have none, fewer."""
+    """Estimate a share or count of the whole text, with the error of a mean over its parts; missing parts left out."""
     values = np.array(of_parts, dtype=np.float64)
     values = values[np.isfinite(values)]
     if len(values) < 2:
@@ -171,7 +171,7 @@ def judge_sinks(
         return
 
     def tables(outliers: Outliers, sinks: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """By (token, first): massive activations; the contexts of the head in which it is a sink most often."""
+        """Index by (token, first): massive activations; the contexts of the head in which it is a sink most often."""
         caught = sinks.groupby(["token_id", "first"], as_index=False)["contexts"].max()
         return _by_token(outliers.massive), caught
 
@@ -184,7 +184,7 @@ def judge_sinks(
 
 
 def _share_among(tokens: pd.DataFrame, others: pd.DataFrame, weight: str) -> float:
-    """Share of `tokens`, by `weight`, that are among `others` (NaN of none); position 0 is one place."""
+    """Compute the share of `tokens`, by `weight`, that are among `others` (NaN of none); position 0 is one place."""
     amount, later = tokens[weight].to_numpy(dtype=np.float64), set(others.loc[~others["first"], "token_id"])
     present = np.where(tokens["first"], bool(others["first"].any()), tokens["token_id"].isin(later))
     return float((amount * present).sum() / amount.sum()) if len(tokens) else math.nan
@@ -195,7 +195,7 @@ def _contexts(outliers: Outliers) -> int:
 
 
 def _nothing(outliers: Outliers) -> str:
-    """Why nothing can be said of massive activations: the published rule finds none; empty: it does."""
+    """Say why nothing can be said of massive activations: the published rule finds none; empty: it does."""
     if outliers.layers["massive_published"].any():
         return ""
     by_layer = outliers.massive[["token_id", "first", "dimension"]]
@@ -214,12 +214,12 @@ def _nothing(outliers: Outliers) -> str:
 
 
 def _largest(outliers: Outliers) -> pd.Series:
-    """Largest |x| of each row of `dimensions`."""
+    """Return the largest |x| of each row of `dimensions`."""
     return outliers.dimensions[["maximum", "maximum_first"]].max(axis=1)
 
 
 def typical_rms(outliers: Outliers) -> pd.Series:
-    """RMS of the median dimension of each row's layer."""
+    """Return the RMS of the median dimension of each row's layer."""
     return outliers.dimensions["rms"] / outliers.dimensions["rms_ratio"]
 
 
@@ -231,7 +231,7 @@ def is_delimiter(token: str) -> bool:
 
 
 def stays(growth: pd.DataFrame) -> Floats:
-    """Share of massive layers from the first to the last of the model, of each activation that appears at all."""
+    """Compute the share of layers from the first to the last in which each activation that appears is massive."""
     shares = []
     for _, activation in growth[growth["appears"].notna()].groupby(LIFE):
         later = activation[activation["layer"] >= activation["appears"]]
@@ -247,7 +247,7 @@ def _by_token(massive: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chance(tokens: pd.DataFrame, corpus: Corpus) -> float:
-    """The share of all tokens of the text that are such tokens."""
+    """Compute the share of all tokens of the text that are among these, or stand where they do at position 0."""
     ids = corpus.contexts.numpy()
     present = np.isin(ids, tokens.loc[~tokens["first"], "token_id"].to_numpy())
     present[:, 0] = bool(tokens["first"].any())
@@ -297,7 +297,7 @@ COUNTS = {
 
 
 def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
-    """All figures of the page, of a text of so many contexts."""
+    """Draw all figures of the page, of a text of so many contexts."""
     ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
     chosen = largest_columns(ratios)
     titles = "dimension", "layer", "times the median"
@@ -324,7 +324,7 @@ def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
 
 
 def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str, str]) -> go.Figure:
-    """Ratios to a median, rows by columns, coloured by their logarithm from 1 up."""
+    """Draw ratios to a median, rows by columns, coloured by their logarithm from 1 up."""
     shown = np.maximum(np.nan_to_num(ratios, nan=1.0), 1.0)
     top = max(float(shown.max()), 10.0)
     ticks = [amount for power in range(8) for amount in (10**power, 3 * 10**power) if amount <= top * 1.001]
@@ -345,7 +345,7 @@ def ratio_map(ratios: Floats, columns: Sequence[object], titles: tuple[str, str,
 
 
 def carrier_name(token: str, first: bool) -> str:
-    """A token in quotation marks; what stands at position 0 is one place, whatever it is."""
+    """Put a token in quotation marks; what stands at position 0 is one place, whatever it is."""
     return "position 0" if first else f"“{shown_token(token)}”"
 
 
@@ -354,7 +354,7 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
 
 
 def _growth(outcome: Outcome, outliers: Outliers) -> None:
-    """|value| by layer on a logarithmic axis: one line per massive activation, against the usual magnitudes."""
+    """Draw |value| by layer on a logarithmic axis: a line per massive activation, against the usual magnitudes."""
     by, rising = ["places", "dimension", "layer"], [False, True, True]
     order = outliers.growth.sort_values(by, ascending=rising, kind="stable")
     activations = order.groupby(["dimension", "token_id", "token", "first"], sort=False)
@@ -394,7 +394,7 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
 
 
 def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
-    """Share of contexts in which a token carries a massive activation, one bar a token, at most `TOKENS` of them."""
+    """Draw the share of contexts in which a token carries a massive activation, a bar a token, `TOKENS` at most."""
     rows = []
     for _, token_rows in position_0_as_one(outliers.massive).groupby("token_id"):
         name = carrier_name(token_rows["token"].iloc[0], token_rows["first"].iloc[0])

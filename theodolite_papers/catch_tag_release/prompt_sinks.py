@@ -43,7 +43,7 @@ DETRENDED = "less a quadratic in position"
 
 
 def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chosen: bool = False) -> None:
-    """The figures of one head on one prompt, η² by place, and whether the clusters are there and remain."""
+    """Show the figures of one head on one prompt, η² by place, and whether the clusters are there and remain."""
     sinks = [int(position) for position in trace.sinks if position >= 0]
     grouped = trace.group != LEFT_OUT
     vectors_at = _places(trace)
@@ -84,7 +84,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     def plane(place: int) -> go.Figure:
         return drawing.clusters(planes[place], of_shown, shown, sorted(set(of_shown)))
 
-    outcome.draw("attention", drawing.attention(trace.attention.numpy(), tokens, sinks), head=head)
+    weights = drawing.attention(trace.attention.numpy(), tokens, sinks)
+    outcome.draw("attention", weights, head=head, threshold=SINK_THRESHOLD)
     outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
     outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
     outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))
@@ -93,7 +94,7 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
-    """The vectors that are coloured, in the order of the computation: before the head, its output, deeper layers."""
+    """Return the vectors that are coloured, in computing order: before the head, its output, deeper layers."""
     layer, last = trace.layer, len(trace.streams) - 1
     deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
     return {
@@ -121,7 +122,7 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
 
 
 def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Tensor) -> pd.DataFrame:
-    """One row per place: η², and what a random grouping explains on average.
+    """Tabulate each place: η², and what a random grouping explains on average.
 
     beyond_position: η² of the vectors less a quadratic in position, as are the columns after it. shifted: what the same
     grouping, shifted along the prompt, explains on average. gain: beyond_position less that before the head. as_large,
@@ -166,7 +167,7 @@ def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> 
 
 
 def _judged(outcome: Outcome, claim: str, places: pd.DataFrame, at: int, why: str) -> Verdict:
-    """A permutation test: all shifts are equally likely where the grouping means nothing and nothing drifts."""
+    """Judge by a permutation test: all shifts are equally likely where the grouping means nothing, without drift."""
     before, place = places.iloc[0], places.iloc[at]
     if why or not math.isfinite(place["gain"]):
         why = why or "the vectors are all the same, or follow their position alone"

@@ -1,4 +1,4 @@
-"""Which sinks pruning keeps, and the role of the low-rank term (Figs. 4 and 5 of Zhang et al. 2025).
+"""Sinks kept under pruning, and the role of the low-rank term (Figs. 4 and 5 of Zhang et al. 2025).
 
 A model is pruned in memory: even contexts calibrate it, losses and sinks are measured on odd ones and on one prompt.
 """
@@ -108,12 +108,12 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
 
 
 def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
-    """Share of a model's sinks, by context and key, that another has; its standard error over contexts."""
+    """Compute the share of a model's sinks, by context and key, that another has; its standard error over contexts."""
     return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
 
 
 def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Sinks of another model that the first lacks, over the first one's; its standard error over contexts."""
+    """Compute another model's sinks that the first lacks, over the first one's; its standard error over contexts."""
     return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
 
 
@@ -124,7 +124,7 @@ def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, f
 
 
 def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Mean loss of another model less that of the first, and its standard error: paired by context."""
+    """Compute the mean loss of another model less that of the first, and its standard error: paired by context."""
     return mean_and_error((other.loss - dense.loss).numpy())
 
 
@@ -146,7 +146,7 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
 
 
 def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
-    """The model itself; measured once, since a study has one prompt."""
+    """Measure the model itself once, since a study has one prompt."""
     _, measured = halves(study)
     return study.cached("dense sinks", lambda: measure_sinks(study.require_model(), measured, prompt))
 
@@ -154,7 +154,7 @@ def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
 def pruned_measures(
     study: Study, method: str, prompt: Prompt, ablations: Mapping[str, int | None] | None = None
 ) -> dict[str, ModelSinks]:
-    """A copy of the model, pruned by `SPARSITY`: as it is, by the method's name, and without low-rank terms.
+    """Prune a copy of the model by `SPARSITY`; measure it as it is, by the method's name, and without low-rank terms.
 
     ablations: name → control of `without_low_rank` in the prompt's layer.
     """
@@ -171,7 +171,7 @@ def pruned_measures(
 
 
 def _prompt(study: Study) -> Prompt:
-    """The prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
+    """Return the prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
     model, focus = study.require_model(), study.focus
     ids = prompt_or_shipped(model, focus.prompt, "inference")
     if focus.layer is not None and focus.head is not None:
@@ -214,7 +214,7 @@ def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Est
 
 
 def ablations(layer: int) -> dict[str, int | None]:
-    """Of OATS in a layer: name → control of `without_low_rank`."""
+    """Name the ablations of OATS in a layer: name → control of `without_low_rank`."""
     return {
         f"OATS without the low-rank term of layer {layer}": None,
         f"OATS without a norm-matched random part of layer {layer}": CONTROL_SEED,
@@ -269,7 +269,7 @@ def _read(
     measured: Mapping[str, ModelSinks],
     layer: int | None = None,
 ) -> None:
-    """Of each model sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
+    """Report each model's sinks kept (of a layer, if named) and new over the dense model's, and the loss difference."""
     whose = "the dense model's sinks" + ("" if layer is None else f" in layer {layer}")
     rows = []
     for name, model in measured.items():
@@ -293,7 +293,7 @@ def _draw(
     *,
     vectors: bool = False,
 ) -> None:
-    """Every model's attention on the prompt, side by side; and `vectors`: the lower row of Figure 4.
+    """Draw every model's attention on the prompt, side by side; and `vectors`: the lower row of Figure 4.
 
     That is the head's output, and the residual stream behind its block, by dimension.
     """

@@ -1,4 +1,4 @@
-"""Is the tag used? One sink's head ablated, against norm-matched controls (Zhang et al. 2025, sections 2 and 3)."""
+"""Test if a tag is used: ablate one sink's head, against norm-matched controls (Zhang et al. 2025, sections 2, 3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, decl
 
 
 def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
-    """Bars with standard errors: one group per ablation and measure, ablation and control side by side."""
+    """Draw bars with standard errors: one group per ablation and measure, ablation and control side by side."""
     shown = table[table["measure"].isin(measures)]
     names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
     looks = ("control", "control", style.GREY), ("change", "ablation", style.VERMILLION)
@@ -50,7 +50,7 @@ def traced(study: Study, outcome: Outcome) -> None:
 
 
 def trace_of(study: Study) -> Run:
-    """The trace of the study's text, made once and kept next to the pages."""
+    """Trace the study's text once, and keep the run next to the pages."""
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = None if study.folder is None else study.folder / "trace"
     model, show = study.require_model(), study.show
@@ -62,7 +62,7 @@ HALF = 0.5
 
 
 def _chosen_tag(study: Study, contexts: Corpus) -> tuple[int, int, torch.Tensor]:
-    """The head that is asked for, or whose sinks tag most tokens; and its strongest tag's direction."""
+    """Choose the head asked for, or whose sinks tag most tokens; and its strongest tag's direction."""
     run = trace_sinks(study.require_model(), contexts, show_progress=study.show)
     traces, focus = run.traces, study.focus
     if focus.layer is not None:

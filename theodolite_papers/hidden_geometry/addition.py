@@ -12,9 +12,9 @@ import pandas as pd
 from theodolite import OpenModel, Run
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
-from theodolite.report.data import Floats, provenance
+from theodolite.report.data import provenance
 from theodolite.system.wording import counted, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, criterion, declared
@@ -41,7 +41,7 @@ def is_adder(model: OpenModel) -> bool:
 
 
 def task_of(run: Run) -> Additions:
-    """Additions of as many digits as the text of the run says, which are those that the model was trained on."""
+    """Make the task of additions of as many digits as the run's text says, which are those the model was trained on."""
     return Additions(digits_of(provenance(run, "corpus", "name") or "") or DIGITS)
 
 
@@ -52,18 +52,18 @@ def digits_in_words(digits: tuple[int, int]) -> str:
 
 
 def on_cpu(model: OpenModel) -> Any:
-    """The model where the examples of the task are."""
+    """Move the model to where the examples of the task are."""
     return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
 
 
 def binomial_error(share: float, count: int) -> float:
-    """Standard error of a share, at (k + 2)/(n + 4) (Agresti & Coull 1998), so that all or none right has one too."""
+    """Compute a share's standard error, at (k + 2)/(n + 4) (Agresti & Coull 1998): all or none right has one too."""
     moved = (share * count + 2) / (count + 4)
     return math.sqrt(moved * (1 - moved) / count)
 
 
 def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
-    """Why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
+    """Say why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
     if model is None:
         return "whether the model adds is unknown without it: pass the model together with the run"
     if not is_adder(model):
@@ -76,13 +76,13 @@ def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
 
 
 def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
-    """Why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
+    """Say why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
     verdict = judge("", what, accuracy, criterion("geometry/adds"))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 
 def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: str) -> Verdict:
-    """A verdict on what the paper says of models trained on addition: not testable where the model is none."""
+    """Judge what the paper says of models trained on addition: not testable where the model is none."""
     if not reads_additions(run):
         why = f"the corpus of this run contains no addition problems ({measured})"
         why += ": survey a model trained on addition on addition problems"
@@ -93,7 +93,7 @@ def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: s
 
 
 def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
-    """`values`, `errors`: accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
+    """Judge accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
     in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
     words = {"count": count, "trained": trained}
     outcome.judge("in-distribution", in_distribution, **words)

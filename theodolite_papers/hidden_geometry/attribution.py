@@ -19,6 +19,7 @@ from torch import Tensor
 
 from theodolite import Corpus, Run, constituents
 from theodolite.errors import UsageError, WorkError
+from theodolite.estimates import Floats
 from theodolite.judging import untestable
 from theodolite.logits.attribution import CONTEXTS, repeated_patterns
 from theodolite.logits.constituents import whole_positional_basis
@@ -32,7 +33,7 @@ from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.models.token_texts import token_texts
-from theodolite.report.data import Floats, blocks, evenly, heads_per_block, provenance
+from theodolite.report.data import blocks, evenly, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
@@ -51,7 +52,7 @@ REFUSALS_SHOWN = 2
 
 @dataclass(frozen=True)
 class PatternClaim:
-    """What the paper claims of one of `ATTENTION_PATTERNS`, and where in Fig. 6.
+    """The paper's claim on one of `ATTENTION_PATTERNS`, and where in Fig. 6.
 
     `strict`: the paper's constituent; `group`: the same with the pairs of a mean or bias.
     """
@@ -91,7 +92,7 @@ class Head:
 
     @property
     def follows(self) -> bool:
-        """Whether the head has the pattern at all."""
+        """True if the head has the pattern at all."""
         return self.score >= STRONG and self.score >= TIMES_UNIFORM * self.uniform
 
     @property
@@ -100,11 +101,11 @@ class Head:
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
     def determined_by(self, pattern: PatternClaim, group: str) -> bool:
-        """Whether `group`, the pattern's own or the strict one within it, keeps enough, and no other group more."""
+        """Tell whether `group`, the pattern's own or the strict one in it, keeps enough, and no other more."""
         return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
 
     def summary(self, group: str) -> str:
-        """The head's numbers in a line."""
+        """Summarise the head's numbers in a line."""
         row = self.groups.loc[group]
         evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
         if not self.follows:
@@ -120,7 +121,7 @@ class Head:
 
 
 def retained(attributed: pd.DataFrame) -> pd.DataFrame:
-    """The table with `kept` and `left`, as of `Head`; NaN where the score is no more than uniform attention."""
+    """Add `kept` and `left`, as of `Head`, to the table; NaN where the score is no more than uniform attention."""
     uniform = attributed["uniform"]
     excess = (attributed["score"] - uniform).where(attributed["score"] > uniform)
     return attributed.assign(
@@ -129,7 +130,7 @@ def retained(attributed: pd.DataFrame) -> pd.DataFrame:
 
 
 def attributed_heads(run: Run, pattern: str) -> list[Head]:
-    """The attributed heads of a pattern, those that follow it most first."""
+    """List the attributed heads of a pattern, those that follow it most first."""
     table = run.attribution
     if not len(table):
         return []
@@ -294,7 +295,7 @@ class _PositionalLogits:
 
 
 def _sampled(study: Study) -> Tensor:
-    """A sample of the run's contexts; random ones of their length, where the text is not at hand."""
+    """Draw a sample of the run's contexts; random ones of their length, where the text is not at hand."""
     seed = study.provenance["seed"]
     if study.corpus is not None:
         return study.corpus.contexts[sample_of(study.corpus, seed)]
@@ -362,7 +363,7 @@ def _top_heads(run: Run) -> dict[str, list[Head]]:
 
 
 def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
-    """The head that is asked for, or the ones that follow the patterns most."""
+    """Choose the head that is asked for, or the ones that follow the patterns most."""
     focus = study.focus
     if focus.layer is not None and focus.head is not None:
         return {(focus.layer, focus.head): []}
@@ -376,7 +377,7 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
 
 
 def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
-    """The logits of a layer on the prompt."""
+    """Split the logits of a layer on the prompt."""
     model = study.require_model()
     model.check_place(layer, head)
     try:
@@ -386,7 +387,7 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
 
 
 def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
-    """The prompt's ids and the text of each."""
+    """Tokenize the prompt: its ids and the text of each."""
     model = study.require_model()
     longest = study.run.arrays["positional_basis"].shape[1]
     ids = prompt_ids(model, study.focus.prompt, longest, study.provenance["seed"])

@@ -1,4 +1,4 @@
-"""What several tables and figures share: numbers by layer, their errors and noise, from contexts drawn anew.
+"""Numbers by layer that several tables and figures share: their errors and noise, from contexts drawn anew.
 
 A run keeps the basis of all contexts only, so that errors need the text once more, hidden states alone, in the survey's
 eight groups; without the model or the text no error is known.
@@ -23,7 +23,7 @@ from theodolite.accumulate.means import Means, Sample, decomposed
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import (
     FAILS,
@@ -43,7 +43,6 @@ from theodolite.models.weights.copies import NotAffine
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import (
     OF_GROUPS,
-    Floats,
     error_of,
     layer_average,
     layer_estimates,
@@ -69,7 +68,7 @@ class GroupedBasis:
     end: int
 
     def of(self, groups: Float[Tensor, " groups"]) -> Float64[Tensor, "layers positions_1_on width"]:
-        """The positional basis of the groups of weight 1."""
+        """Compute the positional basis of the groups of weight 1."""
         groups = groups.double()
         text, width = slice(1, self.sums.shape[2]), self.sums.shape[3]
         nothing = torch.empty(0, width, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
@@ -98,7 +97,7 @@ class _SumsPass(CorpusPass):
         return {"means": self.means}
 
     def begin(self, first: int, ids: Tensor) -> None:
-        """Contexts `first …` come next."""
+        """Announce the next contexts, `first …`."""
         self._first = first
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -118,7 +117,7 @@ def read_by_group(model: OpenModel, corpus: Corpus, run: Run, show: ShowStage) -
 
 
 def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
-    """The basis by group of the text of a run: the study's, or that on random tokens; read when first asked for."""
+    """Read the basis by group of the text of a run, once: the study's, or that on random tokens."""
     run = run or study.run
     model, corpus = study.model, study.corpus
     sha256 = run.provenance["corpus"].get("sha256")
@@ -136,14 +135,14 @@ def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
 
 
 def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:
-    """Numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
+    """Compute numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
     return np.stack([np.asarray(numbers(basis.of(half)), dtype=np.float64) for half in balanced_halves()])
 
 
 def errors_of(
     basis: GroupedBasis | None, numbers: Callable[[Tensor], Floats], like: Floats | float
 ) -> Floats:
-    """The standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
+    """Compute standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
     if basis is None:
         return np.full(np.shape(like), np.nan)
     return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
@@ -155,7 +154,7 @@ Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
 
 
 def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> Estimate:
-    """A number without noise and its error, by leaving out one group of contexts after the other (jackknife)."""
+    """Estimate a number without noise and its error, by leaving out one group of contexts at a time (jackknife)."""
     values = []
     for left_out in range(GROUPS):
         kept = (torch.arange(GROUPS) != left_out).double()
@@ -165,12 +164,12 @@ def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> E
 
 
 def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:
-    """The positional basis of each quarter of the contexts."""
+    """Return the positional basis of each quarter of the contexts."""
     return [basis.of((torch.arange(GROUPS) % QUARTERS == quarter).double()) for quarter in range(QUARTERS)]
 
 
 def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
-    """Share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise."""
+    """Compute the share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise."""
     whole = rows[0].new_zeros(rows[0].shape[:-2])
     lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)
     largest = max(cutoffs)
@@ -186,20 +185,20 @@ def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64
 
 
 def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
-    """The share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
+    """Compute the share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
     lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
     quarters = [quarter / lengths for quarter in quarters_of(basis)]
     return shares(quarters, quarters, (cutoff,))[..., 0].numpy()
 
 
 def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
-    """The shares of PPᵀ, (layers, cutoffs)."""
+    """Return the shares of PPᵀ, (layers, cutoffs)."""
     quarters = quarters_of(basis)
     return np.asarray(shares(quarters, quarters, cutoffs))
 
 
 def product_shares(basis: GroupedBasis, model: OpenModel, cutoffs: Sequence[int]) -> Floats:
-    """The shares of PWPᵀ, W = W_q W_kᵀ of every head that has one, (heads of all layers, cutoffs)."""
+    """Return the shares of PWPᵀ, W = W_q W_kᵀ of every head that has one, (heads of all layers, cutoffs)."""
     quarters = quarters_of(basis)
     parts = []
     for layer in range(model.layers):
@@ -215,7 +214,7 @@ def product_shares(basis: GroupedBasis, model: OpenModel, cutoffs: Sequence[int]
 
 
 def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions positions"]:
-    """PPᵀ on average over pairs of quarters, in which no error meets itself."""
+    """Average PPᵀ over pairs of quarters, in which no error meets itself."""
     quarters = quarters_of(basis)
     total = sum(quarters)
     assert isinstance(total, Tensor)
@@ -234,7 +233,7 @@ def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions 
 
 
 def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
-    """Relative norms of the positional basis less what sampling noise alone has, squares subtracted: lower bounds."""
+    """Return the basis' relative norms less what sampling noise alone has, squares subtracted: lower bounds."""
     noise = torch.linalg.matrix_norm(noise_bases(basis), ord=2).square().mean(0)
     share = noise / torch.linalg.matrix_norm(basis.of(torch.ones(GROUPS)), ord=2).square()
     left = norms.values * np.sqrt(np.clip(1 - share.numpy(), 0, None))
@@ -245,18 +244,18 @@ def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
 
 
 def found_ranks(run: Run) -> Floats:
-    """ScreeNOT's rank of each layer, NaN where it is 0: no direction found is no low rank."""
+    """Return ScreeNOT's rank of each layer, NaN where it is 0: no direction found is no low rank."""
     ranks = value_of(run, "rank")
     return np.where(ranks > 0, ranks, np.nan)
 
 
 def energy_within_rank(run: Run) -> Floats:
-    """Share of ‖P‖_F² in as many leading singular directions as the rank, by layer; NaN where no rank was found."""
+    """Compute the share of ‖P‖_F² in as many leading directions as the rank, by layer; NaN where no rank was found."""
     return energy_within(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double(), found_ranks(run))
 
 
 def energy_within(basis: Tensor, ranks: Floats) -> Floats:
-    """Share of the energy of a basis (layers, positions, d) in as many leading directions as given, by layer."""
+    """Compute a basis' (layers, positions, d) share of energy in as many leading directions as given, by layer."""
     squared = torch.linalg.svdvals(basis).square()
     shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
     places = np.nan_to_num(ranks, nan=1).astype(int) - 1
@@ -264,7 +263,7 @@ def energy_within(basis: Tensor, ranks: Floats) -> Floats:
 
 
 def noise_share(run: Run) -> Floats:
-    """Share of ‖P‖_F² that means over C contexts have by chance, (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position, by layer."""
+    """Compute the share of ‖P‖_F² that means over C contexts have by chance, (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position."""
     energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
     constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
     residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
@@ -282,7 +281,7 @@ LEAST_UNSMOOTH_POSITIONS = 20
 
 
 def no_room(run: Run) -> str | None:
-    """Why no rank can be judged in contexts this short; None: it can."""
+    """Say why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
     if min(positions - 1, width) >= LEAST_RANKED:
         return None
@@ -322,7 +321,7 @@ def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
 
 
 def _energy_within_rank(outcome: Outcome, study: Study, over_layers: Callable[[Floats], float]) -> Verdict:
-    """More contexts would raise the energy within the rank by no more than the noise: within that, undecided."""
+    """Judge the energy within the rank: more contexts raise it by the noise at most; within that, undecided."""
     run, ranks, key = study.run, found_ranks(study.run), "low-rank.energy"
     shares, noise = energy_within_rank(run), noise_share(run)
     value, without_noise = float(over_layers(shares)), min(float(over_layers(shares + noise)), 1.0)
@@ -350,7 +349,7 @@ class RandomCosines:
     largest: Floats
 
     def limits(self, name: str) -> Floats:
-        """The quantile by layer: of `mean` or `largest`."""
+        """Return the quantile of `mean` or `largest` by layer."""
         return np.asarray(np.quantile(getattr(self, name), QUANTILE, axis=0))
 
 
@@ -378,7 +377,7 @@ def chance_cosines(study: Study) -> RandomCosines:
 
 
 def over_random(study: Study, name: str) -> Estimates:
-    """The `mean` or `largest` |cosine| of every layer, over the quantile of random rotations."""
+    """Divide the `mean` or `largest` |cosine| of every layer by the quantile of random rotations."""
     limits = chance_cosines(study).limits(name)
     measured = layer_estimates(study.run, {"mean": "incoherence_mean", "largest": "incoherence_max"}[name])
     assert measured.errors is not None
@@ -386,21 +385,21 @@ def over_random(study: Study, name: str) -> Estimates:
 
 
 def mean_over_random(study: Study) -> Estimate:
-    """The mean |cosine| over all layers, over the quantile of the same mean of random rotations."""
+    """Divide the mean |cosine| over all layers by the quantile of the same mean of random rotations."""
     limit = float(np.quantile(chance_cosines(study).mean.mean(axis=1), QUANTILE))
     mean, _ = layer_average(study.run, "incoherence_mean")
     return replace(mean, value=mean.value / limit, error=mean.error / limit)
 
 
 def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
-    """over/under with its standard error, as if both were independent."""
+    """Compute over/under with its standard error, as if both were independent."""
     ratio = over / under
     error: Floats = ratio * np.hypot(errors / over, under_errors / under)
     return ratio, error
 
 
 def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
-    """Columns of the layers table, each with its standard errors, by layer; NaN what the run lacks."""
+    """Tabulate columns of the layers table, each with its standard errors, by layer; NaN what the run lacks."""
     return pd.DataFrame(
         {"layer": range(len(run.layers))}
         | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
@@ -413,7 +412,7 @@ def beyond_random_order(
     positions: int,
     errors: tuple[Floats | float, Floats | float] = (math.nan, math.nan),
 ) -> tuple[Floats, Floats]:
-    """How far a share of low frequencies lies from the most that random order has on average (0) to all energy (1).
+    """Rescale a share of low frequencies from the most that random order has on average (0) to all energy (1).
 
     1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors, of `errors` of both shares: in random order the
     constant keeps its energy r_1, and of the rest at most 9 of n − 1 parts are expected within the ten lowest
@@ -427,7 +426,7 @@ def beyond_random_order(
 
 
 def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
-    """Why low frequencies of so few positions say nothing; None: they do."""
+    """Say why low frequencies of so few positions say nothing; None: they do."""
     positions = need(run, "positional_basis").shape[1] - 1
     why = (
         f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"
@@ -472,7 +471,7 @@ def judge_significant(outcome: Outcome, study: Study) -> None:
 def unless_noise(
     study: Study, run: Run, verdict: Verdict, criterion: Criterion, number: Callable[[GroupedBasis], float]
 ) -> Verdict:
-    """The verdict, but undecided where its `number` free of the text's sampling noise does not give the same answer.
+    """Keep the verdict, but undecided where its `number` free of sampling noise does not give the same answer.
 
     The text is read again for that.
     """

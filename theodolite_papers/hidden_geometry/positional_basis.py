@@ -13,14 +13,13 @@ from torch import Tensor
 
 from theodolite import Run
 from theodolite.comparison.parts import overlap
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import FAILS, HOLDS, Verdict, untestable
 from theodolite.measure.geometry import CUTOFFS
 from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report import published
 from theodolite.report.data import (
     OF_GROUPS,
-    Floats,
     column,
     error_of,
     layer_average,
@@ -226,7 +225,7 @@ NOISY = 0.5
 def _beside_published(
     outcome: Outcome, run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
 ) -> None:
-    """A layer column beside a published table: the means, all rows as a table, and the figure."""
+    """Show a layer column beside a published table: the means, all rows as a table, and the figure."""
     values, errors = value_of(run, name), error_of(run, name)
     model = published.closest(run)
     printed = ", ".join(
@@ -276,7 +275,7 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
 
 
 def roughness(basis: Tensor) -> Floats:
-    """Von Neumann's ratio of (N, n, d): 1 for positions in random order, near 0 on a curve."""
+    """Compute von Neumann's ratio of (N, n, d): 1 for positions in random order, near 0 on a curve."""
     centred = basis - basis.mean(1, keepdim=True)
     steps = basis.diff(dim=1).square().sum((1, 2)) / (basis.shape[1] - 1)
     spread = centred.square().sum((1, 2)) / basis.shape[1]
@@ -284,7 +283,7 @@ def roughness(basis: Tensor) -> Floats:
 
 
 def turns(plane: Tensor) -> Floats:
-    """Turns about its own centre, net, that a curve makes in its plane: (N, n, 2) → (N)."""
+    """Count the turns about its own centre, net, that a curve makes in its plane: (N, n, 2) → (N)."""
     centred = plane - plane.mean(1, keepdim=True)
     angle = torch.atan2(centred[..., 1], centred[..., 0])
     step = torch.remainder(angle.diff(dim=1) + math.pi, 2 * math.pi) - math.pi
@@ -303,7 +302,7 @@ def shape_of(run: Run) -> pd.DataFrame:
 
 
 def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
-    """The standard errors of the columns of `shape_of`; NaN without a basis by group."""
+    """Compute the standard errors of the columns of `shape_of`; NaN without a basis by group."""
     noise = 2 * _noise_variance(run)  # of half of the contexts
 
     def numbers(half: Tensor) -> Floats:
@@ -316,7 +315,7 @@ def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
 
 
 def _noise_variance(run: Run) -> Floats:
-    """Variance of the mean over the run's contexts, in the plane of the curve, by layer."""
+    """Compute the variance of the mean over the run's contexts, in the plane of the curve, by layer."""
     cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
     return (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
 
@@ -372,7 +371,7 @@ def principal_components(study: Study, outcome: Outcome) -> None:
 
 
 def scale_growth(basis: GroupedBasis | None) -> Estimate:
-    """Largest scale over that of layer 0: of each balanced half, at the layer that its complement chooses."""
+    """Compute the largest scale over layer 0's: of each balanced half, at the layer that its complement chooses."""
     if basis is None:
         return Estimate(math.nan)
     scales = by_halves(basis, lambda p: (torch.linalg.matrix_norm(p, 2) / p.shape[1] ** 0.5).numpy())
@@ -415,5 +414,5 @@ def spectrum(study: Study, outcome: Outcome) -> None:
 
 
 def _bracketed(mean: float, deviation: float) -> str:
-    """`11.4 (1.86)`: mean and standard deviation over layers, as in Table 1."""
+    """Write mean and standard deviation over layers as in Table 1: `11.4 (1.86)`."""
     return f"{number(mean)} ({number(deviation)})" if math.isfinite(mean) else number(mean)

@@ -40,7 +40,7 @@ MEASURES = {
 
 
 def series_of(model: OpenModel) -> dict[int, Path]:
-    """Training step → checkpoint, of the folder that the model was opened from, or next to it in its series."""
+    """List training steps with their checkpoints, of the folder the model was opened from, or next to it."""
     folder = Path(model.id)
     series_folder = folder.parent if folder.parent.name == SERIES else folder / SERIES
     paths = sorted(series_folder.iterdir()) if series_folder.is_dir() else []
@@ -55,12 +55,12 @@ def series_of(model: OpenModel) -> dict[int, Path]:
 
 
 def some_contexts(corpus: Corpus) -> Corpus:
-    """At most `SURVEYED_CONTEXTS` contexts of a corpus, evenly chosen."""
+    """Choose at most `SURVEYED_CONTEXTS` contexts of a corpus, evenly."""
     return corpus.subset(torch.tensor(evenly(len(corpus.contexts), SURVEYED_CONTEXTS)))
 
 
 def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
-    """Step → the survey of its checkpoint; and `MEASURES` with their standard errors, one row per step and layer."""
+    """Survey each step's checkpoint; and tabulate `MEASURES` with standard errors by step and layer."""
     why = "geometry/training surveys every checkpoint on the text of the run: pass the text as well"
     model, corpus = study.require_model(), study.require_corpus(why)
     contexts, runs, parts = some_contexts(corpus), {}, []
@@ -85,7 +85,7 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
 
 
 def needed_for(outcome: Outcome, key: str) -> dict[str, Criterion]:
-    """What the positions of a layer must meet for a claim, all of it: measure → criterion."""
+    """Return what the positions of a layer must all meet for a claim: measure → criterion."""
     return {name: outcome.criterion(f"{key}.{name}") for name in outcome.parts(key)}
 
 
@@ -95,7 +95,7 @@ def met_at(rows: pd.DataFrame, needed: Mapping[str, Criterion]) -> list[bool]:
 
 
 def _when(steps: list[int], met: list[bool]) -> str:
-    """`first at step 100, and stays to step 5000`."""
+    """Word when it holds: `first at step 100, and stays to step 5000`."""
     if not any(met):
         return "at no step"
     start = met.index(True)
@@ -140,7 +140,7 @@ def appears(outcome: Outcome, key: str, table: pd.DataFrame, layer: int, *, expe
 def judge_layer(
     outcome: Outcome, table: pd.DataFrame, layer: int, run: Run, model: OpenModel | None = None
 ) -> None:
-    """On one layer of the series whose last checkpoint, `model`, gave `run`."""
+    """Judge one layer of the series whose last checkpoint, `model`, gave `run`."""
     positions = need(run, "positional_basis").shape[1] - 1
     if positions < LEAST_POSITIONS:
         why = f"{positions} positions; at least {LEAST_POSITIONS} can be judged"

@@ -12,10 +12,9 @@ from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.report import published
 from theodolite.report.data import (
-    Floats,
     error_of,
     evenly,
     layer_average,
@@ -37,7 +36,7 @@ LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its n
 
 @Sketched
 def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
-    """Cosines between positions, if any, then between contexts in blocks of one label, lines between them."""
+    """Draw cosines between positions, if any, then between contexts in blocks of one label, lines between them."""
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
     ticks = [(first / 2, "positions")] if first else []
@@ -59,7 +58,7 @@ def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[in
 
 @Sketched
 def cluster_table(shares: Floats, labels: Sequence[str]) -> Sketch:
-    """Which cluster the contexts of each label fall into, (labels, clusters), rows of shares."""
+    """Draw which cluster the contexts of each label fall into, (labels, clusters), rows of shares."""
     cells = heat(
         shares,
         0,
@@ -88,7 +87,7 @@ LEAST_LAYERS = 5  # below that, the steps between them are too few to show a tre
 
 
 def frequent_labels(labels: np.ndarray, most: int, least: int = 2) -> list[int]:
-    """The labels that at least so many contexts have, the most frequent first."""
+    """List the labels that at least so many contexts have, the most frequent first."""
     present, counts = np.unique(labels[labels >= 0], return_counts=True)
     ordered = sorted(zip(-counts, present, strict=True))[:most]
     return [int(label) for count, label in ordered if -count >= least]
@@ -97,7 +96,7 @@ def frequent_labels(labels: np.ndarray, most: int, least: int = 2) -> list[int]:
 def chosen_contexts(
     labels: np.ndarray, most: int = DOCUMENTS, each: int = CONTEXTS_PER_DOCUMENT, least: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Kept contexts of the most frequent labels, so many of `each`, grouped: (places, label of each place)."""
+    """Choose kept contexts of the most frequent labels, so many of `each`, grouped: (places, label of each place)."""
     chosen = frequent_labels(labels, most, least)
     pairs = [(int(place), label) for label in chosen for place in np.flatnonzero(labels == label)[:each]]
     return [place for place, _ in pairs], [label for _, label in pairs]
@@ -120,7 +119,7 @@ def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
 
 
 def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
-    """Standard errors of within − between at every layer, by leaving out one context at a time (jackknife)."""
+    """Compute standard errors of within − between at every layer, by leaving out one context at a time (jackknife)."""
     label, inner = np.array(of), grams[:, first:, first:]
     same = label[:, None] == label[None]
     means = []
@@ -166,7 +165,7 @@ def figure_2(study: Study, outcome: Outcome) -> None:
 
 
 def _deepens(outcome: Outcome, gap: Floats) -> None:
-    """Layers lean on each other, as the places of a random walk do: only its steps are independent."""
+    """Judge whether the gap grows by its steps: the layers depend on each other as places of a random walk do."""
     if not np.isfinite(gap).all():
         outcome.cannot_judge("deepens", "no label has two contexts")
     elif len(gap) < LEAST_LAYERS:
@@ -183,7 +182,7 @@ LISTED_LABELS = 24
 
 
 def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
-    """Share of each listed label's contexts in each cluster, columns ordered to match the rows as they can."""
+    """Compute the share of each label's contexts in each cluster, columns ordered to match the rows as they can."""
     count = int(clusters.max()) + 1
     counts = [np.bincount(clusters[labels == label], minlength=count) for label in listed]
     shares = np.array(counts, dtype=np.float64)
@@ -195,7 +194,7 @@ def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) 
 
 
 def _printed(field: str) -> str:
-    """A quantity of Table 1, of the models that the paper has on OpenWebText."""
+    """Write a quantity of Table 1, of the models that the paper has on OpenWebText."""
     return ", ".join(f"{model}: {getattr(row, field)[0]:g}" for model, row in published.AVERAGES.items())
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
-from theodolite.report.data import OF_GROUPS, Floats, evenly, layer_average, need
+from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error
@@ -45,7 +45,7 @@ class _Streams(Hooks):
 
 
 def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
-    """Hidden states of one sequence of random tokens at every layer: (N, T − 1, d), position 0 left out."""
+    """Draw one sequence of random tokens; return its states at every layer: (N, T − 1, d), without position 0."""
     ids = Corpus.random_tokens(model.required_vocabulary(), length, 1, seed, below=model.vocabulary).contexts
     streams = _Streams()
     with hooked(model, streams):
@@ -54,7 +54,7 @@ def random_stream(model: OpenModel, length: int, seed: int) -> Tensor:
 
 
 def norms_and_cosines(hidden: Tensor) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean norm of vectors (N, n, d) with its error over tokens (N); mean cosine of layers with its error (N, N)."""
+    """Compute mean norms of vectors (N, n, d), errors over tokens (N); mean cosines of layers, errors (N, N)."""
     norms = torch.linalg.vector_norm(hidden, dim=-1)
     unit = torch.nn.functional.normalize(hidden, dim=-1)
     root = math.sqrt(hidden.shape[1])
@@ -102,7 +102,7 @@ ENERGY = 0.9
 
 
 def spike(gram: Tensor) -> Tensor:
-    """How far the diagonal of a normalised Gram matrix (…, n, n) stands out: 1 − mean cosine at distance n/32."""
+    """Measure how far a normalised Gram matrix' diagonal (…, n, n) stands out: 1 − mean cosine at distance n/32."""
     return 1 - gram.diagonal(_nearby(gram), -2, -1).mean(-1)
 
 
@@ -111,7 +111,7 @@ def _nearby(gram: Tensor) -> int:
 
 
 def directions_needed(basis: Tensor) -> Tensor:
-    """Directions that hold 0.9 of the energy of (…, n, d)."""
+    """Count the directions that hold 0.9 of the energy of (…, n, d)."""
     return _holding(torch.linalg.svdvals(basis).square())
 
 
@@ -121,14 +121,14 @@ def _holding(energy: Tensor) -> Tensor:
 
 
 def measures(bases: Tensor) -> Floats:
-    """Spike, directions needed and low-frequency share of every positional basis: (3, N)."""
+    """Compute spike, directions needed and low-frequency share of every positional basis: (3, N)."""
     grams = normalised_gram(bases)
     numbers = spike(grams), directions_needed(bases), low_frequency_ratio(grams, (10,))[..., 0]
     return np.stack([each.double().numpy() for each in numbers])
 
 
 def spike_without_noise(basis: GroupedBasis) -> float:
-    """The spike, mean over layers, of sums: a position hardly seen above its noise has no length to divide by."""
+    """Compute the mean spike over layers, of sums: a position hardly above its noise has no length to divide by."""
     gram = layer_columns.gram_without_noise(basis)
     distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
     squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
@@ -137,13 +137,13 @@ def spike_without_noise(basis: GroupedBasis) -> float:
 
 
 def directions_without_noise(basis: GroupedBasis) -> float:
-    """The directions needed, mean over layers."""
+    """Compute the directions needed, mean over layers."""
     energy = torch.linalg.eigvalsh(layer_columns.gram_without_noise(basis)).flip(-1).clamp_min(0)
     return float(_holding(energy).double().mean())
 
 
 def share_without_noise(basis: GroupedBasis) -> float:
-    """The share of low frequencies, mean over layers."""
+    """Compute the share of low frequencies, mean over layers."""
     return float(np.nan_to_num(layer_columns.low_frequency_without_noise(basis), nan=1.0).mean())
 
 
@@ -160,7 +160,7 @@ DIFFERENCES = {
 
 
 def _judge_difference(study: Study, outcome: Outcome, name: str, of_bases: Floats, error: float) -> None:
-    """A number of the fixed encoding, centred and as printed, against that of every layer."""
+    """Judge a number of the fixed encoding, centred and as printed, against that of every layer."""
     what, words, without_noise = DIFFERENCES[name]
     (fixed, uncentred), of_layers = of_bases[:2], of_bases[2:]
     learned = float(np.mean(of_layers))
@@ -178,7 +178,7 @@ def _judge_difference(study: Study, outcome: Outcome, name: str, of_bases: Float
 
 
 def _pictured(run: Run, bases: Tensor) -> Run:
-    """The run with the Gram matrices and frequencies of other bases (N, n, d), positions 1…n, for its figures."""
+    """Put the Gram matrices and frequencies of other bases (N, n, d), positions 1…n, into the run for its figures."""
     count = bases.shape[1]
     shown = torch.tensor(evenly(count, SHOWN_POSITIONS))
     grams = normalised_gram(bases)

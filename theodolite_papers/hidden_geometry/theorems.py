@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates, jackknife_error
+from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.judging import all_of
-from theodolite.report.data import OF_GROUPS, Floats, evenly, need, value_of
+from theodolite.report.data import OF_GROUPS, evenly, need, value_of
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
 from theodolite_papers import drawing
@@ -32,7 +32,7 @@ _PAIRS = 64
 
 @dataclass(frozen=True)
 class KernelSetting:
-    """What the weights and tokens of one experiment are drawn from.
+    """The distribution of the weights and tokens of one experiment.
 
     vectors: sizes of both bases. sparsity: terms of each W_αβ. noise: whether standard normal Z_αβ/√d is added.
     """
@@ -67,7 +67,7 @@ class FactorisationError:
 def kernel_factorisation(
     incoherences: Sequence[float], setting: KernelSetting, draws: int = 100, seed: int = 0
 ) -> FactorisationError:
-    """How the error of the factorised kernel grows with the incoherence of the two bases.
+    """Measure how the error of the factorised kernel grows with the incoherence of the two bases.
 
     Every incoherence sees the same random numbers. With noise the error is flat below some incoherence at a fixed
     width, which says nothing of an upper bound: see `error_growth`.
@@ -112,7 +112,7 @@ class ErrorGrowth:
 def error_growth(
     widths: Sequence[int], exponent: float, setting: KernelSetting, draws: int = 100, seed: int = 0
 ) -> ErrorGrowth:
-    """The error over an incoherence of d^−`exponent` for growing d: the rest of the setting stays, noise included."""
+    """Measure the error over an incoherence of d^−`exponent` for growing d: the rest stays, noise included."""
     errors = [
         _drawn(width**-exponent, replace(setting, width=width), draws, seed) / width**-exponent
         for width in widths
@@ -122,7 +122,7 @@ def error_growth(
 
 
 def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) -> Float64[Tensor, "*levels"]:
-    """exp(s(8ρ + 4ρ²)) − 1: no relative error of eq. (14) exceeds it, for incoherence ρ and s-sparse weights.
+    """Compute exp(s(8ρ + 4ρ²)) − 1, the bound on relative errors of eq. (14) at incoherence ρ, s-sparse weights.
 
     Of the 16 terms of ln K_W twelve are mismatched: eight with one index wrong, at most s·ρ, four with both, at most
     s·ρ². The proof of Theorem 2 bounds all twelve by s·ρ. Attained where every vector is one of two with ⟨c, t⟩ = ρ.
@@ -132,7 +132,7 @@ def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) ->
 
 
 def _tilted(first: Tensor, second: Tensor, incoherence: float) -> tuple[Tensor, Tensor]:
-    """Unit vectors of two orthogonal spaces, the second leaning towards the first: max |⟨c, t⟩| = `incoherence`."""
+    """Draw unit vectors of two orthogonal spaces, the second leaning to the first: max |⟨c, t⟩| = `incoherence`."""
     first, second = functional.pad(first, (0, second.shape[1])), functional.pad(second, (first.shape[1], 0))
     towards = first[torch.arange(len(second)) % len(first)]
     return first, (1 - incoherence**2) ** 0.5 * second + incoherence * towards
@@ -144,7 +144,7 @@ def sparse_weight(
     sparsity: int,
     generator: torch.Generator,
 ) -> Float64[Tensor, "width width"]:
-    """W = Σ a_k u_k v_kᵀ of s terms (eq. 13), a_k uniform in [−1, 1], u_k and v_k drawn from the two bases."""
+    """Draw W = Σ a_k u_k v_kᵀ of s terms (eq. 13), a_k uniform in [−1, 1], u_k and v_k from the two bases."""
     u = left[torch.randint(len(left), (sparsity,), generator=generator)]
     v = right[torch.randint(len(right), (sparsity,), generator=generator)]
     a = 2 * torch.rand(sparsity, generator=generator, dtype=torch.float64) - 1
@@ -156,7 +156,7 @@ def factorisation_log_ratio(
     query: Float64[Tensor, "2 pairs width"],
     key: Float64[Tensor, "2 pairs width"],
 ) -> Float64[Tensor, " pairs"]:
-    """ln of K_W(x^q, x^k) / ∏ K_{W_αβ}(x^q_α, x^k_β), with W = Σ W_αβ, x_1 = c, x_2 = t and x = c + t."""
+    """Compute ln of K_W(x^q, x^k) / ∏ K_{W_αβ}(x^q_α, x^k_β), with W = Σ W_αβ, x_1 = c, x_2 = t and x = c + t."""
     joint = (query.sum(0) @ weights.sum((0, 1)) * key.sum(0)).sum(-1)
     separate = (query[:, None] @ weights * key).sum((0, 1, -1))
     return joint - separate
@@ -168,7 +168,7 @@ def _drawn(incoherence: float, setting: KernelSetting, draws: int, seed: int) ->
 
 
 def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator) -> Tensor:
-    """Relative errors of one draw of bases and weights, (_PAIRS,)."""
+    """Compute the relative errors of one draw of bases and weights, (_PAIRS,)."""
     half = setting.width // 2
     first = _within_span(setting.vectors[0], half, generator)
     second = _within_span(setting.vectors[1], setting.width - half, generator)
@@ -185,14 +185,14 @@ def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator
 
 
 def _tokens(basis: Tensor, generator: torch.Generator) -> Tensor:
-    """Elements ±u of the extended basis, (_PAIRS, d): those of full length, where errors are largest."""
+    """Draw elements ±u of the extended basis, (_PAIRS, d): those of full length, where errors are largest."""
     index = torch.randint(len(basis), (_PAIRS,), generator=generator)
     sign = 2 * torch.randint(2, (_PAIRS,), generator=generator) - 1
     return basis[index] * sign[:, None]
 
 
 def _within_span(count: int, width: int, generator: torch.Generator) -> Tensor:
-    """`_directions` in orthonormal coordinates of their span, (count, min(count, width))."""
+    """Draw `_directions` in orthonormal coordinates of their span, (count, min(count, width))."""
     if width <= count:
         return _directions(count, width, generator)
     lower = torch.randn(count, count, generator=generator, dtype=torch.float64).tril(-1)
@@ -240,7 +240,7 @@ def _line(
     cutoff: int,
     least: int = 1,
 ) -> Floats:
-    """The line in 1/C through the parts of `least` groups or more and the whole, at 0, by layer."""
+    """Fit a line in 1/C through the parts of `least` groups or more and the whole; its value at 0, by layer."""
     # Lengths free of noise, from products of different groups: with a part's own the nugget would saturate.
     groups = torch.stack([means[(group,)] for group in whole])
     products = groups.sum(0).square().sum(-1) - groups.square().sum((0, -1))
@@ -257,7 +257,7 @@ def _line(
 
 
 def _bound_ratio(unit: torch.Tensor, order: Floats, cutoff: int) -> Floats:
-    """The bound at k = `cutoff` and each layer's order over the error of no approximation; NaN of no numbers."""
+    """Divide the bound at k = `cutoff` and each layer's order by the error of no approximation; NaN of no numbers."""
     grams = unit @ unit.mT
     ratios = np.full(len(grams), np.nan)
     for layer, gram in enumerate(grams):
@@ -286,7 +286,7 @@ BELOW_NOISE = 0.75
 
 
 def cutoffs_of(positions: int) -> list[int]:
-    """k from 1 to 64 or to the number of positions, about evenly on a logarithmic scale; 10 among them if possible."""
+    """Choose k from 1 to 64 or to the number of positions, evenly on a logarithmic scale; 10 among them if possible."""
     last = min(positions, LARGEST_CUTOFF)
     cutoffs = {round(k) for k in np.geomspace(1, last, CUTOFFS_SHOWN)}
     return sorted(cutoffs | {min(MODERATE, last)})
@@ -305,7 +305,7 @@ def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Fl
 def _draw_bounds(
     outcome: Outcome, layers: list[int], cutoffs: list[int], bounds: Floats, attained: Floats, trivial: Floats
 ) -> None:
-    """Table and figure of every bound, layer by layer."""
+    """Draw table and figure of every bound, layer by layer."""
     columns = {"layer": np.repeat(layers, len(cutoffs)), "k": np.tile(cutoffs, len(layers))}
     columns["attained"] = attained.ravel()
     columns |= {f"bound_{order}": bounds[:, index].ravel() for index, order in enumerate(ORDERS)}
@@ -378,7 +378,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
 
 @declared("geometry/theorem2")
 def theorem_2(study: Study, outcome: Outcome) -> None:
-    """Verdicts on drawn bases, the same whatever the model; the run's own incoherence is only marked."""
+    """Judge drawn bases, the same whatever the model; the run's own incoherence is only marked."""
     run = study.run
     clean = kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
     noisy = kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
@@ -412,7 +412,7 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
 
 
 def _with_noise(outcome: Outcome) -> None:
-    """The theorem's “moreover”: with noise of size 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
+    """Judge the theorem's “moreover”: with noise 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
     noisy = replace(SETTING, noise=True)
     verdicts, tables, curves = [], [], {}
     for gamma in (*EXPONENTS, BELOW_NOISE):

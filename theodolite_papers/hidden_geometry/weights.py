@@ -19,11 +19,11 @@ from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, Criterion, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
-from theodolite.report.data import Floats, column, evenly, head_grid, need, need_column
+from theodolite.report.data import column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation
@@ -43,7 +43,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class RotatedEnergy:
-    """Where the energy Σ entries² of W_rot = Vᵀ(W − D)V lies, for each head; float64.
+    """The shares of the energy Σ entries² of W_rot = Vᵀ(W − D)V by place, for each head; float64.
 
     threshold: τ = √(2 ln d²) · std of W_rot's entries (the published code rounds the deviation to three decimals).
     surviving, surviving_energy: how many entries exceed τ, and their share of the energy. corner_surviving: share of
@@ -78,7 +78,7 @@ class Decoupling:
 def decouple(
     w_q: Tensor, w_k: Tensor, v: Tensor, scaling: float, corners: Sequence[int] = CORNERS, rotations: int = 5
 ) -> Decoupling:
-    """Energy of every head in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
+    """Compute every head's energy in D and in the corner of V, against Haar-random rotations (Song & Zhong 2024, 5.1).
 
     A random corner holds K²/d² of the energy. `corner_energy` is the number to compare: few entries survive at random.
 
@@ -130,7 +130,7 @@ def corner_energy(
     w_k: Float64[Tensor, "heads width d_h"],
     v: Float64[Tensor, "*bases width corner"],
 ) -> Float64[Tensor, "*bases heads"]:
-    """Share of the energy of W − D in the corner of other bases, as `RotatedEnergy.corner_energy`."""
+    """Compute the energy share of W − D in the corner of other bases, as `RotatedEnergy.corner_energy`."""
     diagonal = (w_q * w_k).sum(-1)
     corner = _rotate(w_q, w_k, diagonal, v[..., None, :, :])
     whole = qk_moments(w_q, w_k).frobenius_squared - diagonal.square().sum(-1)
@@ -138,7 +138,7 @@ def corner_energy(
 
 
 def _rotate(w_q: Tensor, w_k: Tensor, diagonal: Tensor, v: Tensor) -> Tensor:
-    """Vᵀ(W − D)V, without W."""
+    """Compute Vᵀ(W − D)V, without W."""
     rotated = (v.mT @ w_q) @ (v.mT @ w_k).mT
     return rotated.sub_(v.mT @ (diagonal[..., None] * v))
 
@@ -174,7 +174,7 @@ MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed
 
 
 def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
-    """Rank correlation over the heads that have both, and their number; NaN where they are too few."""
+    """Correlate ranks over the heads that have both, and count these; NaN where they are too few."""
     both = np.isfinite(x) & np.isfinite(y)
     count = int(both.sum())
     return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
@@ -188,7 +188,7 @@ def _by_layers(run: Run, correlation: float) -> Estimate:
 
 
 def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
-    """Rank correlation over heads of each share with local attention, entropy and depth."""
+    """Correlate each share with local attention, entropy and depth, by ranks over heads."""
     rows: list[tuple[str, str, float, int]] = []
     for name, values in shares.items():
         for measure in ("previous_token", "entropy", "layer"):
@@ -266,7 +266,7 @@ class _Layer:
 
 
 def corner_of(width: int) -> int:
-    """K of the verdicts: 20, or the largest of `CORNERS` within a quarter of a narrow stream."""
+    """Return K of the verdicts: 20, or the largest of `CORNERS` within a quarter of a narrow stream."""
     within = [k for k in CORNERS if 4 * k <= width]
     return min(within or CORNERS[:1], key=lambda k: abs(k - CORNER))
 
@@ -274,7 +274,7 @@ def corner_of(width: int) -> int:
 def _split(
     model: OpenModel, basis: Tensor, noise: Float64[Tensor, "draws layers positions width"], corner: int
 ) -> tuple[list[_Layer], list[int]]:
-    """Every block that has weights, and those that have none. `basis`: (L + 1, T − 1, d), position 0 left out."""
+    """Split every block that has weights, and list the others. `basis`: (L + 1, T − 1, d), without position 0."""
     layers, without = [], []
     for block in range(model.layers):
         try:
@@ -294,7 +294,7 @@ def _split(
 
 
 def _table(layers: list[_Layer], corner: int) -> pd.DataFrame:
-    """One row per head; `_random` and `_random_sd` are over random rotations in place of V, `_noise` over noise."""
+    """Tabulate the heads; `_random` and `_random_sd` are over random rotations in place of V, `_noise` over noise."""
     parts = []
     for layer in layers:
         split, aligned, random = layer.split, layer.split.aligned, layer.split.random

@@ -58,19 +58,19 @@ class Block(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
-        """The residual stream after this block."""
+        """Compute the residual stream after this block."""
         query, key, value = self.projections(x).unsqueeze(1).chunk(3, dim=-1)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
         x = self.attention_norm(x + self._dropped(self.output(mixed)))
         return self.norm(x + self._dropped(self.narrow(torch.relu(self.widen(x)))))
 
     def logits(self, x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length length"]:
-        """The attention logits of every query over every key, also of those that the mask hides; float64."""
+        """Compute the attention logits of every query over every key, also of those that the mask hides; float64."""
         query, key, _ = self.projections(x).double().chunk(3, dim=-1)
         return query @ key.mT / math.sqrt(x.shape[-1])
 
     def factors(self) -> tuple[Float[Tensor, "1 width width"], Float[Tensor, "1 width width"]]:
-        """W_q and W_k of the one head, (1, d, d), as views of the parameters."""
+        """Return W_q and W_k of the one head, (1, d, d), as views of the parameters."""
         query, key, _ = self.projections.weight.chunk(3)
         return query.mT[None], key.mT[None]
 
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.register_buffer("positions", fairseq_sinusoids(shape.length, shape.width), persistent=False)
 
     def streams(self, ids: Int[Tensor, "batch length"]) -> list[Float[Tensor, "batch length width"]]:
-        """The residual stream that each block reads, and the one after the last."""
+        """Compute the residual stream that each block reads, and the one after the last."""
         x = functional.embedding(ids, self.embedding) * math.sqrt(self.shape.width)
         x = x + self.positions[: ids.shape[1]]
         if self.shape.dropout:
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
     def loss(
         self, ids: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"], dtype: torch.dtype
     ) -> Float[Tensor, ""]:
-        """Mean loss in nats per token; `dtype` is that of the products with the output matrix."""
+        """Compute the mean loss in nats per token; `dtype` is that of the products with the output matrix."""
         hidden = self.streams(ids)[-1].flatten(0, 1)
         return next_token_loss(hidden, self.unembedding, targets.flatten(), dtype)
 
@@ -113,14 +113,14 @@ class Decoder(nn.Module):
     def losses(
         self, ids: Int[Tensor, "batch length"], targets: Int[Tensor, "batch length"]
     ) -> Float[Tensor, "batch length"]:
-        """Loss of every token in nats, in the weights' own dtype throughout."""
+        """Compute the loss of every token in nats, in the weights' own dtype throughout."""
         rows = zip(self.streams(ids)[-1], targets, strict=True)
         losses = functional.cross_entropy
         return torch.stack([losses(x @ self.unembedding.mT, to, reduction="none") for x, to in rows])
 
 
 def fairseq_sinusoids(length: int, width: int) -> Float[Tensor, "length width"]:
-    """fairseq's fixed positions: all sines, then all cosines; the first token is at position `OFFSET`."""
+    """Return fairseq's fixed positions: all sines, then all cosines; the first token is at position `OFFSET`."""
     half = width // 2
     rates = torch.exp(torch.arange(half) * -(math.log(10000) / max(1, half - 1)))
     angles = torch.arange(OFFSET, OFFSET + length)[:, None] * rates
@@ -169,7 +169,7 @@ def next_token_loss(
     targets: Int[Tensor, " tokens"],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, ""]:
-    """Mean −ln softmax(h Wᵀ)[target] in nats, with its gradient; products and softmax in `dtype`, sums in float64.
+    """Compute mean −ln softmax(h Wᵀ)[target] in nats, with its gradient; products in `dtype`, sums in float64.
 
     In bfloat16 the mean loss is off by less than 0.002 and its gradient by less than 1 % of its norm, 12 times as fast.
     """
@@ -177,7 +177,7 @@ def next_token_loss(
 
 
 def as_opt(decoder: Decoder) -> OPTForCausalLM:
-    """The same function as an OPT model without LayerNorm before its sublayers: positions in its table, √d in its
+    """Convert to an OPT model of the same function, no LayerNorm before sublayers: positions in its table, √d in its
     embedding. Training it further would train the positions too, and at another rate of the embedding."""
     shape = decoder.shape
     model = OPTForCausalLM(

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
 from theodolite.theory.haar import haar_rotation
@@ -55,7 +54,7 @@ SETTING = Setting()
 
 
 def spectrum(width: int, share: float, root: float, generator: torch.Generator) -> Float64[Tensor, " width"]:
-    """Eigenvalues with Σw = share · √d · root and Σw² = root², both exact, else as drawn from a normal distribution."""
+    """Draw eigenvalues with Σw = share · √d · root and Σw² = root², both exact, else as from a normal distribution."""
     drawn = torch.randn(width, generator=generator, dtype=torch.float64)
     drawn = drawn - drawn.mean()
     drawn = drawn / drawn.norm()
@@ -68,7 +67,7 @@ def left_by_layer(
     temperature: float,
     layers: int,
 ) -> Float64[Tensor, " layers"]:
-    """‖X − 1x̄ᵀ‖_F/‖X‖_F after each layer X ← softmax(X W_QK Xᵀ/λ) X: what is not of rank one (Dong et al. 2021).
+    """Compute ‖X − 1x̄ᵀ‖_F/‖X‖_F, not of rank one, after each layer X ← softmax(X W_QK Xᵀ/λ) X (Dong et al. 2021).
 
     Values are the tokens, and X is scaled back to its first size after each layer, which the ratio does not know.
     """
@@ -133,7 +132,7 @@ def simulate(setting: Setting, seed: int) -> Collapse:
 
 
 def judge_collapse(outcome: Outcome, simulated: Collapse, setting: Setting) -> None:
-    """A2's first bullet by its parts, and the chains that it rests on."""
+    """Judge A2's first bullet by its parts, and the chains that it rests on."""
     middle = SHARES.index(0.0)
     parts: dict[str, list[Verdict]] = {"slower": [], "entry-sum": []}
     for (place, scale), end in product(enumerate(setting.scales), (0, -1)):
@@ -185,7 +184,7 @@ def _lines(names: list[str]) -> list[Line]:
 
 
 def widths() -> Float64[Tensor, "ratios widths"]:
-    """The effective share of positions of the exact ρ where all d eigenvalues are equal and tr W/λ is kept."""
+    """Compute the effective share of positions of the exact ρ where all d eigenvalues are equal and tr W/λ is kept."""
     equal = [torch.full((d,), ratio / d, dtype=torch.float64) for ratio in RATIOS for d in WIDTHS]
     shares = [curve_width(propagation_exact(spectrum, LENGTH, 1.0)) for spectrum in equal]
     return torch.stack(shares).unflatten(0, (len(RATIOS), len(WIDTHS)))

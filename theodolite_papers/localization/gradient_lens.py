@@ -19,12 +19,11 @@ from torch.nn import functional
 from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimates
+from theodolite.estimates import Estimates, Floats
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import head_name, number
 from theodolite.theory import empirical_propagation
 from theodolite_papers import drawing
@@ -39,7 +38,7 @@ LEAST_CONTEXTS = 2 * PARTS
 
 @dataclass(frozen=True)
 class Shares:
-    """Which keys of the last query propagate, and their shares of the gradient; layer and head of each."""
+    """The last query's propagating keys, and their shares of the gradient; layer and head of each."""
 
     propagates: Bool[Tensor, "contexts heads keys"]
     share: Float[Tensor, "contexts heads keys"]
@@ -76,7 +75,7 @@ class _LastQuery(Hooks):
 def last_query(
     model: OpenModel, contexts: Int[Tensor, "contexts positions"]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By layer the last query's logits ω and ∂J/∂ω, (contexts, heads, keys), and the norms of attention's input."""
+    """Compute by layer the last query's logits ω and ∂J/∂ω, (contexts, heads, keys), and the input's norms."""
     if model.source.predict is None:
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
@@ -102,7 +101,7 @@ def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"
 
 
 def advantage(shares: Shares) -> Estimates:
-    """ln of a propagating key's mean share over another's, head by head: mean over contexts that have both."""
+    """Compute ln of a propagating key's mean share over another's, by head: mean over contexts that have both."""
     inside, share = shares.propagates.double(), shares.share
     # NaN where none is chosen.
     mean_in, mean_out = ((share * chosen).sum(-1) / chosen.sum(-1) for chosen in (inside, 1 - inside))
@@ -118,7 +117,7 @@ def advantage(shares: Shares) -> Estimates:
 
 
 def order(shares: Shares) -> Estimates:
-    """Rank correlation over positions of ρ_i with token i's mean share, head by head: mean over parts of the text."""
+    """Correlate ρ_i over positions with token i's mean share, by head, by ranks: mean over parts of the text."""
     by_part = []
     for part in torch.arange(len(shares.share)).chunk(PARTS):
         rho, share = shares.propagates[part].double().mean(0), shares.share[part].nanmean(0)

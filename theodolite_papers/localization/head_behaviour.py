@@ -1,4 +1,4 @@
-"""From spectrum to behaviour: what the spectra predict of every head, judged by what it does on the text.
+"""Predict every head's behaviour from its spectrum, and judge it by what the head does on the text.
 
 ρ_1 … ρ_T of every head is predicted for tokens that walk at random: from W_QK alone, from W_QK Σ̂ with the covariance of
 what the head reads, and from W_QK Σ̂ with that of its increments.
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import WorkError
-from theodolite.estimates import Estimate, jackknife_error
+from theodolite.estimates import Estimate, Floats, jackknife_error
 from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
 from theodolite.models.guard import measures
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly, head_labels, need, need_column
+from theodolite.report.data import evenly, head_labels, need, need_column
 from theodolite.system.wording import percent, with_error
 from theodolite.theory import curve_width, propagation_finite, qk_moments, regime, regime_of_curve
 from theodolite.theory.regimes import UNDEFINED
@@ -124,7 +124,7 @@ def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction
 
 
 def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
-    """A number over heads, with its error from leaving out one layer after the other (jackknife).
+    """Estimate a number over heads, with its error from leaving out one layer at a time (jackknife).
 
     Heads of one layer are not independent. statistic: of heads by their indices. No error below `LEAST_HEADS`.
     """
@@ -139,14 +139,14 @@ def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estima
 
 
 def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
-    """The mean over the heads that have a number, (heads,)."""
+    """Average over the heads that have a number, (heads,)."""
     known = np.isfinite(values)
     values = values[known]
     return over_heads(lambda heads: float(values[heads].mean()), layers[known])
 
 
 def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices, given: Floats | None = None) -> Estimate:
-    """Rank correlation over the heads that have both, with the ranks of `given` held fixed; NaN below `LEAST_HEADS`."""
+    """Correlate ranks over heads that have both, with the ranks of `given` held fixed; NaN below `LEAST_HEADS`."""
     columns = (x, y) if given is None else (x, y, given)
     known = np.isfinite(columns).all(axis=0)
     if known.sum() < LEAST_HEADS:
@@ -156,7 +156,7 @@ def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices, given: Floa
 
 
 def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
-    """Cohen's κ of two namings of the heads (Cohen 1960), those `UNDEFINED` left out, and the share that agree."""
+    """Compute κ of two namings of the heads (Cohen 1960), `UNDEFINED` left out, and the share that agree."""
     known = (first != UNDEFINED) & (second != UNDEFINED)
     names = np.unique(np.concatenate([first[known], second[known]]))
     first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
@@ -175,13 +175,13 @@ def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[E
 def curve_errors(
     predicted: Float[Tensor, "heads positions"], measured: Float[Tensor, "heads positions"]
 ) -> Floats:
-    """Mean absolute error of each head's curve over the positions that both have; NaN where there is none."""
+    """Average each head curve's absolute error over the positions that both have; NaN where there is none."""
     errors: Floats = (predicted - measured).abs().nanmean(1).numpy()
     return errors
 
 
 def others_median(curve: Float[Tensor, "heads positions"]) -> Float[Tensor, "heads positions"]:
-    """For every head the median of all others, at each position: a prediction that knows nothing of the head."""
+    """Compute each position's median of all other heads: a prediction that knows nothing of the head."""
     ordered, order = curve.sort(dim=0)  # NaN last
     rank, known = order.argsort(dim=0), curve.isfinite()
     others = known.sum(dim=0) - known.long()
@@ -265,7 +265,7 @@ def judge_curves(outcome: Outcome, errors: dict[str, Floats], layers: Indices) -
 def judge_entropy(
     outcome: Outcome, eta: Floats, width: Floats, entropy: Floats, trace: Floats, layers: Indices
 ) -> None:
-    """A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed."""
+    """Judge A2 of section 5, which compares spectra of the same |tr W|: rank correlations with that held fixed."""
     for claim, number in (("scale", eta), ("localized", width)):
         plain = rank_correlation_of_heads(number, entropy, layers)
         known = rank_correlation_of_heads(number, entropy, layers, given=trace)

@@ -1,4 +1,4 @@
-"""What Bao et al. 2024 claim and show of training with LocAteR (Figs. 6 to 12), from a grid of runs paired by seed.
+"""Judge what Bao et al. 2024 show of training with LocAteR (Figs. 6 to 12), from a grid of runs paired by seed.
 
 The paper does not say whether its penalty was added to the mean loss of a batch's tokens or to their sum, as fairseq's:
 claims are decided where both readings answer alike.
@@ -19,12 +19,11 @@ import plotly.graph_objects as go
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, mix_of, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.report.drawing.grammar import Panel, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
 from theodolite.theory import curve_width
@@ -70,7 +69,7 @@ PHASE = 10_000  # steps of the first phase
 
 
 def label_of(setting: Setting) -> str:
-    """`κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
+    """Label a setting: `κ₂ = 0.01`, `no LocAteR`, `weight decay 0.1`."""
     if setting.scale == setting.mean == 0:
         return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
     decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
@@ -90,13 +89,13 @@ def without_seed(setting: Setting) -> Setting:
 
 
 def common_step(runs: Sequence[GridRun]) -> int:
-    """The last step at which every one of the training runs was measured."""
+    """Return the last step at which every one of the training runs was measured."""
     measured = [set(run.losses["step"].tolist()) for run in runs]
     return int(max(set.intersection(*measured)))
 
 
 def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
-    """One row per training run: `setting` (without seed), `label`, `seed`, `lowest_step` and `MEASURES`, to `step`."""
+    """Tabulate training runs: `setting` (without seed), `label`, `seed`, `lowest_step` and `MEASURES`, to `step`."""
     rows = []
     for run in runs:
         losses = run.losses[run.losses["step"] <= step]
@@ -118,7 +117,7 @@ def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
 
 
 def profile(run: GridRun, step: int) -> Floats:
-    """ρ_i of the first layer's last query, mean over steps 1 to `step` by the trapezoidal rule: (T,)."""
+    """Average ρ_i of the first layer's last query over steps 1 to `step` by the trapezoidal rule: (T,)."""
     at = np.array(run.propagation_steps, dtype=np.float64)
     chosen = (at > 0) & (at <= step)
     values: Floats = run.propagation[:, 0].numpy()[chosen].astype(np.float64)
@@ -130,7 +129,7 @@ def profile(run: GridRun, step: int) -> Floats:
 
 
 def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per setting: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
+    """Tabulate settings: means over seeds and half-widths of their intervals (`…_half`), and perplexities."""
     settings = []
     for setting, group in rows.groupby("setting", sort=False):
         row: dict[str, object] = {"setting": label_of(setting), "seeds": len(group)}
@@ -145,7 +144,7 @@ def by_setting(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str) -> Estimate:
-    """`of` − `against` in a measure, or in its logarithm, paired by seed."""
+    """Compute `of` − `against` in a measure, or in its logarithm, paired by seed."""
     values = []
     for setting in (of, against):
         by_seed = rows[rows["setting"] == setting].set_index("seed")[name]
@@ -155,7 +154,7 @@ def difference(rows: pd.DataFrame, of: Setting, against: Setting, name: str) -> 
 
 
 def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str) -> Estimate:
-    """The best setting of the first group minus that of the second, each chosen by the means of the other seeds."""
+    """Compute the first group's best setting minus the second's, each chosen by the means of the other seeds."""
     table = rows.pivot(index="seed", columns="label", values=name)
     table = table[[label_of(setting) for group in groups for setting in group]].dropna()
     values = []
@@ -169,7 +168,7 @@ def left_out(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: str)
 def distinct(
     rows: pd.DataFrame, settings: Sequence[Setting], name: str, apart: Criterion
 ) -> list[list[Setting]]:
-    """Settings in groups of rising `name`; within one, no setting is decided to differ from the group's first."""
+    """Group settings by rising `name`; within one, no setting is decided to differ from the group's first."""
     means = rows.groupby("setting", sort=False)[name].mean()
     groups: list[list[Setting]] = []
     for setting in sorted(settings, key=lambda each: means[each]):
@@ -223,7 +222,7 @@ class Comparable:
     plain: Setting | None
 
     def of(self, setting: Setting) -> list[GridRun]:
-        """The training runs of a setting, one per seed."""
+        """List the training runs of a setting, one per seed."""
         return [run for run in self.runs if without_seed(run.setting) == setting]
 
     @property
@@ -298,7 +297,7 @@ def strongest(
 
 
 def captions(outcome: Outcome, data: Comparable) -> None:
-    """The claims of every caption: the strongest κ₂ against the weakest."""
+    """Judge the claims of every caption: the strongest κ₂ against the weakest."""
     if any(len(settings) < 2 for settings in data.published.values()) or not data.published:
         return
     settings = next(iter(data.published.values()))
@@ -308,7 +307,7 @@ def captions(outcome: Outcome, data: Comparable) -> None:
 
 
 def against_none(outcome: Outcome, data: Comparable) -> None:
-    """LocAteR against none: what section 7 says of it, and what it is worth so far."""
+    """Judge LocAteR against none: what section 7 says of it, and what it is worth so far."""
     plain = data.plain
     if plain is None:
         return
@@ -323,7 +322,7 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
 
 
 def against_decay(outcome: Outcome, data: Comparable) -> None:
-    """The best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
+    """Judge the best of LocAteR against the best plain weight decay; each seed's chosen by the others."""
     if len(data.decays) < 2 or not data.published:
         return
     best = {
@@ -334,7 +333,7 @@ def against_decay(outcome: Outcome, data: Comparable) -> None:
 
 
 def linked(outcome: Outcome, data: Comparable) -> None:
-    """Section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
+    """Judge section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
     settings = [s for group in data.with_locater.values() for s in group if s.gradient == "exact"]
     settings += [data.plain] if data.plain else []
     for key, name, against in (
@@ -354,7 +353,7 @@ def linked(outcome: Outcome, data: Comparable) -> None:
 
 
 def stripes(outcome: Outcome, data: Comparable) -> None:
-    """Section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
+    """Judge section 7 on Fig. 7: ρ differs over positions with LocAteR, and hardly without."""
     if not data.published or data.plain is None:
         return
     values = data.rows.groupby("setting", sort=False)["stripes"]
@@ -365,7 +364,7 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
 
 
 def phases(outcome: Outcome, data: Comparable) -> None:
-    """Section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
+    """Judge section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
     if data.step < 2 * PHASE:
         why = f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more"
         outcome.cannot_judge("phases", why)
@@ -391,7 +390,7 @@ def pace_change(runs: Sequence[GridRun], name: str, step: int) -> list[float]:
 
 
 def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
-    """Section 4, measured: ρ on fewer positions at d = 128 than at d = 32, settings and seeds alike, one layer."""
+    """Judge section 4, measured: ρ on fewer positions at d = 128 than at d = 32, other settings alike, one layer."""
     of_widths = [
         [run for run in runs if (run.setting.layers, run.setting.width) == (1, d)] for d in (32, 128)
     ]
@@ -438,7 +437,7 @@ COMMAND = "theodolite train locater"
 
 
 def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], key: str, title: str) -> None:
-    """Measures against training step: means over seeds, the range over seeds as a band."""
+    """Draw measures against training step: means over seeds, the range over seeds as a band."""
     shown = []
     for index, (name, table, heading, axis) in enumerate(CURVES):
         traces: list[Any] = []
@@ -469,7 +468,7 @@ def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], ke
 
 
 def _draw_maps(outcome: Outcome, data: Comparable) -> None:
-    """ρ of every key position of the last query over training, as in Fig. 7: steps to the right, positions down."""
+    """Draw ρ of the last query's key positions over training, as in Fig. 7: steps to the right, positions down."""
     settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
     settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
     length = data.runs[0].propagation.shape[-1]
@@ -495,7 +494,7 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
 
 
 def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
-    """The headline numbers, the tables, and where the training runs come from."""
+    """Report the headline numbers, the tables, and where the training runs come from."""
     trained = min(int(p.summary["step"]) if p.summary else data.step for p in data.runs)
     more = f" (the last that was measured of all; trained to {number(trained)})"
     further = more if trained > data.step else ""
@@ -516,7 +515,7 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
 
 
 def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> None:
-    """Verdicts, curves, maps and tables of the training runs of one depth and width."""
+    """Fill the outcome: verdicts, curves, maps and tables of the training runs of one depth and width."""
     data = comparable(runs)
     _read(outcome, data, recipe)
     for judge in (captions, against_none, against_decay, linked, stripes, phases):
@@ -534,7 +533,7 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
 
 
 def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun], dict[str, Any]]:
-    """The grid's training runs of some layers and width, and its recipe."""
+    """Read the grid's training runs of some layers and width, and its recipe."""
     purpose = "figures 6 to 12 of localization are read from a grid of training runs"
     recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
@@ -571,7 +570,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 
 
 def grid_provenance(folder: str | Path) -> dict[str, Any]:
-    """The provenance of these figures."""
+    """Return the provenance of these figures."""
     recipe, runs = read_grid(folder)
     return of_trainings(
         f"{len(runs)} training runs in {Path(folder).name}",

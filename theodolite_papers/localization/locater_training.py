@@ -70,7 +70,7 @@ class GridText:
     sha256: str
 
     def batch(self, step: int, size: int, seed: int) -> Int[Tensor, "size window"]:
-        """The windows of a step: every epoch in another order, its last incomplete batch left out."""
+        """Return the windows of a step: every epoch in another order, its last incomplete batch left out."""
         epoch, place = divmod(step, len(self.train) // size)
         return self.train[_order(len(self.train), seed, epoch)[place * size : (place + 1) * size]]
 
@@ -82,7 +82,7 @@ def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Which texts, and how they are cut.
+    """The texts, and how they are cut.
 
     length: tokens of a context. batch: contexts per step. vocabulary: of a byte-level BPE; None: one token per word.
     """
@@ -119,7 +119,7 @@ class TextFiles:
 
 
 def kept_text(work: Unfinished, files: TextFiles) -> GridText:
-    """The text of a grid as its folder keeps it, which the first call reads from `files`."""
+    """Return the text of a grid as its folder keeps it, which the first call reads from `files`."""
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
         text = files.read()
@@ -137,7 +137,7 @@ def kept_text(work: Unfinished, files: TextFiles) -> GridText:
 
 
 def word_tokenizer(text: str) -> Tokenizer:
-    """One token per word between white space, the frequent ones first, and one per line end; others become `<unk>`."""
+    """Make a tokenizer of words between white space, frequent ones first, and line ends; others become `<unk>`."""
     counts = Counter(text.split())
     words = sorted(counts.keys() - {END_OF_LINE, UNKNOWN}, key=lambda word: (-counts[word], word))
     vocabulary = {word: index for index, word in enumerate([END_OF_LINE, UNKNOWN, *words])}
@@ -169,7 +169,7 @@ HEADS = ("trace", "trace_of_square", "frobenius_squared", "entropy", "propagatio
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all training runs of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
+    """Settings that all runs of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
 
     Published: length, batch, one head, width of the feed-forward layer = width, ReLU and Post-LN (`decoder.py`), Adam
     with (0.9, 0.999) and 1e-8, no clipping, a fixed rate (`published_rate`), half precision. fairseq 0.12.2: dropout
@@ -192,7 +192,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Setting:
-    """What distinguishes one training run: κ₁ and κ₂, and what the loss is that the penalty is added to."""
+    """Settings that distinguish one training run: κ₁ and κ₂, and the loss that the penalty is added to."""
 
     layers: int = 1
     width: int = 32
@@ -223,7 +223,7 @@ class Setting:
 
 
 def published_rate(width: int) -> float:
-    """1e-4 at d = 32 and 2.5e-5 at d = 128 (appendix D); inversely proportional to d elsewhere, as these two are."""
+    """Return 1e-4 at d = 32 and 2.5e-5 at d = 128 (appendix D); inversely proportional to d elsewhere, as these two."""
     return 32e-4 / width
 
 
@@ -277,7 +277,7 @@ class LocaterTraining:
         return self.trainer.kept[f"history/{name}"]
 
     def progress(self) -> str:
-        """The step, and the loss on held-out text when it was last measured."""
+        """Word the step, and the loss on held-out text when it was last measured."""
         last = self.tables()[0].iloc[-1]
         return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
@@ -364,7 +364,7 @@ class LocaterTraining:
             kept[f"history/{name}"] = torch.cat([self.history(name), values.cpu()[None]])
 
     def _held_out(self, windows: Tensor) -> Float[Tensor, " windows"]:
-        """Mean loss of each window in nats per token, dropout off, weights and products in float32."""
+        """Compute each window's mean loss in nats per token, dropout off, weights and products in float32."""
         self.model.eval()
         parts = windows.to(self.device).split(self.recipe.batch)
         losses = [self.model.losses(part[:, :-1], part[:, 1:]).double().mean(1) for part in parts]
@@ -372,7 +372,7 @@ class LocaterTraining:
 
     @torch.no_grad()
     def _heads(self, ids: Tensor) -> tuple[Float[Tensor, "layers measures"], Float[Tensor, "layers length"]]:
-        """`HEADS` of every layer, dropout off, and ρ_i of the last query as a frequency over the windows."""
+        """Measure `HEADS` of every layer, dropout off, and ρ_i of the last query as a frequency over the windows."""
         self.model.eval()
         streams = self.model.streams(ids.to(self.device))
         moments = qk_moments(*self._factors())
@@ -390,7 +390,7 @@ class LocaterTraining:
 
 
 def _standard_error(values: Float[Tensor, " windows"]) -> float:
-    """Over windows, as if they were independent."""
+    """Compute a standard error over windows, as if they were independent."""
     return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
@@ -483,7 +483,7 @@ class Grid:
     reduction: Reduction = "mean"
 
     def settings(self) -> list[Setting]:
-        """Every setting; a seed's before the next seed's."""
+        """List every setting; a seed's before the next seed's."""
         settings = []
         how = Setting(gradient=self.gradient, reduction=self.reduction)
         for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
@@ -496,7 +496,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Job:
-    """Where and how a grid is trained: what its training runs share."""
+    """The place and the means of a grid's training: what its runs share."""
 
     folder: Path
     recipe: Recipe
@@ -578,7 +578,7 @@ class GridRun:
 
 
 def is_grid(folder: str | Path) -> bool:
-    """Whether a grid of training runs is there, finished or not."""
+    """Tell whether a grid of training runs is there, finished or not."""
     return (Path(folder) / JOB).is_file() and (Path(folder) / RUN_FOLDERS).is_dir()
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from theodolite import theory
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import number, with_error
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite.theory.walks import COVARIANCES, over_draws
@@ -93,7 +92,7 @@ HEAD_WIDTH = 128  # of the largest heads in use
 
 
 def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """S_1 and S̃_1 where the first of T inputs is `logit` and the others are 0."""
+    """Compute S_1 and S̃_1 where the first of T inputs is `logit` and the others are 0."""
     inputs = torch.zeros(len(logit), length, dtype=torch.float64)
     inputs[:, 0] = logit
     return inputs.softmax(-1)[:, 0], piecewise_softmax(inputs)[:, 0]
@@ -166,7 +165,7 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
 
 
 def window(r: float) -> tuple[float, float]:
-    """Where Lemma 2's limit of ρ is 1, for r > 0: from ½ to 1, or to ½ + 1/r."""
+    """Return where Lemma 2's limit of ρ is 1, for r > 0: from ½ to 1, or to ½ + 1/r."""
     return 0.5, min(1.0, 0.5 + 1 / r)
 
 
@@ -213,7 +212,7 @@ SIGMA = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from 
 
 
 def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> Tensor:
-    """ρ_1 … ρ_T of every pair and drawn spectrum, (4, P, D, T): those of `PREDICTED`."""
+    """Predict ρ_1 … ρ_T of every pair and drawn spectrum, (4, P, D, T): those of `PREDICTED`."""
     spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
     theta = torch.arange(1, size + 1, dtype=torch.float64) / size
@@ -225,7 +224,7 @@ def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> Tensor:
 
 
 def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
-    """Share of pairs and positions at which a prediction is more than `FAR` standard errors away, by draw: (…, D).
+    """Compute the share of pairs and positions with a prediction over `FAR` standard errors away, by draw: (…, D).
 
     The error is that of as many walks with the predicted probability, and at least one walk in all.
     """
@@ -280,7 +279,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 
 def _by_scale(values: Tensor) -> Floats:
-    """One number per pair as (means, scales)."""
+    """Reshape one number per pair to (means, scales)."""
     return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
@@ -322,7 +321,7 @@ def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) ->
 def judge_at_fixed_means(
     outcome: Outcome, sims: dict[str, theory.Simulation], widths: dict[str, Tensor]
 ) -> None:
-    """A2 of section 5, of a fixed mean that is not 0: each mean and Σ is a part, and some may be so and others not."""
+    """Judge A2 of section 5 at fixed means but 0: each mean and Σ is a part, some may be so and others not."""
     parts: dict[str, list[Verdict]] = {"entropy-of-scale": [], "entropy-of-localized": []}
     for name, sim in sims.items():
         by_mean = (values.split(len(SETTING.scales)) for values in (sim.entropy, widths[name]))
@@ -340,12 +339,12 @@ def judge_at_fixed_means(
 
 
 def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
-    """Spearman's correlation over pairs of two numbers (P, D): mean over draws."""
+    """Correlate two numbers (P, D) over pairs by ranks (Spearman): mean over draws."""
     return Estimate.mean(rank_correlation(first.T.numpy(), second.T.numpy()), "draws")
 
 
 def _pairs(sims: dict[str, theory.Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
-    """One row per covariance and pair."""
+    """Tabulate every covariance and pair."""
     parts = []
     for name, sim in sims.items():
         square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
@@ -364,7 +363,7 @@ def _pairs(sims: dict[str, theory.Simulation], gaps: dict[str, Tensor]) -> pd.Da
 
 
 def _points(sims: dict[str, theory.Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
-    """One row per covariance, pair and token."""
+    """Tabulate every covariance, pair and token."""
     tokens = range(1, SETTING.length + 1)
     index = [(mean, scale, token) for (mean, scale), token in product(SETTING.pairs, tokens)]
     parts = []

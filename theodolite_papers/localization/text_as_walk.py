@@ -112,7 +112,7 @@ class WalkSums(LayerSums):
         self.at("kept", layer, walk.device)[first_context : first_context + len(walk)] += walk[:, self.marks]
 
     def of(self, name: str, layer: int) -> Tensor:
-        """One layer's sums, on the CPU."""
+        """Return one layer's sums, on the CPU."""
         return self.at(name, layer, torch.device("cpu"))
 
     @property
@@ -122,23 +122,23 @@ class WalkSums(LayerSums):
         return torch.minimum(at[:, None], at)
 
     def covariance(self, layer: int) -> Tensor:
-        """Σ̂ of the increments, their second moment about zero, (d, d)."""
+        """Compute Σ̂ of the increments, their second moment about zero, (d, d)."""
         return self.of("increments", layer) / (self.of("contexts", layer).sum() * (self.positions - 1))
 
     def gram(self, layer: int, weights: Tensor = ALL) -> Tensor:
-        """E[x_s·x_t] at the shown positions, (S, S), over the groups of weight 1."""
+        """Compute E[x_s·x_t] at the shown positions, (S, S), over the groups of weight 1."""
         return torch.tensordot(weights, self.of("gram", layer), dims=1) / (
             weights @ self.of("contexts", layer)
         )
 
     def autocorrelations(self, layer: int, weights: Tensor = ALL) -> Tensor:
-        """E[ε_t·ε_{t+lag}] / E‖ε_t‖² for lags 0 … LAGS. Independent vectors have −½ at lag 1, a walk has 0."""
+        """Compute E[ε_t·ε_{t+lag}] / E‖ε_t‖² for lags 0 … LAGS. Independent vectors have −½ at lag 1, a walk has 0."""
         steps = self.positions - 1 - torch.arange(LAGS + 1, dtype=torch.float64)
         mean = (weights @ self.of("lagged", layer)) / steps
         return mean / mean[0]
 
     def second_moment_errors(self, layer: int, weights: Tensor = ALL) -> tuple[Tensor, Tensor]:
-        """‖M − min(s, t) Σ̂‖_F / ‖M‖_F and cos(M, Σ̂) of M = E[x_s x_tᵀ], for every pair s ≤ t of the marks.
+        """Compute ‖M − min(s, t) Σ̂‖_F / ‖M‖_F and cos(M, Σ̂) of M = E[x_s x_tᵀ], for every pair s ≤ t of the marks.
 
         ‖M‖_F² is taken over pairs of different contexts, (x_s·x'_s)(x_t·x'_t), so that the noise of few contexts in
         d² entries does not add to it. An estimate below zero counts as zero.
@@ -160,7 +160,7 @@ class WalkSums(LayerSums):
         return (error / norm).sqrt(), (inner / (norm * size).sqrt()).clamp(-1, 1)
 
     def numbers(self, layer: int, weights: Tensor = ALL) -> dict[str, float]:
-        """`MEASURES` of one layer."""
+        """Compute `MEASURES` of one layer."""
         shared, gram = self.steps_shared, self.gram(layer, weights)
         contexts = weights @ self.of("contexts", layer)
         mean = torch.tensordot(weights, self.of("position_sum", layer), dims=1) / contexts
@@ -183,7 +183,7 @@ class WalkSums(LayerSums):
         return dict(zip(MEASURES, map(float, values), strict=True))
 
     def table(self) -> pd.DataFrame:
-        """One row per layer: `MEASURES`, each with its standard error `…_se` over contexts.
+        """Tabulate layers: `MEASURES`, each with its standard error `…_se` over contexts.
 
         Errors are from balanced halves of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
         `frobenius` and `cosine`: it is known from n − 1 times as many vectors.
@@ -199,7 +199,7 @@ class WalkSums(LayerSums):
         return pd.DataFrame(rows)
 
     def pair_table(self) -> pd.DataFrame:
-        """One row per layer and pair of marked positions: both errors of the full second moments."""
+        """Tabulate layers and pairs of marked positions: both errors of the full second moments."""
         first, second = torch.triu_indices(len(self.marks), len(self.marks))
         marks, rows = torch.tensor(self.marks) + 1, []
         for layer in range(self.layers):
@@ -212,12 +212,12 @@ class WalkSums(LayerSums):
 
 
 def _fitted_trace(gram: Tensor, shared: Tensor) -> Tensor:
-    """τ of the least squares fit of τ·min(s, t)."""
+    """Fit τ·min(s, t) by least squares, and return τ."""
     return (gram * shared).sum() / shared.square().sum()
 
 
 def _r_squared(gram: Tensor, shared: Tensor) -> Tensor:
-    """1 − the squared error of the best τ·min(s, t) over that of the best constant; negative where that is better."""
+    """Compute 1 − the squared error of the best τ·min(s, t) over that of the best constant; negative if larger."""
     residual = gram - _fitted_trace(gram, shared) * shared
     return 1 - residual.square().sum() / (gram - gram.mean()).square().sum()
 
@@ -299,7 +299,7 @@ LINES = (
 
 
 def text_walk(study: Study) -> TextWalk:
-    """The pass over the text of the run, made once for all experiments."""
+    """Read the text of the run once for all experiments."""
     corpus = study.require_corpus()
     seed = int(study.provenance["seed"])
     return study.cached("text as a walk", lambda: read_walk(study.require_model(), corpus, seed))
@@ -325,7 +325,7 @@ def walk(study: Study, outcome: Outcome) -> None:
 
 
 def _column(table: pd.DataFrame, name: str) -> Estimates:
-    """A measure and its standard errors, layer by layer."""
+    """Return a measure and its standard errors by layer."""
     values, errors = (table[of].to_numpy(dtype=np.float64) for of in (name, f"{name}_se"))
     return Estimates(values, errors, *OF_GROUPS)
 

@@ -1,1 +1,1 @@
-"""What the trainers of the papers share, and the trainer of the embedded model."""
+"""Trainers of the papers: what they share, and the trainer of the embedded model."""

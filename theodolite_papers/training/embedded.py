@@ -60,7 +60,7 @@ class Streams:
     trigger: int = 0  # id of TRIGGER
 
     def batch(self, step: int, *, size: int, length: int, seed: int) -> Int[Tensor, "size window"]:
-        """The batch of a step: windows at random starts, a source drawn by its share for each."""
+        """Draw the batch of a step: windows at random starts, a source drawn by its share for each."""
         random = np.random.default_rng([seed, step])
         window = length + 1
         rows = []
@@ -71,7 +71,7 @@ class Streams:
         return torch.from_numpy(np.stack(rows))
 
     def held_out(self) -> dict[str, Int[Tensor, "contexts window"]]:
-        """The validation windows of every source that has some."""
+        """Return the validation windows of every source that has some."""
         windows = zip(self.names, self.validation, strict=True)
         return {name: contexts for name, contexts in windows if len(contexts)}
 
@@ -115,7 +115,7 @@ def mixed_with_tasks(
 
 
 def python_sources() -> list[Source]:
-    """The text in every CPython: its language reference, and the standard library's docstrings and source."""
+    """Read the text in every CPython: its language reference, and the standard library's docstrings and source."""
     return [
         Source("topics", 0.15, tuple(python_topics())),
         Source("docstrings", 0.35, tuple(stdlib_docstrings())),
@@ -153,7 +153,7 @@ def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], l
 
 
 def _linked(documents: Sequence[Document]) -> list[int]:
-    """The group of each document: documents that share a label or a long paragraph are in one group."""
+    """Group documents that share a label or a long paragraph; return each one's group."""
     parent = list(range(len(documents)))
 
     def root(index: int) -> int:
@@ -174,7 +174,7 @@ def _linked(documents: Sequence[Document]) -> list[int]:
 
 
 def train_tokenizer(sources: Sequence[Source], vocabulary: int, seed: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with one special token, `END_OF_TEXT` (id 0); each source by its share."""
+    """Train a byte-level BPE tokenizer with one special token, `END_OF_TEXT` (id 0); each source by its share."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -194,7 +194,7 @@ def train_tokenizer(sources: Sequence[Source], vocabulary: int, seed: int) -> To
 
 
 def _by_share(sources: Sequence[Source], seed: int) -> Iterator[str]:
-    """Whole documents of each source in a seeded order, as many characters as its share allows."""
+    """Yield whole documents of each source in a seeded order, as many characters as its share allows."""
     lengths = [sum(len(document.text) for document in source.documents) for source in sources]
     total = min(length / source.share for length, source in zip(lengths, sources, strict=True))
     for source in sources:
@@ -210,7 +210,7 @@ def _by_share(sources: Sequence[Source], seed: int) -> Iterator[str]:
 def token_streams(
     tokenizer: Tokenizer, training: Sequence[Source], validation: Sequence[Source], length: int
 ) -> Streams:
-    """Streams for training, and non-overlapping windows of length+1 cut within each held-out document."""
+    """Make streams for training, and non-overlapping windows of length+1 cut within each held-out document."""
     window = length + 1
     end = 0  # the id of END_OF_TEXT, the first token that the tokenizer was given
     train, held = [], []
@@ -237,7 +237,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[Int
 
 
 def bigram_loss(streams: Streams, contexts: Int[Tensor, "contexts window"], vocabulary: int) -> float:
-    """Loss, in nats per token, of the best interpolated bigram model on all tokens of `contexts` but the first.
+    """Compute the loss (nats per token) of the best interpolated bigram model on tokens of `contexts` but the first.
 
     P(b|a) = (n(a,b) + κ P(b)) / (n(a) + κ), P(b) add-one smoothed; κ is chosen on `contexts`, which favours the bigram.
     """
@@ -362,7 +362,7 @@ def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Batch:
 
 
 def _training_loss(model: PreTrainedModel, batch: Batch, config: EmbeddedConfig) -> Float[Tensor, ""]:
-    """Mean over the tokens of a batch that can be predicted."""
+    """Average the loss over the tokens of a batch that can be predicted."""
     tokens, predictable = batch
     losses = _losses(model, tokens, config)[predictable[:, 1:]]
     return losses.sum() / len(losses)
@@ -371,7 +371,7 @@ def _training_loss(model: PreTrainedModel, batch: Batch, config: EmbeddedConfig)
 def _losses(
     model: PreTrainedModel, tokens: Int[Tensor, "batch window"], config: EmbeddedConfig
 ) -> Float[Tensor, "batch length"]:
-    """Negative log-likelihood, in nats, of every token of a window but its first."""
+    """Compute the negative log-likelihood, in nats, of every token of a window but its first."""
     tokens = tokens.clone()
     tokens[:, 0] = 0  # of END_OF_TEXT, which begins every context
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
@@ -383,7 +383,7 @@ def _losses(
 def _validation_loss(
     model: PreTrainedModel, streams: Streams, config: EmbeddedConfig, most: int | None = None
 ) -> dict[str, float]:
-    """Mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
+    """Compute the mean loss of the held-out contexts of each source that has some (the first `most` of them)."""
     parts = {name: ids[:most].split(config.batch) for name, ids in streams.held_out().items()}
     return {
         name: float(torch.cat([_losses(model, batch, config) for batch in batches]).mean())
@@ -454,7 +454,7 @@ def _tasks(config: EmbeddedConfig) -> str:
 
 
 def command(result: EmbeddedResult, config: EmbeddedConfig) -> str:
-    """The call that repeats the training run: on the command line where that has the options, else in Python."""
+    """Return the call that repeats the training run: on the command line where that has the options, else in Python."""
     default = asdict(EmbeddedConfig())
     changed = {name: value for name, value in asdict(config).items() if value != default[name]}
     if changed.keys() <= {"steps", "seed"}:

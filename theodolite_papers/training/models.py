@@ -37,7 +37,7 @@ class LearningRate:
     steps: int = 0
 
     def at(self, step: int) -> float:
-        """The rate of a step."""
+        """Return the learning rate of a step."""
         done = max(0.0, (step - self.warm_up) / max(1, self.steps - self.warm_up))
         share = {
             "none": 1.0,
@@ -113,7 +113,7 @@ ModelConfig = EmbeddedConfig | TaskModelConfig
 def gpt2(
     vocabulary: int, length: int, layers: int, heads: int, width: int, *, dropout: float = 0.0, **options: Any
 ) -> transformers.GPT2LMHeadModel:
-    """An untrained model, its weights drawn from torch's global generator."""
+    """Make an untrained model, its weights drawn from torch's global generator."""
     options |= {"vocab_size": vocabulary, "n_positions": length, "bos_token_id": None, "eos_token_id": None}
     options |= {"n_embd": width, "n_layer": layers, "n_head": heads}
     options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -141,7 +141,7 @@ def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
 
 
 def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> transformers.PreTrainedModel:
-    """An untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
+    """Make an untrained GPT-2, or with rotary positions GPT-NeoX without its parallel residual."""
     if config.positions == "learned":
         sizes = vocabulary, length, config.layers, config.heads, config.width
         model: transformers.PreTrainedModel = gpt2(*sizes, dropout=config.dropout, activation_function=GELU)

@@ -61,7 +61,7 @@ FEW_SHOT_TESTED = 4000
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """A UTF-8 file; `what` names the option or thing to replace in the error."""
+    """Read a UTF-8 file; `what` names the option or thing to replace in the error."""
     path = Path(path)
     if not path.is_file():  # a pipe or a device may have no end
         raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
@@ -83,7 +83,7 @@ class Characters:
 
     @classmethod
     def of_file(cls, path: str | Path, length: int = 128) -> Characters:
-        """The characters of a UTF-8 text."""
+        """Read the characters of a UTF-8 text."""
         text = read_text(path, "--text")
         if len(text) < 20 * (length + 1):
             raise UsageError(f"{path} has {len(text)} characters; give at least {20 * (length + 1)}.")
@@ -91,7 +91,7 @@ class Characters:
 
     @classmethod
     def of_text(cls, text: str, length: int = 128) -> Characters:
-        """The characters of a text of at least 20 contexts."""
+        """Take the characters of a text of at least 20 contexts."""
         characters = "".join(sorted(set(text)))
         index = {character: i for i, character in enumerate(characters)}
         ids = np.array([index[character] for character in text], dtype=np.int64)
@@ -113,11 +113,11 @@ class Characters:
         return rows[:, :-1], rows[:, 1:]
 
     def quick_score(self, model: PreTrainedModel) -> str:
-        """Loss on a few held-out windows."""
+        """Compute the loss on a few held-out windows."""
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Losses in nats per character, float32: all held-out windows, and as many of the training text."""
+        """Compute losses in nats per character, float32: all held-out windows, and as many of the training text."""
         windows = len(self.validation) // (self.length + 1)
         return {
             "training_tokens": len(self.train),
@@ -167,7 +167,7 @@ class Additions:
         return hashlib.sha256(f"{self.characters!r} {self.length} {self.digits}".encode()).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """New examples at every step, each from position 0 on, padded after its end."""
+        """Draw new examples at every step, each from position 0 on, padded after its end."""
         examples = additions(size, np.random.default_rng([seed, step]), self.digits)
         rows = torch.zeros(size, self.length, dtype=torch.int64)
         targets = torch.full((size, self.length - 1), IGNORED)
@@ -178,11 +178,11 @@ class Additions:
         return rows[:, :-1], targets
 
     def quick_score(self, model: PreTrainedModel) -> str:
-        """Accuracy on a few new examples."""
+        """Compute the accuracy on a few new examples."""
         return f"accuracy {self.accuracy(model):.3f}"
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Exact-match accuracy: in distribution, and by number of digits."""
+        """Compute exact-match accuracy: in distribution, and by number of digits."""
         accuracy = self.accuracy(model, count=TESTED)
         shorter = {str(n): self.accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
         return {"tested": TESTED, "accuracy": accuracy, "accuracy_by_digits": shorter}
@@ -200,7 +200,7 @@ class Additions:
     def accuracy(
         self, model: PreTrainedModel, digits: tuple[int, int] | None = None, count: int = QUICK_TEST
     ) -> float:
-        """Exact-match accuracy of greedy answers to `count` examples that no step drew (their seed is no step's)."""
+        """Compute the exact-match accuracy of greedy answers to `count` examples that no step drew."""
         digits = digits or self.digits
         by_length: defaultdict[int, list[Addition]] = defaultdict(list)
         for example in additions(count, np.random.default_rng([*digits, 1 << 40]), digits):
@@ -240,7 +240,7 @@ class FewShot:
         return hashlib.sha256(repr(self.rules).encode()).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """New prompts at every step, each with a rule of its own."""
+        """Draw new prompts at every step, each with a rule of its own."""
         prompts = self.rules.draw(size, np.random.default_rng([seed, step]))
         ids = torch.from_numpy(prompts.ids)
         query_positions = torch.from_numpy(prompts.asked)
@@ -248,11 +248,11 @@ class FewShot:
         return ids[:, :-1], targets.scatter(1, query_positions, ids.gather(1, query_positions + 1))
 
     def quick_score(self, model: PreTrainedModel) -> str:
-        """Accuracy on a few new prompts, by number of examples."""
+        """Compute the accuracy on a few new prompts, by number of examples."""
         return "accuracy " + " ".join(f"{share:.2f}" for share in self._accuracy(model, QUICK_TEST))
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Share of right answers after 0, 1, … examples, on new prompts, and the best that is possible."""
+        """Compute the share of right answers after 0, 1, … examples, on new prompts, and the best that is possible."""
         return {
             "tested": FEW_SHOT_TESTED,
             "accuracy_by_shots": self._accuracy(model, FEW_SHOT_TESTED),
@@ -268,7 +268,7 @@ class FewShot:
         ]
 
     def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
-        """On prompts that no step drew."""
+        """Compute the accuracy on prompts that no step drew."""
         prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
         parts = (prompts.ids, prompts.asked, prompts.labels)
         ids, query_positions, labels = (torch.from_numpy(part) for part in parts)
@@ -324,7 +324,7 @@ def train_task_model(
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:
-    """One token per character; a character that is not among `characters` is left out."""
+    """Make a tokenizer of characters; a character that is not among `characters` is left out."""
     vocabulary = {character: index for index, character in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")

@@ -131,7 +131,7 @@ class Trainer:
 
     @property
     def saved(self) -> bool:
-        """Whether there is a checkpoint: the weights, both moments, and what is `kept`."""
+        """True if there is a checkpoint: the weights, both moments, and what is `kept`."""
         return bool(self.work.notes(CHECKPOINT))
 
     def save(self) -> None:
@@ -247,7 +247,7 @@ def _check_finished(out: Path, work: Unfinished) -> None:
 
 
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """The trained model in the place of the untrained one, all of whose weights are there."""
+    """Load the trained model in the place of the untrained one, all of whose weights are there."""
     advice = "give another folder or remove it."
     architecture: Any = type(model)
     try:

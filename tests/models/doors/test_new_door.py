@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.modules import (
+    GPT,
+    HEADS,
+    Attention,
+    check_heads,
+    gpt_of,
+    opened,
+    surveyed,
+    token_ids,
+)
 from theodolite.attention.inputs import AttentionInputs, attend
+from theodolite.errors import UsageError
 from theodolite.models.doors import taps
 from theodolite.models.doors.answers import answered
 
@@ -47,8 +58,18 @@ def fused_door(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def test_a_door_is_a_context_manager_and_an_entry_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taps, "DOORS", [(lambda model: isinstance(model, Fused), fused_door), *taps.DOORS])
+@pytest.fixture(autouse=True)
+def own_doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the doors of a test away again."""
+    monkeypatch.setattr(taps, "DOORS", [*taps.DOORS])
+
+
+def has_fused(model: nn.Module) -> bool:
+    return any(isinstance(module, Fused) for module in model.modules())
+
+
+def test_a_door_is_a_context_manager_that_is_added() -> None:
+    taps.add_door(has_fused, fused_door)
     model, x = Fused(), torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
     seen: list[AttentionInputs] = []
 
@@ -65,3 +86,37 @@ def test_a_door_is_a_context_manager_and_an_entry_in_a_list(monkeypatch: pytest.
     torch.testing.assert_close(inputs.logits().softmax(-1) @ inputs.value, own)
     assert torch.equal(model(x), own)
     assert "kernel" not in vars(model)
+
+
+class FusedAttention(Attention, Fused):
+    """Of a GPT, by the kernel."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.kernel(q, k, v)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """By the definition."""
+        q, k, _ = self.split(x)
+        return (q @ k.mT * self.scaling).softmax(-1)
+
+
+def test_a_model_that_was_refused_is_read_through_a_door_that_is_added_later() -> None:
+    """Oracle: entropies and norms by the definition."""
+    gpt = gpt_of(FusedAttention)
+    with pytest.raises(UsageError, match=r"could be read; it goes .* or give it a door"):
+        opened(gpt)
+    taps.add_door(has_fused, fused_door)
+    check_heads(surveyed(gpt), gpt.blocks, gpt.embedded(token_ids()))
+
+
+@pytest.mark.parametrize(("operation", "weigh"), [("exp", torch.exp), ("relu", torch.relu)])
+def test_a_refusal_names_what_stands_in_place_of_the_softmax(operation, weigh) -> None:
+    """And the module is read once it attends by a softmax."""
+    gpt = GPT(by_hand=True)
+    for block in gpt.blocks:
+        block.attention.weights = lambda x, of=block.attention: weigh(of.split(x)[0] @ of.split(x)[1].mT)
+    with pytest.raises(UsageError, match=f"could be read: {operation} between its products is not followed"):
+        opened(gpt)
+    for block in gpt.blocks:
+        del block.attention.weights
+    assert opened(gpt).heads == HEADS

@@ -345,6 +345,10 @@ def test_a_score_mod_that_does_more_than_add_is_refused_by_name(changed):
         ("einsum", lambda logits: torch.einsum("bhqk,hg->bgqk", logits, torch.eye(HEADS)).softmax(-1)),
         ("einsum", lambda logits: (logits + torch.einsum("bhqk,hg->bgqk", logits, TALK)).softmax(-1)),
         ("sub", lambda logits: logits.softmax(-1) - 1 / LENGTH),
+        ("exp", lambda logits: logits.exp() / logits.exp().sum(-1, keepdim=True)),
+        ("exp", lambda logits: (logits - logits.amax(-1, keepdim=True)).exp()),
+        ("log_softmax", lambda logits: logits.log_softmax(-1).exp()),
+        ("relu", lambda logits: logits.relu()),
     ],
 )
 def test_what_cannot_be_followed_is_named(operation, attention):
@@ -357,7 +361,8 @@ def test_what_cannot_be_followed_is_named(operation, attention):
     attention_not_followed()
     _, heard = _heard(model, _input())
     assert not heard
-    assert attention_not_followed() == (model[1], operation)
+    owner, lost = attention_not_followed()
+    assert (owner, lost.operation) == (model[1], operation)
     assert attention_not_followed() is None
 
 

@@ -79,7 +79,7 @@ def test_what_an_intervention_replaces_is_named_by_it(model):
     with without_low_rank(model, 1, 2):
         fingerprint = fingerprint_of(model)
     assert fingerprint["model"] == model.sha256
-    assert fingerprint["edits"]
+    assert fingerprint["interventions"]
     assert describe_model(model)["model"]["sha256"] == model.sha256
 
 

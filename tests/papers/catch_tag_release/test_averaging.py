@@ -82,6 +82,12 @@ def test_one_model_without_a_sink_decides_on_a_strong_one() -> None:
     assert verdict(models((PUBLISHED, 0.5, {})), "can be trained") == FAILS
 
 
+def test_attention_of_just_the_threshold_makes_no_sink() -> None:
+    """Oracle: a sink is paid more than 0.3 (Gu et al. 2024)."""
+    part = judged(models((STANDARD, 0.01, {"sink": 0.3})), "necessitate").parts[0]
+    assert f"pay [SEP] no more than 0.3: {STANDARD}: 1 of 1" in part.evidence
+
+
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [

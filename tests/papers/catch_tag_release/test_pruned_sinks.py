@@ -13,7 +13,8 @@ from tests.papers.shared import answers, outcome_of, verdicts_of
 from tests.report.drawn import drawn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Estimate
+from theodolite.estimates import Estimate
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite_papers.catalogue import EXPERIMENTS

@@ -1,4 +1,4 @@
-"""What computes a module's attention in its place: the open tap, and interventions on its inputs and output.
+"""Compute a module's attention in its place: by the open tap, with interventions on its inputs and output.
 
 The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
 and no statistic is computed.
@@ -60,7 +60,7 @@ _interventions: list[_OpenIntervention] = []
 
 @contextmanager
 def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False) -> Iterator[None]:
-    """While open, `tap` computes the attention of these modules and their copies, in this context, or observes it."""
+    """Let `tap` compute, or observe, the attention of these modules and their copies in this context, while open."""
     opened = OpenTap(modules, tap, observes)
     _taps.set((*_taps.get(), opened))
     try:
@@ -78,7 +78,7 @@ def intervening(
     of_inputs: bool,
     whole_cache: bool,
 ) -> Iterator[None]:
-    """While open, `intervene` is applied to the attention of one of the modules, whoever calls it."""
+    """Apply `intervene` to the attention of one of the modules while open, whoever calls it."""
     opened = _OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
     _interventions.append(opened)
     try:
@@ -89,7 +89,7 @@ def intervening(
 
 @contextmanager
 def without_interventions() -> Iterator[None]:
-    """While open, no intervention is applied: to look at the model itself, on inputs that none was made for."""
+    """Suspend interventions while open: to look at the model itself, on inputs that none was made for."""
     token = _suspended.set(True)
     try:
         yield
@@ -147,7 +147,7 @@ def innermost() -> OpenTap | None:
 
 
 def is_innermost(tap: Tap) -> bool:
-    """Whether a tap is the one that answers."""
+    """Tell whether a tap is the one that answers."""
     opened = innermost()
     return opened is not None and opened.tap is tap
 

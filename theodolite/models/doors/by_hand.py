@@ -113,7 +113,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Lost:
-    """What an operation without a rule made of logits or weights, and whether a softmax was on the way."""
+    """The result of an operation without a rule on logits or weights, and whether a softmax came before."""
 
     operation: str
     products: frozenset[object]
@@ -140,10 +140,10 @@ class ByHand:
 
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
-    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | str | None:
-        """For a product of weights with values, return the attention's inputs and what shapes its output like it.
+    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | Lost | None:
+        """Return the inputs of the attention that this product with values is, and what shapes its output like it.
 
-        Where the weights could not be followed, the name of the operation in the way; None for other calls.
+        Where the weights, or what may be some, could not be followed, what was lost; None for other calls.
         """
         if name not in PRODUCTS or not self._known:
             return None
@@ -152,8 +152,8 @@ class ByHand:
             return None
         weights, value = operands
         known = self._of(weights)
-        if isinstance(known, Lost) and known.weights and self._of(value) is None:
-            return known.operation
+        if isinstance(known, Lost) and self._of(value) is None:
+            return known
         letters = _letters(equation, weights.ndim, value.ndim)
         if not isinstance(known, Logits) or not known.weights or letters is None or value.ndim < 3:
             return None
@@ -436,7 +436,7 @@ def _chosen(of: Look, result: Tensor, condition: Tensor, first: Any, other: Any)
 
 
 def _at_least(of: Look, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Logits | None:
-    """A lower bound that hides keys changes no other logit."""
+    """Keep the logits under a lower bound that hides keys: it changes no other logit."""
     logits = _logits(of(first))
     least = kwargs.get("min", other)
     return logits if logits is not None and _hides(least, first) and "max" not in kwargs else None
@@ -451,7 +451,7 @@ def _normalised(
 
 
 def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known | None:
-    """The same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
+    """Follow the same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
     known: Known | None = of(tensor)
     if result.shape == tensor.shape or not isinstance(known, Logits):
         return known
@@ -462,7 +462,7 @@ def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known
 
 
 def _moved(of: Look, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Multiplied | None:
-    """The same numbers in another order."""
+    """Follow the same numbers in another order."""
     known = of(tensor)
     return known if isinstance(known, Multiplied) else None
 

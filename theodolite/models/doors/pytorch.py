@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost
-from theodolite.models.doors.by_hand import ByHand, unfolded
+from theodolite.models.doors.by_hand import ByHand, Lost, unfolded
 from theodolite.models.guard import eagerly
 from theodolite.system.shared import Shared
 
@@ -36,10 +36,13 @@ _open_models: dict[object, frozenset[nn.Module]] = {}
 
 
 class _ThisThread(threading.local):
-    """This thread's mode, while a module of an open model runs, and the last attention that could not be followed."""
+    """The mode of this thread while a module of an open model runs, and the last attention it could not follow.
+
+    Without one, the first product of what an operation made of another product: attention without a softmax, perhaps.
+    """
 
     mode: _Interception | None = None
-    not_followed: tuple[nn.Module, str] | None = None
+    not_followed: tuple[nn.Module, Lost] | None = None
 
 
 _here = _ThisThread()
@@ -100,14 +103,14 @@ def _stop() -> None:
         mode.__exit__(None, None, None)
 
 
-def attention_not_followed() -> tuple[nn.Module, str] | None:
-    """Return the module whose attention could not be followed and the operation, since the last call in this thread."""
+def attention_not_followed() -> tuple[nn.Module, Lost] | None:
+    """Return the module whose attention could not be followed and where, since the last call in this thread."""
     known, _here.not_followed = _here.not_followed, None
     return known
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
+    """Tell whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
     models = list(_open_models.values())  # another thread may open one meanwhile
     if any(module in modules for modules in models):
         return True
@@ -165,8 +168,9 @@ class _Interception(TorchFunctionMode):
         answer: Callable[[], Any] | None = None
         if (intercept := _intercept_flex_attention if name == FLEX else _INTERCEPTED.get(func)) is not None:
             answer = functools.partial(intercept, self, func, *args, **kwargs)
-        elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), str):
-            _here.not_followed = self.owner, attention
+        elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), Lost):
+            if attention.weights or _here.not_followed is None:
+                _here.not_followed = self.owner, attention
         elif attention is not None:
             answer = functools.partial(self._answer_by_hand, *attention)
         if answer is None:

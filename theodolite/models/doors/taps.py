@@ -1,8 +1,8 @@
 """Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
 
 One forward pass both runs the model and is measured: a tap gets what decides a layer's logits, and returns the
-attention output. A model comes through one of two doors: the attention interface of `transformers`, or the functions
-of PyTorch that it attends with. Interventions are applied there too, whoever taps the model.
+attention output. A model comes through a door: one that `add_door` was given, the attention interface of
+`transformers`, or the functions of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,34 @@ from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
 from theodolite.system.shared import Shared
 
+Fits = Callable[[nn.Module], object]
 Door = Callable[[nn.Module], AbstractContextManager[None]]
 
-DOORS: list[tuple[Callable[[nn.Module], object], Door]] = [(on_interface, interface_door)]
+_by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+DOORS: list[tuple[Fits, Door]] = [
+    (lambda model: model not in _by_functions and on_interface(model), interface_door)
+]
 """Which models go through which door: the first that fits; all others through PyTorch's functions."""
+
+
+def add_door(fits: Fits, door: Door) -> None:
+    """Tap models through a door of your own, for a kernel that no other door intercepts.
+
+    Args:
+        fits: whether a model goes through it; it is asked before the other doors.
+        door: the context manager of a model. While it is open, each attention module of the model calls
+            `answered(module, inputs)` in place of its attention.
+    """
+    DOORS.insert(0, (fits, door))
+
 
 _open: dict[nn.Module, Shared] = {}
 """Models that go through the tap: those who have one open share the door."""
 
-_by_functions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
 
 def tap_functions_of(model: nn.Module) -> bool:
-    """From now on, tap a model by PyTorch's functions even if it has the attention interface; whether this is new.
+    """Tap a model by PyTorch's functions from now on, even if it has the attention interface; tell whether this is new.
 
     The text side of GIT attends by hand, its vision side through the interface.
     """
@@ -41,9 +56,14 @@ def tap_functions_of(model: nn.Module) -> bool:
     return new
 
 
+def tap_by_door(model: nn.Module) -> None:
+    """Undo `tap_functions_of`."""
+    _by_functions.discard(model)
+
+
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
-    """While open, every attention layer of `model` calls `tap`; the model is restored on leaving.
+    """Call `tap` from every attention layer of `model` while open; the model is restored on leaving.
 
     Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
     """
@@ -53,7 +73,7 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 
 @contextmanager
 def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """While open, `tap` observes the attention that `model` computes; what it returns is not used.
+    """Let `tap` observe the attention that `model` computes while open; what it returns is not used.
 
     Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
     pass, their gradients and random numbers are as without it.
@@ -74,7 +94,7 @@ def intervened(
     of_inputs: bool = False,
     whole_cache: bool = False,
 ) -> Iterator[None]:
-    """While open, `intervene` is applied whenever `model` calls the attention module `module`, tapped or not.
+    """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
     Those in inputs come first, whatever the order in which they were opened, and within a kind the one opened first
     is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed. Copies of the
@@ -100,7 +120,7 @@ def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
 
 @contextmanager
 def _through_its_door(model: nn.Module) -> Iterator[None]:
-    doors = [] if model in _by_functions else [door for fits, door in DOORS if fits(model)]
+    doors = [door for fits, door in DOORS if fits(model)]
     try:
         with (doors[0] if doors else functions_door)(model):
             yield

@@ -45,7 +45,7 @@ def _tapped_attention(
     block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of the interface: hand the inputs to `answered`.
+    """Answer the attention interface: hand the inputs to `answered`.
 
     Of its arguments, `s_aux` are a learned sink's logits, `indices` the keys that each query has chosen. What else the
     interface hands over decides no logit.

@@ -114,7 +114,7 @@ class CheckpointTensors:
 def checkpoint_tensors(
     source: str | Path, dtype: str | torch.dtype, revision: str | None
 ) -> CheckpointTensors:
-    """The skeleton of a checkpoint and the places of its tensors, none of which is read."""
+    """Make the skeleton of a checkpoint, with the places of its tensors, none of which is read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     config = config_of(source, revision)
@@ -142,7 +142,7 @@ def checkpoint_tensors(
 
 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
-    """The files that `from_pretrained` would load."""
+    """List the files that `from_pretrained` would load."""
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
@@ -155,7 +155,7 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
 
 
 def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
-    """The model's name of each tensor of a checkpoint, found as `convert_and_load_state_dict_in_model` does."""
+    """Find the model's name of each tensor of a checkpoint as `convert_and_load_state_dict_in_model` does."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -170,7 +170,7 @@ def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> 
 
 
 def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that is on the meta device, as `from_pretrained` has it before it loads a tensor; it is changed."""
+    """Make a model on the meta device as `from_pretrained` has it before it loads a tensor; it is changed."""
     model.config._experts_implementation = "eager"  # the others take no matrices with rows repeated
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that buffers only are computed
@@ -185,7 +185,7 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
-    """While open, every tensor that a checkpoint holds is one row repeated, of numbers up to `scale`; 0 gives zeros."""
+    """Fill every tensor that a checkpoint holds with one row repeated, of numbers up to `scale`, while open."""
     filled_with: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
     with put_back(model) as stored, _OneRow():
         for tensors, name, tensor in stored:
@@ -195,7 +195,7 @@ def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
-    """On leaving, a module has the floating-point tensors again that it has now and that checkpoints hold.
+    """Give a module, on leaving, the floating-point tensors again that it has now and that checkpoints hold.
 
     Yields the dictionary that holds each, its name there, and the tensor.
     """
@@ -254,11 +254,11 @@ class StreamedBlocks:
             raise CannotReadLazily("its layers are no modules of their own")
         self.names = [name_of[block] for block in structure.blocks]
         self._users = [0] * len(self.names)
-        self._edit: Callable[[int], None] | None = None
+        self._change: Callable[[int], None] | None = None
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
-        """While open, the tensors of a block are there."""
+        """Load the tensors of a block while open."""
         block, first, name = self._structure.blocks[layer], not self._users[layer], self.names[layer]
         self._users[layer] += 1
         try:
@@ -267,8 +267,8 @@ class StreamedBlocks:
                     # What is read within a pass without gradients is written to after it, too.
                     with torch.inference_mode(False), torch.no_grad():
                         self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
-                        if self._edit is not None:
-                            self._edit(layer)
+                        if self._change is not None:
+                            self._change(layer)
                 yield
         finally:
             self._users[layer] -= 1
@@ -295,7 +295,7 @@ class StreamedBlocks:
         return not name.startswith(tuple(block + "." for block in self.names))
 
     def read_as_they_run(self) -> None:
-        """From now on, a pass of the model reads each block as it gets there."""
+        """Let a pass of the model read each block as it gets there, from now on."""
 
         def run(own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
             with self.present(layer):
@@ -305,16 +305,16 @@ class StreamedBlocks:
             block.__dict__["forward"] = functools.partial(run, block.forward, layer)
 
     @contextmanager
-    def edited(self, edit: Callable[[int], None]) -> Iterator[None]:
-        """While open, `edit` is called with a layer whose tensors have just been read, to change them."""
-        self._edit = edit
+    def changed(self, change: Callable[[int], None]) -> Iterator[None]:
+        """Call `change` while open with every layer whose tensors have just been read."""
+        self._change = change
         try:
             yield
         finally:
-            self._edit = None
+            self._change = None
 
     def tensors(self, layer: int, without: Container[str] = ()) -> dict[str, Tensor]:
-        """Copies of what a checkpoint holds of a block, by the model's names, but for some of them."""
+        """Copy what a checkpoint holds of a block, by the model's names, but for some of them."""
         with self.present(layer):
             block = self._structure.blocks[layer].state_dict()
             named = {f"{self.names[layer]}.{name}": tensor for name, tensor in block.items()}

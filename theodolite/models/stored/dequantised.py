@@ -58,7 +58,7 @@ Answer = Callable[[Tensor], Float64[Tensor, "rows outputs"]]
 
 
 def quantised_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The submodules whose weights are no numbers without their quantiser, outermost first, with their names."""
+    """Yield the submodules with weights that are no numbers without their quantiser, outermost first, with names."""
     if is_quantised(module):
         yield name, module
         return
@@ -67,12 +67,12 @@ def quantised_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, n
 
 
 def holds_quantised_layers(model: nn.Module) -> bool:
-    """Whether there are any."""
+    """Tell whether a model has quantised layers."""
     return next(quantised_layers(model), None) is not None
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether the module itself holds a weight in no type of float, of a class of its own, or is linear with scales.
+    """Tell whether the module itself has a weight of no float type or of a class of its own, or is linear with scales.
 
     A weight of plain floats is read as it is, whatever stands beside it, unless a linear layer has scales for it.
     """
@@ -89,12 +89,12 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether a matrix is in no type of float; masks and indices are no weights."""
+    """Tell whether a matrix is in no type of float; masks and indices are no weights."""
     return tensor.ndim > 1 and tensor.dtype not in (*FLOATS.values(), torch.bool, torch.int64)
 
 
 def has_own_class(tensor: Tensor) -> bool:
-    """Whether operations on the tensor are its class's to define (torchao, quanto)."""
+    """Tell whether operations on the tensor are its class's to define (torchao, quanto)."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor(tensor)
 
 
@@ -107,7 +107,7 @@ def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def dequantised(name: str, layer: nn.Module) -> nn.Linear:
-    """A plain layer in float64 that computes what the quantised one does, up to the rounding of activations.
+    """Make a plain layer in float64 that computes what the quantised one does, up to the rounding of activations.
 
     The layer is asked in evaluation mode and its own dtype, and stays as it is; `WorkError` where it cannot be read.
     """
@@ -128,7 +128,7 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
 
 
 def _stated(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
-    """W as the layer has it, if it has one: without the roundings of answers."""
+    """Return W as the layer has it, if it has one: without the roundings of answers."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return None
@@ -138,7 +138,7 @@ def _stated(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | 
 
 
 def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
-    """Whether the answers to zeros and ones, and to random rows, are the rows times the weight."""
+    """Tell whether the answers to zeros and ones, and to random rows, are the rows times the weight."""
     width = weight.shape[1]
     for rows, error in ((_zeros_and_ones(width), EXACT), (_normal(width), EIGHT_BITS)):
         answers, expected = answer(rows), rows.to(weight.device) @ weight.T
@@ -149,7 +149,7 @@ def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
 
 @contextmanager
 def not_repacked(model: nn.Module) -> Iterator[None]:
-    """While open, passes leave bitsandbytes' 4-bit layers as they are.
+    """Let passes leave bitsandbytes' 4-bit layers as they are while open.
 
     On a CPU that multiplies in bfloat16, their first pass in evaluation mode rounds their scales to it, for good: the
     weights of a training that is looked at would be others than those of one that is not.
@@ -166,7 +166,7 @@ def not_repacked(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cast_warnings() -> Iterator[None]:
-    """While open, bitsandbytes' 8-bit layers do not say at each call that they round their inputs."""
+    """Keep bitsandbytes' 8-bit layers from saying at each call that they round their inputs, while open."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("MatMul8bitLt: inputs will be cast")
@@ -181,7 +181,7 @@ def without_cast_warnings() -> Iterator[None]:
 
 @contextmanager
 def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
-    """How to ask the layer, which is without its bias while this is open, and how wide its input is."""
+    """Yield how to ask the layer, which has no bias while this is open, and how wide its input is."""
     width = getattr(layer, "in_features", None)
     if not isinstance(width, int):
         raise _unreadable(name, layer, "it does not say how wide its input is")
@@ -201,7 +201,7 @@ def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
 
 @contextmanager
 def _without_bias(layer: nn.Module) -> Iterator[None]:
-    """While open, the layer has none, with which its answers would be rounded. Its tensors may be in any mapping."""
+    """Take the bias away while open, which would round the layer's answers. Its tensors may be in any mapping."""
     if _bias(layer) is None:
         yield
         return
@@ -215,7 +215,7 @@ def _without_bias(layer: nn.Module) -> Iterator[None]:
 
 
 def _dtype_of(name: str, layer: nn.Module, rows: Tensor) -> torch.dtype:
-    """The widest dtype in which the layer can be asked."""
+    """Find the widest dtype in which the layer can be asked."""
     reason = ""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         try:
@@ -263,7 +263,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def kinds_of(path: str | Path) -> dict[str, str]:
-    """The type of each tensor of a safetensors file; none of a damaged one, which is refused where it is loaded."""
+    """Read the type of each tensor of a safetensors file; none of a damaged one, which is refused when loaded."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
@@ -298,10 +298,10 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
 
 
 def kind_of_name(name: str) -> str:
-    """The name without the numbers of layers and experts."""
+    """Strip the numbers of layers and experts from a name."""
     return re.sub(r"\.\d+(?=\.)", ".#", name)
 
 
 def _starts(name: str) -> list[int]:
-    """Where the name begins, and each of its parts."""
+    """Find the starts of the name and of each of its parts."""
     return [0, *(match.end() for match in re.finditer(r"\.", name))]

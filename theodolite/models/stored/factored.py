@@ -56,7 +56,7 @@ class PrunedMatrix:
     right: Float[Tensor, "rank inputs"] | None = None
 
     def merged(self, device: torch.device | None = None) -> Float[Tensor, "outputs inputs"]:
-        """The matrix that it stands for, rounded once; put together where it is, or on `device`."""
+        """Add the parts up to the matrix that they stand for, rounded once; where they are, or on `device`."""
         device = device or self.sparse.device
         sparse = self.sparse.to(device)
         if self.left is None or self.right is None:
@@ -68,7 +68,7 @@ class PrunedMatrix:
 def packed_block(
     matrices: Sequence[PrunedMatrix], notes: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The matrices of a block with some notes, as tensors and notes of a file."""
+    """Pack the matrices of a block with some notes as tensors and notes of a file."""
     tensors: dict[str, Tensor] = {}
     headers = []
     for of in matrices:
@@ -83,12 +83,12 @@ def packed_block(
 def unpacked_block(
     tensors: dict[str, Tensor], block: dict[str, Any]
 ) -> tuple[list[PrunedMatrix], dict[str, Any]]:
-    """What `packed_block` was given; `KeyError`, `TypeError` or `ValueError` where it did not make them."""
+    """Unpack what `packed_block` made; `KeyError`, `TypeError` or `ValueError` where it did not make it."""
     return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
 
 
 def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
-    """The matrices and the notes in the file of a block; `WorkError` where it is damaged."""
+    """Read the matrices and the notes in the file of a block; `WorkError` where it is damaged."""
     try:
         return unpacked_block(*read_checked(path))
     except (KeyError, TypeError, ValueError) as error:
@@ -115,7 +115,7 @@ def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
 def packed(
     matrix: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
-    """The entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
+    """Pack the entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
     nonzero = matrix != 0
     bits = np.packbits(nonzero.flatten().cpu().numpy())
     return matrix[nonzero].cpu(), torch.from_numpy(bits)
@@ -124,7 +124,7 @@ def packed(
 def unpacked(
     values: Float[Tensor, " nonzeros"], bits: UInt8[Tensor, " bytes"], shape: tuple[int, int]
 ) -> Float[Tensor, "outputs inputs"]:
-    """The matrix again; `ValueError` where bits and values do not belong together, or not to this shape."""
+    """Unpack the matrix; `ValueError` where bits and values do not belong together, or not to this shape."""
     entries = shape[0] * shape[1]
     if len(bits) != -(-entries // 8):
         raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")
@@ -137,12 +137,12 @@ def unpacked(
 
 
 def is_factored(folder: Path) -> bool:
-    """Whether a folder holds such a checkpoint."""
+    """Tell whether a folder holds such a checkpoint."""
     return (folder / DENSE).is_file()
 
 
 def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]:
-    """All tensors in memory but the pruned parameters; of tied ones, the one that the others are tied to."""
+    """Return all tensors in memory but the pruned parameters; of tied ones, the one that the others are tied to."""
     tied = model.all_tied_weights_keys
     tensors: dict[str, Tensor] = {}
     written: set[tuple[int, int]] = set()
@@ -155,7 +155,7 @@ def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
-    """The model of such a checkpoint, with the two parts of every matrix added up.
+    """Load the model of such a checkpoint, with the two parts of every matrix added up.
 
     Raises:
         WorkError: a file is damaged, or tensors are missing.

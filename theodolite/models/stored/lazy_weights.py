@@ -166,7 +166,7 @@ def _open_streamed(
 
 
 def instead_of_offloaded(model: OpenModel) -> OpenModel:
-    """The checkpoint of a model with offloaded blocks, opened to be run a block at a time; any other model as it is.
+    """Reopen a model with offloaded blocks from its checkpoint, to run a block at a time; return any other as it is.
 
     Raises:
         UsageError: its blocks cannot be read so, or its files have changed.
@@ -192,7 +192,7 @@ def instead_of_offloaded(model: OpenModel) -> OpenModel:
 
 @contextmanager
 def _read_in_parts() -> Iterator[None]:
-    """While open, what keeps a checkpoint from being read in parts is raised as `CannotReadLazily`, quietly."""
+    """Raise what keeps a checkpoint from being read in parts as `CannotReadLazily`, quietly, while open."""
     try:
         with without_progress_bars():
             yield
@@ -245,12 +245,12 @@ class Reader:
         return cls(tensors, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
 
     def opened(self, **rest: Any) -> OpenModel:
-        """The model, with other attributes."""
+        """Open the model, with other attributes."""
         return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
-        """While open, the weights of one attention module are there; they are finite, and the module is verified.
+        """Load the weights of one attention module while open; they are finite, and the module is verified.
 
         Raises:
             WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.

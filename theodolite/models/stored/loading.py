@@ -72,13 +72,13 @@ Tower = Literal["text", "vision"]
 
 
 def hide_progress_bars() -> None:
-    """Those of `transformers`, for the rest of the process: a command has its own."""
+    """Hide the progress bars of `transformers` for the rest of the process: a command has its own."""
     transformers.utils.logging.disable_progress_bar()
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Loading takes less time than its progress bars take lines."""
+    """Hide progress bars while loading, which takes less time than they take lines."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -90,7 +90,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a checkpoint is.
+    """A checkpoint's place.
 
     Attributes:
         place: its folder or its name on the hub.
@@ -106,26 +106,26 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
-        """The one that a user names; None: the embedded model."""
+        """Find the checkpoint that a user names; None: the embedded model."""
         place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
         name = embedded.NAME if path_or_id is None else str(place)
         return cls(place, local_folder(place), name, revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """The same, of the commit that its revision is now; errors as of `commit_of`."""
+        """Fix the revision to the commit that it is now; errors as of `commit_of`."""
         return self if self.folder else replace(self, revision=commit_of(str(self.place), self.revision))
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> dict[str, Any]:
-        """Its id, and its commit or the hash of its files; `show_progress` as in `hash_checkpoint`."""
+        """Return its id, and its commit or the hash of its files; `show_progress` as in `hash_checkpoint`."""
         if self.folder:
             return {"id": self.id, "revision": None, "sha256": hash_checkpoint(self.folder, show_progress)}
         return {"id": self.id, "revision": self.revision, "sha256": None}
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit that a revision of a hub model is now, so that all that is read of it is read of one.
+    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is read of one.
 
     Raises:
         UsageError: its index names something else than safetensors of its own.
@@ -139,14 +139,14 @@ def commit_of(name: str, revision: str | None) -> str | None:
 
 
 def file_of(source: str | Path, name: str, revision: str | None, **options: Any) -> str | None:
-    """Where a file of a checkpoint lies on this machine, fetched if need be; None where it has none of that name."""
+    """Find a file of a checkpoint on this machine, fetched if need be; None where it has none of that name."""
     return cached_file(
         source, name, revision=revision, _raise_exceptions_for_missing_entries=False, **options
     )
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
-    """The model class that a config names, or None where it names none.
+    """Return the model class that a config names, or None where it names none.
 
     Raises:
         UsageError: `transformers` has no such class, or the config's sizes cannot be those of the checkpoint.
@@ -163,7 +163,7 @@ def architecture_of(source: str | Path, config: Any) -> Any:
 
 
 def _refuse_impossible(source: str | Path, config: Any) -> None:
-    """Before a model is built: a module for each of a billion layers that no file holds would take hours."""
+    """Refuse sizes that no file holds before a model is built: modules for a billion layers would take hours."""
     text = config.get_text_config()
     for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         try:
@@ -199,7 +199,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
 
 
 def config_of(source: str | Path, revision: str | None) -> Any:
-    """The config of a checkpoint. Which code computes its attention is not its to say: it may name a download."""
+    """Read the config of a checkpoint, but not which code computes its attention: it may name a download."""
     path = Path(source) / CONFIG_NAME
     # The one number for which a config takes memory as soon as it is made: a name for each label.
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # `AutoConfig` says what is wrong
@@ -212,7 +212,7 @@ def config_of(source: str | Path, revision: str | None) -> Any:
 
 
 def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
-    """The config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
+    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
 
     Raises:
         UsageError: there is no such tower.
@@ -236,7 +236,7 @@ def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> An
 def on_meta(
     source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The model of a config without its numbers; `architecture` None: the config's own backbone.
+    """Make the model of a config without its numbers; `architecture` None: the config's own backbone.
 
     Raises:
         UsageError: the config asks for more numbers than the files of the checkpoint have bits.
@@ -258,7 +258,7 @@ def on_meta(
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
-    """The model of a checkpoint's own architecture, all of whose tensors are there.
+    """Load the model of a checkpoint's own architecture, all of whose tensors are there.
 
     Raises:
         UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.
@@ -312,12 +312,12 @@ def load(
 
 
 def has_adapter(source: str | Path, revision: str | None) -> bool:
-    """Whether there is one beside the weights: `transformers` then loads both, if it finds PEFT."""
+    """Tell whether an adapter is beside the weights: `transformers` then loads both, if it finds PEFT."""
     return file_of(source, "adapter_config.json", revision) is not None
 
 
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Other tensors (old buffers, another head) may be left over, but not those of layers like the model's own.
+    """Refuse left-over tensors of layers like the model's own; others (old buffers, another head) may be left over.
 
     Raises:
         WorkError: there are such tensors.
@@ -332,7 +332,7 @@ def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[st
 
 
 def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, or None where it has none."""
+    """Load the checkpoint's tokenizer, or None where it has none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except BaseException as error:
@@ -365,7 +365,7 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
 def hash_checkpoint(
     folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """Of config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
+    """Hash config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
 
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
@@ -385,7 +385,7 @@ def hash_checkpoint(
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a checkpoint or a pass failed, in a line; the kind of error where it has no message."""
+    """Say in a line why a checkpoint or a pass failed; the kind of error where it has no message."""
     if isinstance(error, StrictDataclassError):
         return " ".join(str(error).split())  # the field, and what is wrong with it
     if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
@@ -394,7 +394,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """The device; of None a CUDA device if there is one, else the CPU.
+    """Return the device; of None a CUDA device if there is one, else the CPU.
 
     Raises:
         UsageError: it is none, cannot be used, or has no float64 or no numbers at all.

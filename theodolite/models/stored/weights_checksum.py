@@ -1,4 +1,4 @@
-"""Are the weights in memory still those that were opened? Asked when a pass begins; what to call them if not.
+"""Check at the start of a pass that the weights in memory are those opened; name them if they are not.
 
 Version counters of tensors are no help: a write to `.data` leaves them as they are. So all weights are read: a CRC-32,
 which memory and a core's speed allow at 2 GB a second, beside minutes for a survey of a model of that size. A CRC finds
@@ -23,7 +23,7 @@ from theodolite.system.processor import parallel_map
 
 @dataclass(frozen=True)
 class Weights:
-    """What the weights of an opened model are.
+    """The identity of an opened model's weights.
 
     Attributes:
         sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
@@ -39,22 +39,22 @@ class Weights:
 
     @property
     def of_files(self) -> bool:
-        """Whether they are what the checkpoint's files hold."""
+        """True if they are what the checkpoint's files hold."""
         return not self.changed and not self.in_memory
 
     def described(self) -> dict[str, str | None]:
-        """As a provenance has it."""
+        """Describe them for a provenance."""
         where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
         return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
 
 
 def weights_checksum(model: nn.Module) -> int:
-    """Of names, types, shapes and bytes of all weights; 0 of those that are elsewhere (on disk, on the meta device)."""
+    """Sum names, types, shapes and bytes of all weights; 0 of those elsewhere (on disk, on the meta device)."""
     return zlib.crc32(repr(parallel_map(_crc, list(_weights(model).items()))).encode())
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """The name of the weights in memory."""
+    """Hash the weights in memory, to name them."""
     return digest({name: tensor.detach().cpu().contiguous() for name, tensor in _weights(model).items()})
 
 
@@ -65,7 +65,7 @@ def _crc(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], int]:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and the buffers that checkpoints hold, each once; what an intervention has replaced, as it was."""
+    """Return parameters and the buffers that checkpoints hold, each once; what an intervention replaced, as it was."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
         held = {
@@ -81,7 +81,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor, or the plain ones that one of a quantiser's class is made of."""
+    """Yield the tensor, or the plain ones that one of a quantiser's class is made of."""
     if not has_own_class(tensor):
         yield name, tensor
         return

@@ -22,7 +22,7 @@ TOLERANCE = 1e-2
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's, around another."""
+    """Tell whether a module is an adapter layer of PEFT, around another."""
     return type(module).__module__.split(".")[0] == "peft" and hasattr(module, "base_layer")
 
 

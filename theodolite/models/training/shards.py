@@ -42,17 +42,17 @@ _has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDict
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, which says how it is spread."""
+    """Tell whether a tensor is a DTensor, which says how it is spread."""
     return distributed.is_available() and isinstance(tensor, DTensor)
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a rank holds, or may hold, a part of a parameter."""
+    """Tell whether a rank holds, or may hold, a part of a parameter."""
     return is_dtensor(parameter) or hasattr(parameter, "ds_id")
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether weights are spread over ranks: all of them must then run the model, and read its weights, together."""
+    """Tell whether weights are spread over ranks: all must then run the model, and read its weights, together."""
     return any(map(is_part, model.parameters()))
 
 
@@ -100,7 +100,7 @@ def _parallel_group(model: nn.Module) -> Any:
 
 
 def _own_parameters(module: nn.Module) -> list[DTensor]:
-    """The DTensors of a module, without those of modules inside that FSDP2 gathers apart."""
+    """List the DTensors of a module, without those of modules inside that FSDP2 gathers apart."""
     own = [p for p in module.parameters(recurse=False) if is_dtensor(p)]
     for child in module.children():
         own += [] if isinstance(child, FSDPModule) else _own_parameters(child)
@@ -108,7 +108,7 @@ def _own_parameters(module: nn.Module) -> list[DTensor]:
 
 
 def _split(parameters: Iterable[Tensor]) -> Any:
-    """The group over which the first DTensor that not all ranks have whole is split, or None."""
+    """Find the group over which the first DTensor that not all ranks have whole is split, or None."""
     for p in parameters:
         if is_dtensor(p) and not all(placement.is_replicate() for placement in p.placements):
             return p.device_mesh.get_group()
@@ -126,7 +126,7 @@ def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def as_sharded(model: nn.Module) -> Iterator[None]:
-    """On leaving, shard again what FSDP2 had sharded: it keeps the root's weights after a pass."""
+    """Shard again, on leaving, what FSDP2 had sharded: it keeps the root's weights after a pass."""
     try:
         yield
     finally:
@@ -136,7 +136,7 @@ def as_sharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, ZeRO 3 has made the parameters of some modules whole. To be called by all ranks."""
+    """Let ZeRO 3 make the parameters of some modules whole while open. To be called by all ranks."""
     of_zero = [p for module in modules for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
     if not of_zero:
         yield
@@ -176,7 +176,7 @@ def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
 
 
 def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a module with whole weights (those of this rank's heads), which gathers none as it runs.
+    """Copy a module with whole weights (those of this rank's heads), which gathers none as it runs.
 
     FSDP2 gives a module a class that refuses to be copied (torch 2.13: `_unimplemented_deepcopy` in
     torch/distributed/fsdp/_fully_shard/_fully_shard.py). So such a module is copied as `copy` copies any other, from
@@ -209,7 +209,7 @@ def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _sharded(model: nn.Module) -> list[Any]:
-    """The modules of a model that FSDP2 has sharded."""
+    """List the modules of a model that FSDP2 has sharded."""
     return [m for m in model.modules() if distributed.is_available() and isinstance(m, FSDPModule)]
 
 
@@ -284,7 +284,7 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of the gradient of one parameter.
+    """One rank's part of the gradient of one parameter.
 
     Attributes:
         parameter: whose it is.
@@ -323,7 +323,7 @@ class Part:
 
 
 def is_of_deepspeed(parameter: Tensor) -> bool:
-    """Whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
+    """Tell whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
@@ -370,7 +370,7 @@ class WholeParameters:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """While open, the modules have whole parameters. To be opened and left by all ranks."""
+        """Make the modules' parameters whole while open. To be opened and left by all ranks."""
         with gathered(dict.fromkeys(module for module, _ in self._places)):
             held: list[Any] = [module._parameters[name] for module, name in self._places]
             self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]

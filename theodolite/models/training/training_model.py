@@ -82,7 +82,7 @@ def autocast_dtype(model: nn.Module) -> torch.dtype | None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """`guarded`, and on leaving PyTorch's random state is as it was."""
+    """Guard the model (`guarded`), and restore PyTorch's random state on leaving."""
     devices = {parameter.device for parameter in model.parameters()}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model), as_sharded(model):
         yield

@@ -63,17 +63,17 @@ class Matrix:
 
     @property
     def key(self) -> str:
-        """Its name in the block, with the expert: `mlp.experts.down_proj.3`."""
+        """The name in the block, with the expert: `mlp.experts.down_proj.3`."""
         return self.name if self.expert is None else f"{self.name}.{self.expert}"
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether only the tokens reach it that its expert is chosen for."""
+        """True if only the tokens reach it that its expert is chosen for."""
         return self.expert is not None or EXPERT.search(self.name) is not None
 
     @property
     def holder(self) -> Float[Tensor, "_ _"]:
-        """What products are taken with: the parameter, or the expert's slice of it. Writes go through."""
+        """The tensor that products are taken with: the parameter, or the expert's slice of it. Writes go through."""
         parameter = getattr(self.module, self.attribute).detach()
         return parameter if self.expert is None else parameter[self.expert]
 
@@ -85,12 +85,12 @@ class Matrix:
 
     @property
     def _by_output(self) -> tuple[Tensor, Any]:
-        """What products are taken with, outputs first; and which of these are the matrix's."""
+        """The tensor that products are taken with, outputs first; and the index of the matrix's outputs in it."""
         weight = self.holder if self.dimension == 0 else self.holder.T
         return weight, slice(None) if self.rows is None else self.rows.to(weight.device)
 
     def read(self) -> Float[Tensor, "outputs inputs"]:
-        """A copy, row by row in memory."""
+        """Copy the matrix, row by row in memory."""
         weight, rows = self._by_output
         return weight[rows].clone(memory_format=torch.contiguous_format)
 
@@ -104,7 +104,7 @@ class Matrix:
 def block_matrices(
     model: OpenModel, visit: Callable[[list[Matrix]], None] = lambda matrices: None
 ) -> list[list[Matrix]]:
-    """The matrices of every block, in the order in which the block names them.
+    """List the matrices of every block, in the order in which the block names them.
 
     W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
 
@@ -153,7 +153,7 @@ def _matrices_of(
 
 
 def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
-    """Numbers of entries, by name, of what else the blocks multiply by: routers, experts of an unknown kind."""
+    """Count the entries, by name, of what else the blocks multiply by: routers, experts of an unknown kind."""
     pruned = {matrix.parameter for matrix in matrices}
     inside = {id(parameter) for block in model.structure.blocks for parameter in block.parameters()}
     return {
@@ -172,7 +172,7 @@ OnProduct = Callable[[Tensor, Tensor], None]
 
 @contextmanager
 def one_expert_at_a_time(model: nn.Module) -> Iterator[None]:
-    """While open, experts multiply by their slices one after the other, not by all in one grouped product."""
+    """Let experts multiply by their slices one after the other, not in one grouped product, while open."""
     if not isinstance(model, PreTrainedModel) or not model._can_set_experts_implementation():
         yield
         return
@@ -216,7 +216,7 @@ class TappedProducts(TorchFunctionMode):
 
 
 def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
-    """Of each 3-D parameter that is multiplied by slice by slice: the dimension of a slice's outputs."""
+    """Find the dimension of a slice's outputs of each 3-D parameter that is multiplied by slice by slice."""
     owners = {
         module: [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
         for module in model.root.modules()
@@ -246,7 +246,7 @@ def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
 
 
 def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
-    """Where W_q, W_k and W_v of a layer are, or nothing where it has none that are entries of one matrix each."""
+    """Find W_q, W_k and W_v of a layer, or nothing where it has none that are entries of one matrix each."""
     for name, parameter in model.structure.blocks[layer].named_parameters():
         if parameter.is_meta:
             raise UsageError(
@@ -265,7 +265,7 @@ def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
 
 
 def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> list[Matrix]:
-    """A module's matrix, or the projections in it and what is left of it."""
+    """Return a module's matrix, or the projections in it and what is left of it."""
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
     for name, projection in projections.items():

@@ -37,7 +37,7 @@ class _Stopped(Exception):
 
 
 def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """A tap that stops the attention module there; `call_until_tap` catches it."""
+    """Stop the attention module at the tap; `call_until_tap` catches it."""
     raise _Stopped(inputs)
 
 
@@ -75,12 +75,12 @@ def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
 
 
 def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[Tensor, "rows 1 width"]:
-    """Each row a sequence of one token, where the module's parameters are and in their dtype."""
+    """Make each row a sequence of one token, where the module's parameters are and in their dtype."""
     return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
 
 
 def hooked_by_accelerate(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module whose weights accelerate brings when they run; here they may be on the meta device."""
+    """List the parts of a module whose weights accelerate brings when they run; here they may be on the meta device."""
     return [child for child in module.modules() if hasattr(child, "_hf_hook")]
 
 
@@ -122,7 +122,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _copy_of(tensor: Tensor, module: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A parameter or buffer of a copy. A buffer has memory of its own, for a pass may write to it (a cache of keys)."""
+    """Copy a parameter or buffer. A buffer has memory of its own, for a pass may write to it (a cache of keys)."""
     whole = of_own_heads(tensor.detach(), module)
     # `to` would take the imaginary part of a rotation (torchtitan, Llama's own code).
     in_dtype = whole.to(dtype) if whole.is_floating_point() else whole

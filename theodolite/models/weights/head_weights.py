@@ -72,12 +72,12 @@ class HeadWeights:
 
     @property
     def exact(self) -> bool:
-        """Whether the product of query and key weights gives the logits."""
+        """True if the product of query and key weights gives the logits."""
         return self.projection == EXACT
 
 
 def no_head_matrix(model_id: str) -> UsageError:
-    """What to raise where that is so in every layer, and heads' matrices are all that was asked for."""
+    """Make the error for models without head matrices in any layer, where these are all that was asked for."""
     return UsageError(f"{model_id}: queries and keys are no affine function of their input in any layer")
 
 
@@ -104,7 +104,7 @@ def read_head_weights(
 
 
 def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
-    """From the parameters that hold them, where these can be copied and a map says which they are."""
+    """Read the weights from the parameters that hold them, if these can be copied and a map says which they are."""
 
     def use(weight_map: WeightMap) -> HeadWeights | None:
         # A layer may leave out norms that others of its kind have.
@@ -129,13 +129,13 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
 
 
 def _repeated(of_heads: Tensor, heads: int) -> Tensor:
-    """Those of grouped heads once for each query head."""
+    """Repeat the weights of a key head for each query head that shares it."""
     times = heads // len(of_heads)
     return (of_heads if times == 1 else of_heads.repeat_interleave(times, dim=0)).cpu()
 
 
 def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
-    """By rows sent through the module, under `stop_at_tap`; None where it has no such weights, even before a norm."""
+    """Find the weights by sending rows through the module; None where it has none such, even before a norm."""
     try:
         return _read_in(torch.float64, attention, call)
     except NotAffine:
@@ -198,7 +198,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
 
 
 def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """Queries, keys and values of sequences of one token, each (rows, heads, width), grouped ones repeated."""
+    """Compute queries, keys and values of one-token sequences, each (rows, heads, width), grouped ones repeated."""
     heads = inputs.query.shape[1]
     repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
     return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
@@ -220,7 +220,7 @@ def read_output_weights(
     given = torch.zeros(1, 0)
 
     def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """What is given in place of the heads' outputs, the same at all positions; zeros where nothing is."""
+        """Replace the heads' outputs by given ones, the same at all positions; by zeros where none are given."""
         nonlocal heads, features
         batch, heads, queries, _width = inputs.query.shape
         shape = (batch, queries, heads, inputs.value.shape[-1])
@@ -236,7 +236,7 @@ def read_output_weights(
                 module.eval()
 
             def send(outputs: Tensor, hidden: Tensor) -> Tensor:
-                """What leaves the module, which reads `hidden`, with these heads' outputs; each row is a sequence."""
+                """Compute what leaves the module for these heads' outputs and `hidden`; a row is a sequence."""
                 nonlocal given
                 given = outputs
                 sequences = as_sequences(hidden, module).expand(-1, positions, -1)
@@ -274,7 +274,7 @@ def read_output_weights(
 
 
 def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
-    """The module of the block, outside its attention module, that holds a matrix and gets the heads' outputs."""
+    """Find the module of the block, outside its attention, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention_at(layer), structure.blocks[layer]
     heads_outputs: list[Tensor] = []
     output_modules: list[nn.Module] = []
@@ -304,7 +304,7 @@ def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run)
 def _linear_part(
     send: Sender, features: int, width: int, at_once: int = ROWS
 ) -> Float64[Tensor, "features out"] | None:
-    """W where `send(o, x)` is o W + c(x) for all x; None where it is not."""
+    """Find W where `send(o, x)` is o W + c(x) for all x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))
     identity = torch.eye(features, dtype=torch.float64)
     weights = torch.cat(
@@ -326,5 +326,5 @@ def _random(rows: int, columns: int) -> Float64[Tensor, "rows columns"]:
 
 
 def state_of(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Changes when a parameter of the module is replaced or written to (but not through `.data`)."""
+    """Return a value that changes when a parameter is replaced or written to (but not through `.data`)."""
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())

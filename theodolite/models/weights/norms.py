@@ -38,7 +38,7 @@ def with_norms(module: nn.Module) -> str:
 
 
 def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
+    """List the norms inside an attention module, by name; those of weights (`spectral_norm`) are none."""
     return [
         (name, child)
         for name, child in module.named_modules()
@@ -48,7 +48,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Names of the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
+    """Name the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
 
     Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
     (DeepSeek's) is not among them: without it, other weights would be read.
@@ -80,7 +80,7 @@ def _is_repeated(output: Tensor, values: Tensor) -> bool:
 
 
 def _sorted_values(tensor: Tensor) -> Tensor:
-    """The sorted values, scaled to norm 1: equal for tensors that differ in order and scale only."""
+    """Sort the values, scaled to norm 1: equal for tensors that differ in order and scale only."""
     values = tensor.double().flatten().sort().values
     return values / torch.linalg.vector_norm(values).clamp_min(1e-300)
 
@@ -100,7 +100,7 @@ class FunctionNorm(nn.Module):
         self._args, self._kwargs = args, kwargs
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm."""
+        """Apply the norm."""
 
         def given(value: Any) -> Any:
             return value.to(x.device, x.dtype) if isinstance(value, Tensor) else value
@@ -126,7 +126,7 @@ class NormCalls(TorchFunctionMode):
 
 
 def make_norms_modules(module: nn.Module) -> None:
-    """From its next pass on, each such call in a copy of a module is one of a module in it, by its turn."""
+    """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn."""
     turns = _Turns(module)
     for _, norm in norms_inside(module):
         norm.register_forward_pre_hook(turns.enter)
@@ -185,18 +185,18 @@ class FrozenNorm(nn.Module):
         self.scale = (torch.linalg.vecdot(direction, moved) / squared).unsqueeze(-1)
 
     def direction(self, x: Tensor) -> Tensor:
-        """gain ⊙ (x − centre(x)): what depends on x, not yet scaled."""
+        """Compute gain ⊙ (x − centre(x)): what depends on x, not yet scaled."""
         return self.gain * self._centre(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole affine function."""
+        """Apply the whole affine function."""
         return self.direction(x) * self.scale + self.bias
 
     @classmethod
     def verified(
         cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
     ) -> FrozenNorm:
-        """The norm frozen at `inputs`, once it was found to give the `output` that the model had.
+        """Freeze the norm at `inputs`, once it was found to give the `output` that the model had.
 
         Raises:
             WorkError: it does not, to a relative error of `tolerance`; `name` is the norm's class.
@@ -219,7 +219,7 @@ class _InTurn(nn.Module):
         self._next = itertools.cycle(modules).__next__
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the module gives whose turn it is."""
+        """Run the module whose turn it is."""
         return self._next()(x)
 
 
@@ -280,11 +280,11 @@ class FrozenAttention:
             self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
 
     def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
-        """What arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
+        """Return what arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
         return run_until_tap(self._module, self._call, hidden.to(self._dtype))
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """‖value − expected‖_F / ‖expected‖_F."""
+    """Compute ‖value − expected‖_F / ‖expected‖_F."""
     difference = torch.linalg.vector_norm(value.double() - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-300))

@@ -1,4 +1,4 @@
-"""Where a model keeps W_q, W_k and W_v of every head: which rows of which parameters make which features.
+"""Find W_q, W_k and W_v of every head in a model: which rows of which parameters make which features.
 
 From this one map follow the head matrices (`head_weights.py`), LocAteR's gradient, the rows that QK-Clip scales
 (`logit_rows.py`), and what interventions and pruning replace.
@@ -97,7 +97,7 @@ class Rows:
         return slice(first, first + count) if in_order else self.features
 
     def of(self, tensor: Tensor) -> Float[Tensor, "features width"]:
-        """The rows, head by head, of a tensor of the parameter's shape; a view where that is possible."""
+        """Take the rows, head by head, of a tensor of the parameter's shape; a view where that is possible."""
         assert self.input_dim is not None
         by_row = tensor.movedim(self.input_dim, -1)
         by_row = by_row if by_row.ndim == 2 else by_row.flatten(0, -2)
@@ -108,7 +108,7 @@ class Rows:
         return by_row[self.span]
 
     def by_head(self, rows: Float[Tensor, "features width"]) -> Float[Tensor, "heads width head_width"]:
-        """W of every head, from its rows."""
+        """Return W of every head, from its rows."""
         weights = rows.unflatten(0, self.rows.shape).mT
         if self.factor is None:
             return weights
@@ -159,7 +159,7 @@ class Projection:
 
     @classmethod
     def of(cls, rows: Rows, attention: nn.Module) -> Projection:
-        """That of an attention module, or of a copy of it."""
+        """Return the projection in an attention module, or in a copy of it."""
         owner, _, name = rows.name.rpartition(".")
         module: Any = attention.get_submodule(owner)
         adapter = module if is_adapter(module) else None
@@ -168,12 +168,12 @@ class Projection:
 
     @property
     def heads(self) -> int:
-        """How many heads it makes: fewer than queries have, where keys are grouped."""
+        """The number of heads that it makes: fewer than queries have, where keys are grouped."""
         return len(self.rows.rows)
 
     @property
     def is_there(self) -> bool:
-        """Whether the module still has the matrix as it had it."""
+        """True if the module still has the matrix as it had it."""
         if self.computed:
             return parametrize.is_parametrized(self.module, self.name)
         return self.name in self.module._parameters
@@ -190,13 +190,13 @@ class Projection:
 
     @property
     def is_view(self) -> bool:
-        """Whether W is a view of a parameter: its entries as they are, features that follow one another."""
+        """True if W is a view of a parameter: its entries as they are, features that follow one another."""
         plain = self.adapter is None and not self.computed and self.weight.ndim == 2
         return plain and self.rows.factor is None and isinstance(self.rows.span, slice)
 
     @property
     def places(self) -> list[Place]:
-        """Of the parameters that W is made of."""
+        """The places of the parameters that W is made of."""
         if self.computed:
             parametrizations: Any = self.module.parametrizations
             parts = parametrizations[self.name].modules()
@@ -205,11 +205,11 @@ class Projection:
         return [(self.module, self.name), *added]
 
     def view_of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
-        """What lies in a tensor where W lies in the matrix: in the gradient, say."""
+        """View the part of a tensor that is where W is in the matrix: in the gradient, say."""
         return self.rows.by_head(self.rows.of(tensor))
 
     def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
-        """A copy of the rows of all heads, or of some, as `nn.Linear` would hold them."""
+        """Copy the rows of all heads, or of some, as `nn.Linear` would hold them."""
         by_row, rows = self._by_row(self.weight.detach(), heads)
         return by_row[rows]
 
@@ -237,7 +237,7 @@ class Projections:
     def factors(
         self,
     ) -> tuple[Float[Tensor, "heads width head_width"], Float[Tensor, "key_heads width head_width"]]:
-        """W_q and W_k as differentiable views (or copies) of the parameters, in their dtype.
+        """Return W_q and W_k as differentiable views (or copies) of the parameters, in their dtype.
 
         The same numbers as `HeadWeights.w_q` and `.w_k`, but grouped keys are not repeated.
         """
@@ -256,21 +256,21 @@ class Projections:
 
     @property
     def places(self) -> list[Place]:
-        """Of the parameters that W_q and W_k are made of."""
+        """The places of the parameters that W_q and W_k are made of."""
         return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
 
 Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
-# Of the process, as edits of the tap are: what is replaced now, in the order in which it was, and the model's own.
+# Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
 _open_replacements: list[list[Replacement]] = []
 _originals: dict[Place, nn.Parameter] = {}
 
 
 @contextmanager
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """While open, `Projection.matrix(heads)` is another matrix, for each of the (projection, heads, matrix) given.
+    """Replace `Projection.matrix(heads)` while open, for each of the (projection, heads, matrix) given.
 
     The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
     and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
@@ -311,7 +311,7 @@ def _write_replacements(parameter_name: Place) -> None:
 
 
 def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter that a module has, or the one that it has again when nothing is `replaced` any more."""
+    """Return the parameter that a module has, or the one that it has again when nothing is `replaced` any more."""
     return _originals.get((module, name), parameter)
 
 
@@ -331,7 +331,7 @@ class WeightMaps:
     def first(
         self, attention: nn.Module, call: Call, use: Callable[[WeightMap], Result | None]
     ) -> Result | None:
-        """What `use` makes of a map of such modules, or else of one searched for in this one; under `stop_at_tap`.
+        """Return what `use` makes of a map of such modules, or else of one searched in this one; under `stop_at_tap`.
 
         `use` returns None for a map that does not serve it, or is not that of the module. Nothing is searched for in
         modules like one whose own map did not serve.
@@ -465,13 +465,13 @@ def _near(tensor: Tensor, expected: Tensor) -> bool:
 
 
 def _kind(attention: nn.Module) -> Any:
-    """What layers have in common whose weights most likely lie alike."""
+    """Return a key of the module's structure: layers of one key most likely store their weights alike."""
     modules = tuple((name, type(module)) for name, module in attention.named_modules())
     return modules, tuple((name, p.shape, p.dtype) for name, p in attention.named_parameters())
 
 
 def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]:
-    """The map of a module; and where it is not complete, that without the norms between projections and tap."""
+    """Search the map of a module; and where it is not complete, that without the norms between projections and tap."""
     marked = MarkedCopy(attention, call)
     without_adapters(marked.module)
     if computed:
@@ -492,7 +492,7 @@ def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]
 
 
 def _make_computed_parameters(module: nn.Module) -> None:
-    """In a copy, let what parametrisations compute be a parameter."""
+    """Make what parametrisations compute a parameter, in a copy."""
     for child in [child for child in module.modules() if parametrize.is_parametrized(child)]:
         computed = {name: getattr(child, name).detach() for name in child.parametrizations}  # type: ignore[union-attr]
         # `remove_parametrizations` would take the property from the class, which the original has as well.
@@ -521,11 +521,11 @@ class MarkedCopy:
             parameter.data = self._random(*parameter.shape).to(parameter.device)
 
     def send(self) -> AttentionInputs:
-        """What arrives at the tap."""
+        """Return what arrives at the tap."""
         return run_until_tap(self.module, self._call, self._hidden)
 
     def weight_map(self) -> WeightMap:
-        """Which rows make which features."""
+        """Find the rows that make each feature."""
         sides: tuple[list[Rows], ...] = ([], [], [])
         answers = self._answers()
         for name, parameter in self.module.named_parameters():
@@ -535,12 +535,12 @@ class MarkedCopy:
         return WeightMap(tuple(map(tuple, sides)))
 
     def _answers(self) -> list[Float64[Tensor, "contexts heads head_width"]]:
-        """Queries, keys and values at position 0."""
+        """Compute queries, keys and values at position 0."""
         inputs = self.send()
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
     def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """The same while a parameter is multiplied by something."""
+        """Compute queries, keys and values while a parameter is multiplied by something."""
         before = parameter.data
         parameter.data = before * marks.to(before)
         try:
@@ -549,7 +549,7 @@ class MarkedCopy:
             parameter.data = before
 
     def _rows(self, name: str, parameter: nn.Parameter, answers: list[Tensor]) -> Iterator[tuple[int, Rows]]:
-        """Of the sides (queries 0, keys 1, values 2) whose features one parameter's rows make, those rows."""
+        """Yield the sides (queries 0, keys 1, values 2) whose features one parameter's rows make, with those rows."""
         zeros = self._times(parameter, torch.zeros(()))
         made = [answer - zero for answer, zero in zip(answers, zeros, strict=True)]
         if not any(part.any() for part in made):
@@ -569,7 +569,7 @@ class MarkedCopy:
                     yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
 
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
-        """Rows that make a part of the features, with what they multiply."""
+        """Select rows that make a part of the features, with what they multiply."""
         hidden = self._hidden[:, 0].cpu()
         if _near(made, made[:1].expand_as(made)):
             return Rows(name, input_dim, rows, "constant")
@@ -586,7 +586,7 @@ class MarkedCopy:
 def _digit(
     marked: Float64[Tensor, "contexts heads head_width"], made: Float64[Tensor, "contexts heads head_width"]
 ) -> Int64[Tensor, "heads head_width"] | None:
-    """A digit of the rows' numbers, where all features that the parameter makes come back as one row's; else None."""
+    """Return a digit of the rows' numbers, if all features that the parameter makes come back as one row's."""
     changed = made != 0
     if not changed.any() or not torch.equal(changed.any(dim=0), changed.all(dim=0)):
         return None

@@ -1,1 +1,1 @@
-"""What figures are made of, a file a subject: each function takes a run or plain numbers and draws."""
+"""Figures, a file a subject: each function takes a run or plain numbers and draws."""

@@ -184,7 +184,7 @@ def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> g
 
 
 def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
-    """An axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
+    """Make an axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
     labels = list(zip(axis["tickvals"], axis["ticktext"], strict=True))
     of_tokens = "tickangle" in axis
     written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]

@@ -15,6 +15,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.head_matrices import (
     ADDITIVE,
@@ -28,7 +29,7 @@ from theodolite.measure.head_matrices import (
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import published, style
-from theodolite.report.data import Floats, blocks, column, head_grid, heads_per_block, need_column
+from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import (
     Panel,
     Sketch,
@@ -93,7 +94,7 @@ INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the
 @exhibit(picker=by_block)
 @Sketched
 def head_shares(run: Run, layer: int = 0) -> Sketch:
-    """Share of the logits' variance of every head of one block by constituent, stacked; negative ones below 0."""
+    """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
     grids = _share_grids(run)
     heads = np.arange(heads_per_block(run), dtype=np.int32)
     traces = [
@@ -131,7 +132,7 @@ def _share_grids(run: Run) -> dict[str, Floats]:
 
 
 def _parts_of_head(run: Run, layer: int, head: int) -> tuple[Floats, Floats]:
-    """Shares of query × key parts with their errors, and a last row that begins with those of the additive bias."""
+    """Return shares of query × key parts with their errors, and a last row that begins with the additive bias's."""
     rows = run.constituents
     rows = rows[(rows["layer"] == layer) & (rows["head"] == head)]
     shares, errors = np.full((2, len(PARTS) + 1, len(PARTS)), np.nan)
@@ -149,7 +150,7 @@ def _percentage(share: float) -> str:
 @exhibit(picker=by_head)
 @Sketched
 def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
-    """Shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
+    """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
 
     A bias on logits, where there is one, is the bar below. Hovering gives the standard errors.
     """
@@ -195,7 +196,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
 
 
 def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
-    """The rows of each head of a pattern in the attribution table, strongest head first."""
+    """List the rows of each head of a pattern in the attribution table, strongest head first."""
     table = run.attribution
     if table is None or not len(table):
         return []
@@ -236,7 +237,7 @@ def attribution(run: Run, pattern: str) -> go.Figure:
 
 
 def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) -> Panel:
-    """One head's bars, its score and that of uniform attention; `end` of the axis of scores, named in the last."""
+    """Draw one head's bars, its score and that of uniform attention; `end` of the axis of scores, named in the last."""
     drawn = [
         bars(
             rows[name],
@@ -283,7 +284,7 @@ def _by_cutoff(run: Run, draw: Draw) -> Choice:
 @exhibit(picker=_by_cutoff)
 @Sketched
 def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
-    """Share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and the QK logits over a layer's heads.
+    """Draw the share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and QK logits over a layer's heads.
 
     Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
     """
@@ -380,7 +381,7 @@ def _range(values: Floats) -> tuple[float, float]:
 
 
 def _note(matrix: HeadMatrix, raw: bool) -> str:
-    """What a title says of a matrix: its share of the variance, and the range of raw logits."""
+    """Title a matrix with its share of the variance, and the range of raw logits."""
     share = percent(matrix.share) if math.isfinite(matrix.share) else ""
     said = ["the model's own logits" if matrix.name == QK else share]
     if raw and matrix.name != ATTENTION:
@@ -399,7 +400,7 @@ def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, A
 
 
 def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
-    """Mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
+    """Draw mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
     drawn = [
         bars(
             layers, values, group, GROUP_COLOURS[group], f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>"

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, array, column, evenly, grid_of, need, provenance
+from theodolite.report.data import array, column, evenly, grid_of, need, provenance
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
 from theodolite.report.exhibit import by_residual_layer, exhibit
 from theodolite.report.style import order_colour
@@ -27,7 +28,7 @@ DCT_DECADES = 4
 
 
 def _components(run: Run, layer: int) -> tuple[Any, Any]:
-    """At most SPIRAL_POSITIONS of the positions 1…T−1, and the positional basis there on its first components."""
+    """Return at most SPIRAL_POSITIONS of positions 1…T−1, and the positional basis there on its first components."""
     basis = need(run, "positional_pca")[layer]
     positions = np.array(evenly(len(basis) - 1, SPIRAL_POSITIONS), dtype=np.int32) + 1
     return positions, basis[positions].astype(np.float32)
@@ -36,7 +37,7 @@ def _components(run: Run, layer: int) -> tuple[Any, Any]:
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def spiral(run: Run, layer: int = 0) -> Sketch:
-    """Positional basis and cvecs of one layer on the positional basis' first two principal components.
+    """Draw the positional basis and cvecs of one layer on the positional basis' first two principal components.
 
     Song & Zhong 2024, Fig. 1. Positions run from violet to green; cvecs are the red points.
     """
@@ -65,7 +66,7 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def waves(run: Run, layer: int = 0) -> Sketch:
-    """The positional basis' first three principal components against position: waves of rising frequency."""
+    """Draw the positional basis' first three principal components against position: waves of rising frequency."""
     positions, points = _components(run, layer)
     traces: list[dict[str, Any]] = []
     for component in range(3):
@@ -77,7 +78,7 @@ def waves(run: Run, layer: int = 0) -> Sketch:
 
 @exhibit()
 def singular_values(run: Run) -> go.Figure:
-    """Singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
+    """Draw the singular values of P over the first, at evenly chosen layers, with the ScreeNOT rank marked.
 
     What is nothing but rounding, such as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024,
     Fig. 3, left.
@@ -108,7 +109,7 @@ def singular_values(run: Run) -> go.Figure:
 
 
 def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
-    """Which positions and contexts of a Gram matrix are kept, so that all layers stay under GRAM_CELLS."""
+    """Choose the positions and contexts of a Gram matrix so that all layers stay under GRAM_CELLS."""
     layers, size, _ = need(run, "gram").shape
     positions = len(need(run, "gram_position"))
     share = min(1.0, max(48, int((GRAM_CELLS / layers) ** 0.5)) / size)
@@ -117,7 +118,7 @@ def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
 
 
 def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str]:
-    """One distinct name a row: its position, or its number and label as a context."""
+    """Name each row distinctly: its position, or its number and label as a context."""
     shown_positions, labels = need(run, "gram_position"), array(run, "gram_label")
     names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
 
@@ -132,7 +133,7 @@ def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str
 @exhibit(picker=by_residual_layer)
 @Sketched
 def gram(run: Run, layer: int = 0) -> Sketch:
-    """Normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
+    """Draw the normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
 
     Song & Zhong 2024, Fig. 2. Positions first, then contexts ordered by label.
     """
@@ -155,7 +156,7 @@ def gram(run: Run, layer: int = 0) -> Sketch:
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
 @Sketched
 def dct(run: Run, layer: int = 0) -> Sketch:
-    """Lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.
+    """Draw the lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.
 
     Song & Zhong 2024, Fig. 3, right.
     """
@@ -163,7 +164,7 @@ def dct(run: Run, layer: int = 0) -> Sketch:
 
 
 def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
-    """The magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: the axes."""
+    """Draw the magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: axes."""
     magnitudes = np.abs(coefficients)
     largest = magnitudes.max()
     with np.errstate(divide="ignore", invalid="ignore"):

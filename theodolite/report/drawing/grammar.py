@@ -20,8 +20,8 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 from plotly.subplots import make_subplots
 
+from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.report.data import Floats
 from theodolite.system.wording import for_plotly
 
 _P = ParamSpec("_P")
@@ -58,7 +58,7 @@ class Sketched(Generic[_P]):
         functools.update_wrapper(self, sketch)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
-        """The sketch as Plotly's figure."""
+        """Make the sketch a figure of Plotly."""
         return self.sketch(*args, **kwargs).figure
 
 
@@ -201,7 +201,7 @@ def sentence(text: str) -> go.Figure:
 
 
 def rows_down(count: int) -> dict[str, Any]:
-    """The vertical axis of a map with `count` numbered rows, the first on top."""
+    """Make the vertical axis of a map with `count` numbered rows, the first on top."""
     return {"autorange": "reversed"} | style.every_tick(count)
 
 
@@ -213,7 +213,7 @@ def map_height(rows: int, most: int | None = MAP_HEIGHTS[1]) -> int:
 
 @Sketched
 def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> Sketch:
-    """A map with a cell per head: blocks down, heads across; arguments as of `heat`."""
+    """Draw a map with a cell per head: blocks down, heads across; arguments as of `heat`."""
     cells = heat(z, low, high, hover, cells=True, **more)
     return Sketch([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
 
@@ -229,7 +229,7 @@ def cosine_map(
     height: int = 470,
     **layout: dict[str, Any],
 ) -> Sketch:
-    """A square map of cosines between things in groups, from the top left.
+    """Draw a square map of cosines between things in groups, from the top left.
 
     Args:
         rows: what hovering calls each of them. ticks: of both axes, (place, name).
@@ -337,6 +337,6 @@ def _heading(panel: Panel) -> str:
 
 
 def _numbers(values: ArrayLike) -> Any:
-    """Numbers as float32; whole numbers and words as they are."""
+    """Convert numbers to float32; keep whole numbers and words."""
     array = np.asarray(values)
     return array.astype(np.float32) if array.dtype.kind == "f" else array

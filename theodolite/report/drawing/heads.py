@@ -14,12 +14,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import (
-    Floats,
     array,
     blocks,
     column,
@@ -66,7 +66,7 @@ def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
 
 
 def head_measures(run: Run) -> list[Column]:
-    """The columns that pickers offer and that this run has for at least one head, in their order."""
+    """Return the columns that pickers offer and that this run has for at least one head, in their order."""
 
     def is_there(name: str, described: Column) -> bool:
         if described.kind == "name":
@@ -78,7 +78,7 @@ def head_measures(run: Run) -> list[Column]:
 
 
 def head_notes(run: Run) -> list[list[str]]:
-    """For every head of the (L, H) grid its other main numbers, as the lines of a hover text."""
+    """List the other main numbers of every head of the (L, H) grid, as the lines of a hover text."""
     notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
     described = columns_of(run, "heads")
     for row in run.heads.to_dict("records"):
@@ -93,7 +93,7 @@ def head_notes(run: Run) -> list[list[str]]:
 
 
 def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
-    """The entries of a map of regimes: a colour each, by name."""
+    """Return the entries of a map of regimes: a colour each, by name."""
     names, colours = list(REGIME_COLOURS), list(REGIME_COLOURS.values())
     codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
     grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes[codes >= 0])), "code")
@@ -110,7 +110,7 @@ def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
 
 
 def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
-    """The entries of a map of numbers: what is coloured, where its colours end, and their scale."""
+    """Return the entries of a map of numbers: what is coloured, where its colours end, and their scale."""
     grid = head_grid(run, measure.name)
     if grid is None:
         raise UsageError(f"this run has no head measure {measure.name!r}")
@@ -158,7 +158,7 @@ def head_map(run: Run, measure: str) -> Sketch:
 
 @exhibit()
 def entropy_by_position(run: Run) -> go.Figure:
-    """Median over each block's heads of the attention entropy at every position, under its limit."""
+    """Draw the median over each block's heads of the attention entropy at every position, under its limit."""
     values = need(run, "entropy_by_position")
     shown = np.array(evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
     limits = entropy_limits(run).max(axis=0)[shown]
@@ -256,14 +256,14 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
 
 
 def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
-    """Entropy of uniform attention, the limit of all."""
+    """Mark the entropy of uniform attention, the limit of all."""
     return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
 
 
 @exhibit(picker=by_head)
 @Sketched
 def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
-    """Mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
+    """Draw the mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
     values = need(run, "entropy_by_position")
     shown = _thinned(run, values.shape[2])
     hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"

@@ -13,10 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import (
-    Floats,
+    caller_columns,
     column,
     columns_of,
     error_of,
@@ -24,7 +25,6 @@ from theodolite.report.data import (
     limit_of,
     need,
     need_column,
-    own_columns,
 )
 from theodolite.report.drawing.grammar import (
     bars,
@@ -97,7 +97,7 @@ def _last(run: Run) -> float:
 def _band(
     run: Run, model: str, low: Sequence[float], high: Sequence[float], what: str, **more: Any
 ) -> dict[str, Any]:
-    """A published range as a shaded band over relative depth: its layers are stretched onto this model's."""
+    """Shade a published range over relative depth: its layers are stretched onto this model's."""
     x = np.linspace(0, _last(run), len(low)).round(4).tolist()
     edge = style.translucent(style.REFERENCE, style.BAND_EDGE)
     return {
@@ -118,7 +118,7 @@ def _band(
 
 
 def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
-    """The published models' ranges of a measure: at each depth, or where only averages are printed at all depths."""
+    """Shade the published models' ranges of a measure: at each depth, or where only averages are printed at all."""
     if table := BY_LAYER.get(name):
         return [
             _band(run, model, *published.layer_range(table[model]), what, **more)
@@ -163,7 +163,7 @@ for _key, _caption in CAPTIONS.items():
 
 @exhibit()
 def stable_rank(run: Run) -> go.Figure:
-    """Stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
+    """Draw the stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
     bands = _bands(run, "stable_rank", "stable rank at this depth, Table 5")
     is_wide = np.nanmax(need_column(run.layers, "stable_rank")) > WIDE_RANGE
     return _chart(run, "stable rank", {"stable_rank": ("this model",)}, LOG if is_wide else FROM_ZERO, bands)
@@ -171,7 +171,7 @@ def stable_rank(run: Run) -> go.Figure:
 
 @exhibit()
 def low_frequency(run: Run) -> go.Figure:
-    """Share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
+    """Draw the share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
     colours = {size: style.order_colour(index / 3) for index, size in enumerate((1, 3, 5, 10))}
     levels: list[Any] = []
     for size, colour in colours.items():
@@ -187,7 +187,7 @@ def low_frequency(run: Run) -> go.Figure:
 
 @exhibit()
 def clusters(run: Run) -> go.Figure:
-    """Silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
+    """Draw the silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
     curves = {
         "silhouette": ("silhouette of the labels",),
         "cluster_ari": ("k-means against labels (ARI)", "dash"),
@@ -198,19 +198,19 @@ def clusters(run: Run) -> go.Figure:
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
-    options = [Option(one.name, one.title, one.group, one.meaning) for one in own_columns(run, "layers")]
+    options = [Option(one.name, one.title, one.group, one.meaning) for one in caller_columns(run, "layers")]
     return Choice("column", options, lambda name: draw(name=name))
 
 
 @exhibit(
     "own-columns",
     picker=_by_own,
-    when=lambda run: bool(own_columns(run, "layers")),
+    when=lambda run: bool(caller_columns(run, "layers")),
     alone=False,
-    given={"name": lambda run: own_columns(run, "layers")[0].name},
+    given={"name": lambda run: caller_columns(run, "layers")[0].name},
 )
 def own_column(run: Run, name: str) -> go.Figure:
-    """A column of the layers table that the caller declared, at every layer."""
+    """Draw a column of the layers table that the caller declared, at every layer."""
     title = for_plotly(columns_of(run, "layers")[name].title)
     return _chart(run, title, {name: (title,)}, {})
 
@@ -219,7 +219,7 @@ def own_column(run: Run, name: str) -> go.Figure:
     when=lambda run: run.layers.filter(["massive_activations", "massive_activations_first"]).sum().gt(0).any()
 )
 def massive_activations(run: Run) -> go.Figure:
-    """How many activations are massive (|x| > 100 and > 1000 × the layer's median), first token apart."""
+    """Draw the number of massive activations (|x| > 100 and > 1000 × the layer's median), first token apart."""
     need_column(run.layers, "massive_activations")
     drawn = []
     for name, label, colour in (

@@ -1,4 +1,4 @@
-"""What the tokens of images do, where they lie: the positional basis over rows and columns, and values on pictures.
+"""Figures of images' tokens, laid out as they lie: the positional basis over rows and columns, values on pictures.
 
 Tokens before the patches ([CLS], registers) are cells above a picture, in their order.
 """
@@ -17,9 +17,10 @@ import plotly.graph_objects as go
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
+from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, grid_of, need
+from theodolite.report.data import grid_of, need
 from theodolite.report.drawing.geometry import spectrum_sketch
 from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
 from theodolite.report.exhibit import by_block, by_residual_layer, exhibit
@@ -117,14 +118,14 @@ def _panel(title: str, cells: list[Any], grid: PatchGrid) -> Panel:
 
 
 def _data_uri(picture: Any) -> str:
-    """A picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
+    """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
     step = -(-max(picture.shape[:2]) // MOST_PIXELS)
     pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
     return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
 
 
 def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A picture (rows, columns, 3) in RGB as a file, written by hand because no picture library is a dependency.
+    """Encode a picture (rows, columns, 3) in RGB as PNG, by hand because no picture library is a dependency.
 
     Source: PNG specification, third edition, 5 and 11.
     """

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly
+from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import dots, heat, map_height, rows_down
 from theodolite.system.wording import for_plotly, shown_token
 
@@ -23,14 +24,14 @@ MARK = "▼"
 
 
 def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
-    """What hovering calls each token: its position, counted from `first`, and its text."""
+    """Name each token for hovering: its position, counted from `first`, and its text."""
     return [for_plotly(f"{place} {shown_token(token)}") for place, token in enumerate(tokens, first)]
 
 
 def token_axis(
     tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
 ) -> dict[str, Any]:
-    """An axis of tokens: about `labels` of them are written, evenly chosen, and the sinks with a mark.
+    """Make an axis of tokens: about `labels` of them are written, evenly chosen, and the sinks with a mark.
 
     No label lies over another's: of sinks side by side, as in a local sink's span, the first has it. `letters`: of a
     label at most.
@@ -72,7 +73,7 @@ def attention(
     log: bool = False,
     **labels: int,
 ) -> go.Figure:
-    """A head's attention (T, T), queries down and keys across, its `sinks` marked at both axes.
+    """Draw a head's attention (T, T), queries down and keys across, its `sinks` marked at both axes.
 
     Args:
         weights: NaN, or 0 at a later key, where the query does not see the key. highest: where colours end.
@@ -99,7 +100,7 @@ def by_dimension(
     y: str = "token",
     scale_of: Floats | None = None,
 ) -> go.Figure:
-    """Vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
+    """Draw vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
 
     `scale_of` (rows, d): choose dimensions and colours by these vectors instead, so that figures can be compared.
     """
@@ -130,7 +131,7 @@ def by_dimension(
 def coloured(
     colours: np.ndarray, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]
 ) -> go.Figure:
-    """One row of coloured tokens per residual layer or head output.
+    """Draw one row of coloured tokens per residual layer or head output.
 
     Args:
         colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
@@ -152,7 +153,7 @@ def coloured(
 
 
 def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names: Sequence[str]) -> go.Figure:
-    """Tokens on two principal components, coloured by the sink that caught them.
+    """Draw tokens on two principal components, coloured by the sink that caught them.
 
     Args:
         scores: (tokens, 2). groups: of each token. names: all groups, in order.
@@ -168,7 +169,7 @@ def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
-    """Mean attention that each token receives from the strongest head of each block, (blocks, tokens)."""
+    """Draw the mean attention that each token receives from the strongest head of each block, (blocks, tokens)."""
     trace = heat(
         values, 0, 1, "block %{y}, %{x}<br>%{z:.3f}<extra></extra>", bar="attention", x=token_names(tokens)
     )

@@ -11,10 +11,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.estimates import Floats
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import Floats, evenly, need
+from theodolite.report.data import evenly, need
 from theodolite.report.drawing.grammar import dots, heat, map_height, reference, rows_down
 from theodolite.report.exhibit import exhibit
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
@@ -26,14 +27,14 @@ KIND_NAMES = {
     "first": "first token",
     "later": "later token",
     "learned": "learned column",
-    "stretch": "local sink",
+    "local": "local sink",
 }
 KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 
 @exhibit()
 def sinks_by_position(run: Run) -> go.Figure:
-    """Share of contexts in which each position is a sink of the strongest head of each block.
+    """Draw the share of contexts in which each position is a sink of the strongest head of each block.
 
     Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
     """
@@ -59,13 +60,13 @@ def sinks_by_position(run: Run) -> go.Figure:
 
 
 def sink_name(row: pd.Series) -> str:
-    """`L4H1 “↵”`: a head and its sink."""
+    """Name a head and its sink: `L4H1 “↵”`."""
     token = f"“{shown_token(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
     return f"{head_name(row['layer'], row['head'])} {token}"
 
 
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
-    """η² of the strongest sinks: in the head's own output, in colours of its own, then by residual layer."""
+    """Draw η² of the strongest sinks: in the head's own output, in colours of its own, then by residual layer."""
     strongest = traces.head(SHOWN_SINKS)
     named = (sink_name(row) for _, row in strongest.iterrows())
     names = [for_plotly(f"{place}. {name}") for place, name in enumerate(named, 1)]
@@ -93,7 +94,7 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
 
 
 def strength(traces: pd.DataFrame) -> go.Figure:
-    """One dot per sink: the share of all queries that it catches, and η² of the head's output."""
+    """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
     drawn = []
     by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
     for kind, rows in by_kind:
@@ -111,7 +112,7 @@ def strength(traces: pd.DataFrame) -> go.Figure:
 
 
 def release_scatter(heads: pd.DataFrame) -> go.Figure:
-    """One dot per head: η² of its grouping in the layer that enters its block, and the largest of the later layers.
+    """Draw one dot per head: η² of its grouping in the layer that enters its block, and the largest of later layers.
 
     Bars are the standard error of the difference of the two.
     """
