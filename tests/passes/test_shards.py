@@ -112,6 +112,20 @@ def test_missing_shards_are_named(opened, corpus, tmp_path):
     assert (status, "run lacks shard 2/5: run what is missing" in errors) == (2, True)
 
 
+def test_merge_and_shards_report_lost_descriptions_alike(opened, corpus, tmp_path):
+    out, model = tmp_path / "run", opened("gpt2")
+    survey(model, corpus, out, batch=BATCH, shard=(1, 3))
+    job = tmp_path / "run.partial" / "job.json"
+    job.write_text("")
+    for damage, says in ((lambda: None, r"job\.json is damaged"), (job.unlink, "does not say what it holds")):
+        damage()
+        for measure in (lambda: merge(out), lambda: survey(model, corpus, out, batch=BATCH, shard=(2, 3))):
+            with pytest.raises(
+                UsageError, match=rf"{says}: remove .*run\.partial|{says}: remove it to start"
+            ):
+                measure()
+
+
 def test_shards_of_something_else_are_refused(opened, corpus, tmp_path):
     out, model = tmp_path / "run", opened("gpt2")
     survey(model, corpus, out, batch=BATCH, shard=(1, 2))

@@ -151,6 +151,7 @@ def merge(
         with work.claimed():
             work.remove()  # left when the process was killed as it finished
         return Run.load(folder)
+    work.described()  # without it no shard that is missing could be read
     surveyed = work.load(SURVEYED)
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
