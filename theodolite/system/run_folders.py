@@ -49,6 +49,11 @@ def check_run(folder: str | Path) -> None:
         raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
 
 
+def measure_anew(folder: str | Path) -> str:
+    """Say what to do with a damaged run folder: a survey neither overwrites nor reads one."""
+    return f"remove {folder}, then run the survey again"
+
+
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
     """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
 
@@ -60,16 +65,16 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
         provenance = read_json_checked(Path(folder) / RUN)
         version = int(provenance["schema_version"])
     except CorruptFile as error:
-        raise UsageError(f"{folder} is damaged ({error}): run the survey again") from error
+        raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}") from error
     if schema not in (None, version):
         raise UsageError(
             f"{folder} has schema {version}, this theodolite reads {schema}: survey again, or take the version of "
             "theodolite that wrote it"
         )
     if not _is_provenance(provenance):
-        raise UsageError(f"{folder}/run.json is damaged: run the survey again")
+        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}")
     return provenance
 
 
