@@ -44,9 +44,7 @@ def test_a_damaged_file_is_named(name, content, tmp_path):
     work = Unfinished(tmp_path / "run", {"model": "a"})
     work.save("text", TENSORS, {})
     (tmp_path / "run.partial" / name).write_bytes(content)
-    remedy = (
-        r"remove .*run\.partial to start afresh" if name == JOB else "remove it, and what it held is done"
-    )
+    remedy = r"remove .*run\.partial to start afresh" if name == JOB else "remove it to redo what it held"
     with pytest.raises(UsageError, match=f"{name} is damaged: {remedy}"):
         work.check() if name == JOB else work.load("text")
 
