@@ -27,7 +27,7 @@ from theodolite.report.data import array, column
 from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer
 from theodolite.report.exhibit import by_name as by_name
-from theodolite.report.outcome import Heading, folder_of
+from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
 from theodolite_papers.declarations import Declaration, declarations
@@ -165,8 +165,7 @@ def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
                 judged = study.outcome(each)
                 verdicts = judged.verdicts
                 outcome.runs |= judged.runs
-                asked = study.provenance_of(each).get("asked")
-                outcome.pages[each.name] = folder_of(each.name, Path(), asked).name
+                outcome.collected[each.name] = study.provenance_of(each).get("asked") or {}
             except UsageError as error:
                 verdicts = [untestable(each.title, str(error))]
             verdicts = [replace(verdict, experiment=each.name) for verdict in verdicts]

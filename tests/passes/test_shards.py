@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from theodolite.passes.chunks import chunks_of, packed, unpacked
 from theodolite.passes.run import Run
 from theodolite.passes.survey import chunks_of_shard, survey
 from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.files import locked
 
 BATCH, CONTEXTS, LENGTH = 2, 40, 32
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
@@ -124,6 +126,17 @@ def test_merge_and_shards_report_lost_descriptions_alike(opened, corpus, tmp_pat
                 UsageError, match=rf"{says}: remove .*run\.partial|{says}: remove it to start"
             ):
                 measure()
+
+
+def test_two_processes_on_one_shard_are_told_what_else_to_choose(opened, corpus, tmp_path):
+    out = tmp_path / "run"
+    survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(1, 3))
+    says = r"another process is writing to .*chunk-\d+: wait for it or choose another shard or another --out"
+    with ExitStack() as held:
+        for chunk in chunks_of(len(corpus.contexts), BATCH):
+            held.enter_context(locked(tmp_path / "run.partial" / chunk.name))
+        with pytest.raises(UsageError, match=says):
+            survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(2, 3))
 
 
 def test_shards_of_something_else_are_refused(opened, corpus, tmp_path):

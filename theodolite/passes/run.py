@@ -47,13 +47,14 @@ from theodolite.system.run_folders import (
     OUTPUTS,
     RUN,
     TRACE,
+    check_files,
     check_out,
     differences,
     kind_of,
     measure_anew,
     provenance_at,
 )
-from theodolite.system.wording import listed, tokens_of
+from theodolite.system.wording import tokens_of
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -120,9 +121,7 @@ class Run:
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
         sums = provenance.pop(CHECKSUMS, None) or {}
-        files = [f"{name}.parquet" for name in TABLES] + [ARRAYS]
-        if missing := [name for name in files if not (folder / name).exists()]:
-            raise UsageError(f"{folder} lacks {listed(missing, len(files))}: {measure_anew(folder)}")
+        check_files(folder, [*(f"{name}.parquet" for name in TABLES), ARRAYS])
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet", sums, provenance["model"]) for name in TABLES

@@ -317,7 +317,7 @@ class SurveyPlan:
                 show_progress(title, before + done, total)
 
             stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
-            with locked(work.folder / chunk.name):
+            with locked(work.folder / chunk.name, "another shard or another --out"):
                 job = Job([stage], work, checkpoint_seconds, show)
                 job.run()
                 job.save()

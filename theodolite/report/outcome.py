@@ -92,9 +92,9 @@ class Outcome:
     exhibits: list[Exhibit] = field(default_factory=list)
     runs: dict[str, dict[str, object]] = field(default_factory=dict)  # further ones: name → provenance
     lead: pd.DataFrame | None = None  # a table that the page begins with
-    pages: dict[str, str] = field(
+    collected: dict[str, Mapping[str, Any]] = field(
         default_factory=dict
-    )  # experiments whose verdicts are collected: name → folder
+    )  # experiments whose verdicts these are: name → what was asked (`folder_of`)
 
     def take(self, other: Outcome) -> None:
         """Add all of another outcome."""
@@ -210,8 +210,8 @@ def write_outcome(
     """
     root = Path(root)
     folder = folder_of(experiment.name, root, provenance.get("asked"))
-    pages = {name: f"{folder}/index.html" for name, folder in outcome.pages.items()}
-    links = {name: f"../{page}" for name, page in pages.items() if (root / page).is_file()}
+    pages = {name: folder_of(name, Path(), asked) / "index.html" for name, asked in outcome.collected.items()}
+    links = {name: f"../{page.as_posix()}" for name, page in pages.items() if (root / page).is_file()}
     page = render(experiment, outcome, provenance, links)
     with folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
