@@ -93,3 +93,19 @@ def test_entropies_and_bars_keep_their_intervals():
     assert bars.data[0].error_y.array[0] == pytest.approx(0.2)
     assert bars.data[0].error_y.arrayminus[0] == pytest.approx(0.1)
     figure_json(bars, {})
+
+
+def test_tiles_are_centred_heads_beside_each_other():
+    """Oracle: numpy; a row's constant is gone, the largest magnitude of each head is 1, between tiles is nothing."""
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(7, 5, 5)) * np.arange(1, 8)[:, None, None]
+    picture = drawing.positional_tiles(logits)
+    np.testing.assert_allclose(drawing.positional_tiles(logits + np.arange(5)[:, None]), picture, atol=1e-12)
+    assert np.isfinite(picture).sum() == 7 * 25
+    top = drawing.TILE_HEADROOM
+    tile = picture[top : top + 5, :5]
+    centred = logits[0] - logits[0].mean(1, keepdims=True)
+    inside = np.abs(tile) < 1
+    scale = np.percentile(np.abs(centred), 99.5)
+    np.testing.assert_allclose(tile[inside], (centred / scale)[inside])
+    assert np.nanmax(np.abs(picture)) == 1

@@ -21,7 +21,6 @@ from theodolite.report.drawing.constituents import PANELS, attributed
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
 from theodolite.report.published import LOW_FREQUENCY_QK
-from theodolite_papers.drawing import TILE_HEADROOM, positional_tiles
 
 
 def with_bias(run: Run) -> Run:
@@ -216,19 +215,3 @@ def test_what_a_split_does_not_have_is_said():
             drawing.qk_panels(**{"split": split, "head": 0, "tokens": ["a"] * 9} | changed)
     with pytest.raises(UsageError, match="pos, cvec and constant"):
         head_matrices(split.coarse({"all": split.names}), 0)
-
-
-def test_tiles_are_centred_heads_beside_each_other():
-    """Oracle: numpy; a row's constant is gone, the largest magnitude of each head is 1, between tiles is nothing."""
-    generator = np.random.default_rng(0)
-    logits = generator.normal(size=(7, 5, 5)) * np.arange(1, 8)[:, None, None]
-    picture = positional_tiles(logits)
-    np.testing.assert_allclose(positional_tiles(logits + np.arange(5)[:, None]), picture, atol=1e-12)
-    assert np.isfinite(picture).sum() == 7 * 25
-    top = TILE_HEADROOM
-    tile = picture[top : top + 5, :5]
-    centred = logits[0] - logits[0].mean(1, keepdims=True)
-    inside = np.abs(tile) < 1
-    scale = np.percentile(np.abs(centred), 99.5)
-    np.testing.assert_allclose(tile[inside], (centred / scale)[inside])
-    assert np.nanmax(np.abs(picture)) == 1

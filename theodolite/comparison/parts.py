@@ -640,19 +640,11 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         UsageError: a run that lacks entropies.
     """
     runs = (reference, other)
-    measured = (*(role.column for role in ROLES), "propagation")
-    described = [
-        pd.DataFrame({ENTROPY: entropy_share(run)} | {name: column(run.heads, name) for name in measured})
-        for run in runs
-    ]
-    names = [name for name in described[0] if all(of_run[name].notna().any() for of_run in described)]
-    if ENTROPY not in names:
-        raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
-    first, second = (of_run[names].astype(np.float64) for of_run in described)
+    first, second = _described(*runs)
     places, partners = matches(first.to_numpy(), second.to_numpy())
     before, after = (of_run.reset_index(drop=True) for of_run in (first.iloc[places], second.iloc[partners]))
     # The runs may be of other tokens of the text, so that the fewer contexts count.
-    roles, looks = [role for role in ROLES if role.column in names], looks_of(len(first))
+    roles, looks = [role for role in ROLES if role.column in first], looks_of(len(first))
     independent = {role: min(independent_scores(run, role) for run in runs) for role in roles}
     errors = [
         pd.DataFrame(
@@ -662,11 +654,7 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         for run, of_run in zip(runs, (places, partners), strict=True)
     ]
     table = reference.heads[HEAD].reset_index(drop=True)
-    blocks = [run.heads["layer"].to_numpy(np.float64) for run in runs]
-    depths = [
-        ((block + (run.heads["head"] + 0.5) / (run.heads["head"].max() + 1)) / (block.max() + 1)).to_numpy()
-        for run, block in zip(runs, blocks, strict=True)
-    ]  # 0 before the first head of the first block, 1 after the last head of the last
+    depths = [_depth(run) for run in runs]
     table.loc[places, "match"] = [head_name(*of) for of in other.heads[HEAD].iloc[partners].to_numpy()]
     table = table.fillna({"match": ""}).assign(depth_before=depths[0])
     table.loc[places, "depth_after"] = depths[1][partners]
@@ -676,27 +664,15 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         table.loc[places, f"{name}_after"] = after[name].to_numpy()
     table["status"] = LOST
     table.loc[places, "status"] = status_of(*_do_the_same(before, after, *errors))
-    by_chance, exact = [], 0 * errors[0].fillna(0)
-    generator = np.random.default_rng(0)
-    for _ in range(SHUFFLES):
-        shuffled = generator.permuted(second.to_numpy(), axis=0)
-        rows, others = matches(first.to_numpy(), shuffled)
-        old, new = first.iloc[rows].reset_index(drop=True), pd.DataFrame(shuffled[others], columns=names)
-        by_chance.append(_do_the_same(old, new, exact, exact)[0].sum())
     details = []
+    blocks = [run.heads["layer"].to_numpy(np.float64) for run in runs]
     if np.isfinite(rank := float(rank_correlation(blocks[0][places], blocks[1][partners]))):
         details.append(f"rank correlation of the blocks of partners {number(rank)}")
     if unmatched := len(second) - len(partners):
         details.append(f"{counted(unmatched, 'head')} of the other model without a partner")
-    for role in roles:
-        side = f"{role.column}_before"
-        if len(rows := table[table[side] >= role.threshold]):
-            pairs = [
-                f"{head_name(row['layer'], row['head'])} → {row['match'] or 'none'} "
-                f"({number(row[side], 2)} → {number(row[f'{role.column}_after'], 2)})"
-                for _, row in rows.sort_values(side, ascending=False, kind="stable").iterrows()
-            ]
-            details.append(f"{role.plural}: {listed(pairs, 4)}")
+    details += [
+        f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))
+    ]
     return Survival(
         MATCHED,
         "head",
@@ -707,9 +683,53 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         Change("mean entropy over its maximum", first[ENTROPY].mean(), second[ENTROPY].mean()),
         verb=("has a partner that does the same", "have a partner that does the same"),
         details=tuple(details),
-        by_chance=float(np.mean(by_chance)),
+        by_chance=_matched_by_chance(first, second),
         contexts=_contexts(reference),
     )
+
+
+def _described(*runs: Run) -> list[pd.DataFrame]:
+    """Return what the heads of each run do, by name: the shares that all of the runs have."""
+    measured = (*(role.column for role in ROLES), "propagation")
+    described = [
+        pd.DataFrame({ENTROPY: entropy_share(run)} | {name: column(run.heads, name) for name in measured})
+        for run in runs
+    ]
+    names = [name for name in described[0] if all(of_run[name].notna().any() for of_run in described)]
+    if ENTROPY not in names:
+        raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
+    return [of_run[names].astype(np.float64) for of_run in described]
+
+
+def _depth(run: Run) -> np.ndarray:
+    """Return each head's depth: 0 before the first head of the first block, 1 after the last head of the last."""
+    layer, head = run.heads["layer"], run.heads["head"]
+    return ((layer + (head + 0.5) / (head.max() + 1)) / (layer.max() + 1)).to_numpy(np.float64)
+
+
+def _matched_by_chance(first: pd.DataFrame, second: pd.DataFrame) -> float:
+    """Return how many heads survive, in the mean, with each share shuffled among the heads of `second`."""
+    survivors, generator = [], np.random.default_rng(0)
+    for _ in range(SHUFFLES):
+        shuffled = generator.permuted(second.to_numpy(), axis=0)
+        rows, others = matches(first.to_numpy(), shuffled)
+        old, new = (
+            first.iloc[rows].reset_index(drop=True),
+            pd.DataFrame(shuffled[others], columns=first.columns),
+        )
+        survivors.append(_do_the_same(old, new, 0 * old.fillna(0), 0 * old.fillna(0))[0].sum())
+    return float(np.mean(survivors))
+
+
+def _partners_in(table: pd.DataFrame, role: HeadRole) -> list[str]:
+    """Describe the heads that have a role, the strongest first, and what their partners do of it."""
+    before, after = f"{role.column}_before", f"{role.column}_after"
+    heads = table[table[before] >= role.threshold].sort_values(before, ascending=False, kind="stable")
+    return [
+        f"{head_name(row['layer'], row['head'])} → {row['match'] or 'none'} "
+        f"({number(row[before], 2)} → {number(row[after], 2)})"
+        for _, row in heads.iterrows()
+    ]
 
 
 def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:

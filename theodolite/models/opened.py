@@ -267,7 +267,7 @@ class OpenModel:
         named = self.tokenizer.convert_ids_to_tokens(wrong) if self.tokenizer and wrong >= 0 else None
         raise UsageError(
             f"token id {wrong}{f' ({named!r})' if named else ''} does not fit the {self.vocabulary} tokens of "
-            f"{self.id}: use its own tokenizer, and leave out of the text any token that was added to it later"
+            f"{self.id}: the tokenizer belongs to another model, or the text has tokens that were added to it later"
         )
 
     def has_positions(self, length: int) -> bool:

@@ -148,6 +148,7 @@ def render(run: Run) -> str:
             ],
             "tiles": tiles,
             "untrained": content.beside_untrained(run, untrained) if untrained else None,
+            "sections": SECTIONS,
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],

@@ -1,4 +1,4 @@
-"""Find the parameter rows that a head's logits are proportional to: to scale those of a head, and of no other.
+"""Which rows of which parameters a head's logits are proportional to: to scale those of a head, and of no other.
 
 The layer's weight map says which rows make which features, whatever they multiply (DeepSeek's queries and keys are
 behind a norm), and of biases, too. A copy of the module with its rows scaled then verifies the finding.
@@ -51,7 +51,7 @@ class LogitRows:
 
     @property
     def is_there(self) -> bool:
-        """True if the module still has a parameter with these rows."""
+        """Whether the module still has a parameter with these rows."""
         parameter = self.module._parameters.get(self.name)
         if parameter is None or parameter.ndim != self.ndim:
             return False
@@ -109,9 +109,9 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call) -> lis
         raise UsageError(f"{where}: QK-Clip cannot find its query and key weights: {error}") from error
     if rows is None:
         raise UsageError(
-            f"{where}: scaling rows of its weights does not scale the logits of a head alone"
-            f"{with_norms(attention)}: queries that are normalised or clamped after their "
-            "projection, or shared among heads, cannot be clipped by their weights"
+            f"{where}: scaling rows of its weights does not scale the logits of a head alone{with_norms(attention)}: "
+            "queries that are normalised or clamped after their projection, or shared among heads, cannot be clipped "
+            "by their weights"
         )
     return rows
 
@@ -128,7 +128,7 @@ def _refuse_other_logits(where: str, inputs: AttentionInputs) -> None:
 
 
 def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
-    """Yield the rows to be scaled in a module or a copy of it; none where a head's query rows are not its own."""
+    """The rows to be scaled in a module or a copy of it; none where those of a head's queries are not its own."""
     queries, keys, _ = weight_map.sides
     uses = Counter(
         (rows.name, rows.input_dim, row)
@@ -159,18 +159,18 @@ def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows
 
 
 def _varying(side: Sequence[Rows]) -> list[Rows]:
-    """Drop the biases: keep rows that multiply something."""
+    """Those that multiply something: no biases."""
     return [rows for rows in side if rows.kind != "constant"]
 
 
 def _shared(rows: Rows, uses: Counter[tuple[str, int | None, int]]) -> Bool[Tensor, "heads head_width"]:
-    """Mark the features with a row that makes others, too."""
+    """Which features have a row that makes others, too."""
     shared = [row >= 0 and uses[rows.name, rows.input_dim, row] > 1 for row in rows.features.tolist()]
     return torch.tensor(shared).view_as(rows.rows)
 
 
 def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
-    """Tell whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
+    """Whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
     before = copied.send()
     gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
     for row in rows:
