@@ -68,6 +68,7 @@ class Verdict:
     Attributes:
         rule, parts: how the answer follows, and from what.
         withheld: why the answer that follows is not given after all, and the claim not decided; empty: it is given.
+        experiment: which one judged it, where verdicts of several are collected.
     """
 
     claim: str
@@ -76,11 +77,13 @@ class Verdict:
     rule: Rule = field(default="", compare=False, repr=False)
     parts: tuple[Judged | Verdict, ...] = field(default=(), compare=False, repr=False)
     withheld: str = field(default="", compare=False, repr=False)
+    experiment: str = field(default="", compare=False)
 
     @property
     def words(self) -> dict[str, str]:
-        """Claim, answer and evidence, without the numbers behind them."""
-        return {"claim": self.claim, "answer": self.answer, "evidence": self.evidence}
+        """Claim, answer and evidence, without the numbers behind them; first the experiment, where it is named."""
+        named = {"experiment": self.experiment} if self.experiment else {}
+        return {**named, "claim": self.claim, "answer": self.answer, "evidence": self.evidence}
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,7 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
 
     `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
     `withheld` where its answer was; a number has all other columns. `looks`: how many intervals share the 5 %.
+    Collected verdicts have their `experiment`.
     """
     rows: list[dict[str, Any]] = []
 
@@ -319,6 +323,10 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
             add(f"{place}.{number_of_part}", inner)
 
     for number_of_verdict, verdict in enumerate(verdicts, 1):
+        first = len(rows)
         add(str(number_of_verdict), verdict)
-    columns = ["place", "what", "answer", "rule", "withheld", *list(Judged.__dataclass_fields__)[2:]]
+        for row in rows[first:]:
+            row["experiment"] = verdict.experiment
+    named = ["experiment"] if any(verdict.experiment for verdict in verdicts) else []
+    columns = ["place", *named, "what", "answer", "rule", "withheld", *list(Judged.__dataclass_fields__)[2:]]
     return pd.DataFrame(rows, columns=columns)

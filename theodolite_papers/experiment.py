@@ -165,10 +165,12 @@ def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
                 judged = study.outcome(each)
                 verdicts = judged.verdicts
                 outcome.runs |= judged.runs
+                outcome.collected[each.name] = study.provenance_of(each).get("asked") or {}
             except UsageError as error:
                 verdicts = [untestable(each.title, str(error))]
+            verdicts = [replace(verdict, experiment=each.name) for verdict in verdicts]
             outcome.verdicts += verdicts
-            rows += [{"experiment": each.name, **verdict.words} for verdict in verdicts]
+            rows += [verdict.words for verdict in verdicts]
         for answer in get_args(Answer):
             count = sum(verdict.answer == answer for verdict in independent(outcome.verdicts))
             outcome.read(f"claims: {answer}", str(count))

@@ -82,6 +82,7 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["reproduce", "geometry/table1", none], "no checkpoint at"),
         (["reproduce", "geometry/table2", "--other", none], "no file or folder"),
         (["runs", none], "no folder"),
+        (["runs", __file__], "is a file, not a folder: give one that holds run folders"),
     ]
     words = json.dumps([call for call, _ in calls])
     process = subprocess.run([sys.executable, "-c", CALLS, words], capture_output=True, text=True, check=True)

@@ -76,6 +76,15 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
     assert call("report", runs / "three <b>")[0] == 0
     assert (runs / "three <b>" / "report" / "index.html").read_text() == index  # no link to itself
 
+    table = runs / "two" / "heads.parquet"
+    table.write_bytes(table.read_bytes()[:-9])
+    (runs / "three <b>" / "sinks.parquet").unlink()
+    status, _, stderr = call("runs", runs)
+    said = "".join(stderr.split())  # lines are broken within paths, too
+    assert status == 2
+    assert "twoisdamaged(heads.parquet:itsbytesarenotthosethatwerewritten):remove" in said
+    assert "three<b>lackssinks.parquet:remove" in said
+
 
 def test_tables_are_exported_as_csv(surveyed: Path, tmp_path: Path) -> None:
     run = Run.load(shutil.copytree(surveyed, tmp_path / "run"))
@@ -93,6 +102,11 @@ def test_tables_are_exported_as_csv(surveyed: Path, tmp_path: Path) -> None:
 def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, checkpoint, rows: Path) -> None:
     of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
     again = (*of, "--out", surveyed)
+    status, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 32, "--shard", "1/1")
+    assert (status, "is finished: nothing is left to read or to merge" in " ".join(stderr.split())) == (
+        0,
+        True,
+    )
     status, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 24, "--seed", 3)
     assert status == 2
     assert "(--length 32 there, 24 now; --seed 0 there, 3 now)" in " ".join(stderr.split())
@@ -113,6 +127,10 @@ def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, check
 def test_versions_are_told_apart() -> None:
     there, now = ({"versions": {"torch": version}, "model": "a"} for version in ("2.9", "2.10"))
     assert differences(there, now) == "torch 2.9 there, 2.10 now"
+    there, now = {"method": "oats", "iterations": 80, "seed": 0}, {"method": "wanda"}
+    assert differences(there, now) == "--method oats there, wanda now"
+    there, now = {"dtype": "torch.float32"}, {"dtype": "torch.bfloat16"}
+    assert differences(there, now) == "--dtype float32 there, bfloat16 now"
     there, now = ({"batch": batch, "corpus": "a", "local_sinks": batch == 1} for batch in (0, 1))
     assert differences(there, now) == "--batch 0 there, 1 now; --local-sinks not given there, given now"
 

@@ -46,7 +46,7 @@ def test_run_folders(folders, tmp_path, monkeypatch):
         "Hit hardest: L0H2",
         "tags  3 of 5 tags survive",
         "◐ dense → destroyed",
-        "partly kept",
+        "in part",
         "Next-token loss: ",
         "destroyed, heads write nearly the same: ",
         "destroyed predicts the text as well: ",
@@ -58,6 +58,10 @@ def test_run_folders(folders, tmp_path, monkeypatch):
     (pair,) = told["comparisons"]
     assert (pair["reference"], pair["other"], pair["answer"]) == ("dense", "destroyed", "in part")
     assert {part["name"]: part["answer"] for part in pair["parts"]}["sinks"] == "in part"
+    assert pair["loss"]["difference"] == pytest.approx(pair["loss"]["after"] - pair["loss"]["before"])
+    index = (out / "index.html").read_text()
+    assert "Comparison with" in index
+    assert 'href="sinks-compare/index.html"' in index
     sinks = pd.read_parquet(page / "table-sinks.parquet")
     assert (sinks["status"] == "lost").sum() == 2
     assert [row["status"] for row in told["tables"]["sinks"]] == sinks["status"].tolist()

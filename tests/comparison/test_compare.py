@@ -23,6 +23,7 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
+from theodolite.system.wording import with_error
 
 DESTROYED = (0, 2)
 
@@ -456,11 +457,12 @@ def test_the_overview_has_each_part_in_one_number(pair):
         norms = one.run.heads["frobenius_squared"] ** 0.5
         assert table.loc["spectra", side] == pytest.approx(norms.mean())
         assert table.loc["positional basis", side] == pytest.approx(one.run.layers["relative_norm"].mean())
-    assert table.loc[["loss", "sinks", "spectra"], "verdict"].tolist() == [
-        "worse",
-        "partly kept",
-        "partly kept",
-    ]
+    assert table.loc[["loss", "sinks", "spectra"], "verdict"].tolist() == ["fails", "in part", "in part"]
+    losses = [one.outputs.arrays["loss"] for one in (first, second)]
+    change = losses[1] - losses[0]
+    error = float(change.std() / len(change) ** 0.5)
+    assert table.loc["loss", "change"] == with_error(float(change.mean()), error)
+    assert table.loc["sinks", ["survived", "left"]].tolist() == ["3 of 5", pytest.approx(3 / 5)]
     assert table.loc["massive activations", "verdict"] == "not testable here"
     assert "context" not in table.index  # these contexts have no labels
 
@@ -468,7 +470,7 @@ def test_the_overview_has_each_part_in_one_number(pair):
 def test_what_an_audit_says_and_gives(pair):
     audit = of(pair("destroyed"), pair(), names=("a", "b"))
     assert repr(audit).startswith(
-        "Audit of b against a: Partly kept: sinks (60\u00a0% at the same places), tags (3 of 5)"
+        "Audit of b against a: In part: sinks (60\u00a0% at the same places), tags (3 of 5)"
     )
     assert str(audit).splitlines()[1].startswith("sinks: 3 of 5")
     counts = audit.tables["parts"].set_index("part")

@@ -10,7 +10,6 @@ import pytest
 
 from tests.report.synthetic import make_survey
 from theodolite import compare
-from theodolite.comparison.audit import VERDICTS
 from theodolite.comparison.page import FIGURES, experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
@@ -126,13 +125,16 @@ def test_the_page_tells_every_part_and_every_model(audits):
                 assert part.answer != "holds" or (part.count("survived") > 0 and part.count("lost") == 0)
                 groups = audit.summary.split(".")[0].lower().split("; ")
                 (group,) = (group for group in groups if f" {part.name} (" in group)
-                assert group.startswith(VERDICTS[part.answer])
+                assert group.startswith(part.answer)
     page = render(experiment_of(audits, made), made, make_survey().provenance)
     assert "<h1>What survives of planted in destroyed and noisy</h1>" in page
     assert '<th scope="col" class="words">measure</th>' in page  # words on the left, numbers on the right
-    assert '<th scope="col">destroyed</th>' in page
+    assert '<th scope="col">after in destroyed</th>' in page
     assert page.index('id="lead"') < page.index('id="verdicts"')
-    assert [name.strip() for name in made.lead][2:] == ["planted", "destroyed", "verdict", "noisy", "verdict"]
+    of_each = ["change", "verdict", "survived", "left"]
+    after = ["after in destroyed", *of_each, "after in noisy", *of_each]
+    assert [name.strip() for name in made.lead] == ["part", "measure", "before", *after]
+    assert list(outcome(audits[:1]).lead) == list(audits[0].overview)
     assert made.lead["part"].tolist() == audits[0].overview["part"].tolist()
     assert "The paper:" not in page  # of no layer's low-rank term was anything asked
     for word in (
@@ -156,7 +158,10 @@ def test_a_page_of_a_model_of_another_shape_beside_one_of_the_same(pair):
     assert "matched heads" in made.lead["part"].tolist()
     assert set(audits[1].overview["part"]) <= set(made.lead["part"])
     sinks = made.lead.set_index("part").loc["sinks"]
-    assert (sinks["planted"], np.isnan(sinks["wider"])) == (pytest.approx(run.sinks["share"].sum()), True)
+    assert (sinks["before"], np.isnan(sinks["after in wider"])) == (
+        pytest.approx(run.sinks["share"].sum()),
+        True,
+    )
     assert "Outlier dimensions" in render(experiment_of(audits, made), made, run.provenance)
 
 

@@ -105,7 +105,12 @@ def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, copied):
 def test_what_is_no_checkpoint(tmp_path, opening):
     _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere", opening)
     _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json", opening)
-    _refused("nobody/no-such-model", UsageError, "cannot open nobody/no-such-model", opening)
+    _refused(
+        "nobody/no-such-model",
+        UsageError,
+        "^there is no folder nobody/no-such-model, and it cannot be opened from the hub: ",
+        opening,
+    )
     _refused(tmp_path, UsageError, "unknown dtype int8", opening, dtype="int8")
 
 

@@ -54,10 +54,14 @@ def test_missing_and_damaged_runs_and_those_of_another_schema(tmp_path):
     folder = small_run().save(tmp_path / "run").folder
     arrays = (folder / "arrays.safetensors").read_bytes()
     (folder / "arrays.safetensors").write_bytes(arrays[:20])
-    with pytest.raises(UsageError, match="incomplete or damaged"):
+    with pytest.raises(UsageError, match=rf"run is damaged \(arrays.*: remove {folder}, then run the survey"):
         Run.load(folder)
-    (folder / "heads.parquet").unlink()
-    with pytest.raises(UsageError, match="incomplete or damaged"):
+    for name in ("sinks.parquet", "arrays.safetensors"):
+        (folder / name).unlink()
+    lacks = (
+        rf"{folder} lacks sinks\.parquet and arrays\.safetensors: remove {folder}, then run the survey again"
+    )
+    with pytest.raises(UsageError, match=lacks):
         Run.load(folder)
     for schema in (1, 99):
         resealed(folder, schema_version=schema)
@@ -87,7 +91,8 @@ def test_an_edited_run_json_is_refused(edit, tmp_path):
     EDITS[edit](told)
     (folder / "run.json").write_text(json.dumps(told, indent=2))
     with pytest.raises(
-        UsageError, match=r"run is damaged \(run\.json was changed after .*: run the survey again"
+        UsageError,
+        match=r"run is damaged \(run\.json was changed after .*: remove .*, then run the survey again",
     ):
         Run.load(folder)
 
@@ -142,7 +147,7 @@ def test_a_table_of_another_program_is_refused_by_its_columns(fault, tmp_path):
     """Its checksum is right. Oracle: what was put into it."""
     run = small_run()
     folder = replace(run, heads=FAULTS[fault](run.heads)).save(tmp_path / "run").folder
-    with pytest.raises(UsageError, match=rf"{fault}.*: run the survey again"):
+    with pytest.raises(UsageError, match=rf"{fault}.*: remove .*, then run the survey again"):
         Run.load(folder)
 
 
@@ -151,5 +156,5 @@ def test_provenance_of_another_type_is_refused(entry, tmp_path):
     folder = small_run().save(tmp_path / "run").folder
     for value in (7, "three", [1]):
         resealed(folder, **{entry: value})
-        with pytest.raises(UsageError, match=r"run\.json is damaged: run the survey again"):
+        with pytest.raises(UsageError, match=r"run\.json is damaged: remove .*, then run the survey again"):
             Run.load(folder)

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from theodolite.passes.chunks import chunks_of, packed, unpacked
 from theodolite.passes.run import Run
 from theodolite.passes.survey import chunks_of_shard, survey
 from theodolite.passes.survey_pass import SurveyPass
+from theodolite.system.files import locked
 
 BATCH, CONTEXTS, LENGTH = 2, 40, 32
 SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
@@ -112,6 +114,31 @@ def test_missing_shards_are_named(opened, corpus, tmp_path):
     assert (status, "run lacks shard 2/5: run what is missing" in errors) == (2, True)
 
 
+def test_merge_and_shards_report_lost_descriptions_alike(opened, corpus, tmp_path):
+    out, model = tmp_path / "run", opened("gpt2")
+    survey(model, corpus, out, batch=BATCH, shard=(1, 3))
+    job = tmp_path / "run.partial" / "job.json"
+    job.write_text("")
+    for damage, says in ((lambda: None, r"job\.json is damaged"), (job.unlink, "does not say what it holds")):
+        damage()
+        for measure in (lambda: merge(out), lambda: survey(model, corpus, out, batch=BATCH, shard=(2, 3))):
+            with pytest.raises(
+                UsageError, match=rf"{says}: remove .*run\.partial|{says}: remove it to start"
+            ):
+                measure()
+
+
+def test_two_processes_on_one_shard_are_told_what_else_to_choose(opened, corpus, tmp_path):
+    out = tmp_path / "run"
+    survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(1, 3))
+    says = r"another process is writing to .*chunk-\d+: wait for it or choose another shard or another --out"
+    with ExitStack() as held:
+        for chunk in chunks_of(len(corpus.contexts), BATCH):
+            held.enter_context(locked(tmp_path / "run.partial" / chunk.name))
+        with pytest.raises(UsageError, match=says):
+            survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(2, 3))
+
+
 def test_shards_of_something_else_are_refused(opened, corpus, tmp_path):
     out, model = tmp_path / "run", opened("gpt2")
     survey(model, corpus, out, batch=BATCH, shard=(1, 2))
@@ -131,7 +158,9 @@ def test_a_shard_that_lacks_a_sum_is_refused_in_a_line(opened, corpus, tmp_path)
     work = Unfinished(out, {})
     sums, notes = work.load("chunk-001")
     work.save("chunk-001", {name: sums[name] for name in sums if name != "extra.logit_std.sum"}, notes)
-    with pytest.raises(UsageError, match=r"run\.partial holds unfinished work of another version .* with other sums"):
+    with pytest.raises(
+        UsageError, match=r"run\.partial holds unfinished work of another version .* with other sums"
+    ):
         merge(out)
 
 

@@ -74,6 +74,24 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     assert not list(tmp_path.glob("*.writing")) + list(tmp_path.glob("*.old"))
 
 
+def test_collected_verdicts_name_their_experiments_and_link_the_pages_that_are_there(run, tmp_path):
+    """Oracle: the outcomes that were collected."""
+    study, table1 = Study(run), EXPERIMENTS["geometry/table1"]
+    write_outcome(table1, study.outcome(table1), run.provenance, tmp_path)
+    collected = study.outcome(CLAIMS)
+    names = [verdict.experiment for verdict in collected.verdicts]
+    assert [v for v in collected.verdicts if v.experiment == table1.name] == study.outcome(table1).verdicts
+    assert names == collected.tables["claims"]["experiment"].tolist()
+    page = write_outcome(CLAIMS, collected, run.provenance, tmp_path)
+    reader = Reader(page.read_text())
+    assert "(geometry/table2)" in page.read_text()
+    links = [element["href"] for element in reader.named("a") if "geometry-" in str(element["href"])]
+    assert links == ["../geometry-table1/index.html"] * names.count("geometry/table1")
+    judged = pd.read_parquet(page.parent / "table-judged.parquet")
+    assert judged.loc[~judged["place"].str.contains(".", regex=False), "experiment"].tolist() == names
+    assert write_index(tmp_path) is not None
+
+
 def test_hostile_text_stays_text(run, tmp_path):
     provenance = {
         **run.provenance,

@@ -349,7 +349,7 @@ def finish_trace(run: Run, folder: Path, as_json: bool) -> None:
     outcome = Outcome()
     show_trace(outcome, run)
     page = write_outcome(TRACE, outcome, run.provenance, folder / "report")
-    write_index(folder / "report")
+    write_index(folder / "report", "Trace of sinks in")
     if as_json:
         _print_tables(run)
     else:

@@ -16,7 +16,16 @@ from theodolite.cli.options import AsJson, finish, finish_trace, say_where
 from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system.files import check_target
-from theodolite.system.run_folders import OPTIONS, OUTPUTS, RUN, TRACE, check_run, kind_of, provenance_at
+from theodolite.system.run_folders import (
+    OPTIONS,
+    OUTPUTS,
+    RUN,
+    TRACE,
+    check_run,
+    check_tables,
+    kind_of,
+    provenance_at,
+)
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
@@ -37,6 +46,10 @@ def runs_command(
     Example: theodolite runs runs
     """
     with one_line_errors(saves=False):
+        if folder.is_file():
+            raise UsageError(
+                f"{folder} is a file, not a folder: give one that holds run folders, such as runs"
+            )
         if not folder.is_dir():
             raise UsageError(f"no folder {folder}: give one that holds run folders, such as runs")
         runs = []
@@ -60,8 +73,9 @@ def runs_command(
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Describe one run by folder, kind, model, corpus, date and every option."""
+    """Describe one run by folder, kind, model, corpus, date and every option; `UsageError` where it is damaged."""
     provenance = provenance_at(folder)
+    check_tables(folder, provenance)
     model, corpus = provenance["model"], provenance.get("corpus") or {}
     fingerprint = provenance.get("fingerprint") or {}
     recorded = fingerprint | corpus | model | provenance  # where several know an option, as the last says it

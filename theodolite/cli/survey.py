@@ -28,7 +28,7 @@ from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
-from theodolite.system.run_folders import UNTRAINED, check_out
+from theodolite.system.run_folders import UNTRAINED, check_out, is_run
 from theodolite.system.wording import visible
 
 if TYPE_CHECKING:
@@ -199,7 +199,10 @@ def _survey_one(
             )
     if shard is not None:
         number, count = shard
-        say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
+        if is_run(folder):
+            say_dimly(f"{folder} is finished: nothing is left to read or to merge")
+        else:
+            say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
         return None
     if baseline is not None:
         from theodolite.models.open import untrained

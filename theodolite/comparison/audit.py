@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 
@@ -26,21 +26,12 @@ from theodolite.judging import Answer, Criterion, Verdict, combined, judge
 from theodolite.passes.run import Run
 from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
 from theodolite.system.run_folders import OUTPUTS, TRACE
-from theodolite.system.wording import head_name, listed, percent
+from theodolite.system.wording import head_name, listed, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
 ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", HEAD_OUTPUTS, "spectra")
 """Parts in the order of the table of all parts; then the others."""
-
-VERDICTS: dict[Answer, str] = {
-    "holds": "kept",
-    "in part": "partly kept",
-    "fails": "lost",
-    "not decided": "not decided",
-    "not testable here": "not testable here",
-}
-"""An answer as that table has it."""
 
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
 SHAPE = {
@@ -86,16 +77,14 @@ class Audit:
         first = self.parts[0]
         if first.name == MATCHED:
             return f"{first.counts()}. The models differ in shape or tokenizer: only their heads are matched."
-        groups: dict[Answer, list[str]] = {answer: [] for answer in VERDICTS}
+        groups: dict[Answer, list[str]] = {answer: [] for answer in get_args(Answer)}
         for part in self.parts:
             how_many = f" ({part.count(SURVIVED)} of {part.of_reference})"
             if part.paired is not None:
                 how_many = f" ({percent(part.paired.value)} at the same places)"
             groups[part.answer].append(part.name + (how_many if part.answer != "not testable here" else ""))
-        kept = "; ".join(
-            f"{VERDICTS[answer]}: {listed(names, 9)}" for answer, names in groups.items() if names
-        )
-        clauses = [f"{kept[0].upper()}{kept[1:]}."]
+        answers = "; ".join(f"{answer}: {listed(names, 9)}" for answer, names in groups.items() if names)
+        clauses = [f"{answers[0].upper()}{answers[1:]}."]
         same_loss = self.loss is None or self.loss.unchanged
         if same_loss and all(part.exact for part in self.parts if len(part.table)):
             clauses = ["Everything survives exactly: no number differs."]
@@ -147,21 +136,35 @@ class Audit:
 
     @property
     def overview(self) -> pd.DataFrame:
-        """Every part in one number (`measure`), `before` and `after`, and the `verdict` on it; the loss first."""
-        changes = {part.name: (part.moved, VERDICTS[part.answer]) for part in self.parts}
-        changes |= {
-            name: (change, VERDICTS[verdict.answer]) for name, (change, verdict) in self.means.items()
+        """Every part in one number (`measure`), `before` and `after`, and the `verdict` on it; the loss first.
+
+        `change` is that of the number, with its standard error where that is known; `survived` counts the units, and
+        `left` is their share.
+        """
+        rows = {
+            part.name: (
+                *_cells(part.moved),
+                part.answer,
+                f"{part.count(SURVIVED)} of {part.of_reference}",
+                part.family.value,
+            )
+            for part in self.parts
         }
+        for name, (change, verdict) in self.means.items():
+            rows[name] = (*_cells(change), verdict.answer, "", math.nan)
         if self.loss is not None:
-            of_loss = Change("next-token loss in nats", self.loss.before, self.loss.after)
-            changes["loss"] = of_loss, self.loss.word
-        names = dict.fromkeys([*(name for name in ORDER if name in changes), *changes])
-        rows = [
-            (name, moved.name, moved.before, moved.after, word)
-            for name in names
-            for moved, word in [changes[name]]
-        ]
-        return pd.DataFrame(rows, columns=["part", "measure", "before", "after", "verdict"])
+            of_loss = Change("next-token loss in nats", self.loss.before, self.loss.after, self.loss.se)
+            rows["loss"] = (*_cells(of_loss), self.loss.verdict("").answer, "", math.nan)
+        names = dict.fromkeys([*(name for name in ORDER if name in rows), *rows])
+        columns = ["part", "measure", "before", "after", "change", "verdict", "survived", "left"]
+        return pd.DataFrame([(name, *rows[name]) for name in names], columns=columns)
+
+
+def _cells(moved: Change) -> tuple[str, float, float, str]:
+    """Return the cells of a part's number: its name, before and after, and the change with its error."""
+    change = moved.after - moved.before
+    shown = with_error(change, moved.error) if math.isfinite(change) else ""
+    return moved.name, moved.before, moved.after, shown
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
@@ -269,7 +272,7 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
             estimate = Estimate(after - before, math.hypot(first_error, second_error), *rests_on)
             estimate = estimate if estimate.value else Estimate.exact(0.0)
             verdict = judge(f"{name} is similar", f"change of the {title}", estimate, SIMILAR)
-            means[name] = Change(title, before, after), verdict
+            means[name] = Change(title, before, after, estimate.error), verdict
     return means
 
 

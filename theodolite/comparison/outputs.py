@@ -24,7 +24,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.estimates import Estimate
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.job import Rows, Stage, States
-from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion, Verdict, judge
+from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import (
@@ -211,12 +211,6 @@ class Loss:
     se: float
     unchanged: bool
     contexts: int = 0
-
-    @property
-    def word(self) -> str:
-        """The verdict on it in a word."""
-        words = {HOLDS: "as good", FAILS: "worse"}
-        return "unchanged" if self.unchanged else words.get(self.verdict("").answer, UNDECIDED)
 
     def verdict(self, claim: str) -> Verdict:
         """Judge whether the other model predicts as well."""

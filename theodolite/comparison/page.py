@@ -22,9 +22,10 @@ from rich.table import Table
 
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import MATCHED, OUTPUTS
-from theodolite.comparison.survival import MORE_THAN_HARDLY_ANY, NEARLY_ALL, SURVIVED, Survival
+from theodolite.comparison.survival import MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import Verdict, mix_of
 from theodolite.passes.run import Run
+from theodolite.report.data import records
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.exhibit import by_name
@@ -100,12 +101,14 @@ def outcome(
 
 
 def _lead(audits: Sequence[Audit]) -> pd.DataFrame:
-    """Make the table that the page begins with: every part in one number, in each model, and the verdicts."""
+    """Make the table that the page begins with: the overview, with columns of their own for each of several models."""
     columns: dict[str, pd.Series] = {}
     for place, audit in enumerate(audits):
         table = audit.overview.set_index("part")
-        names = ("measure", visible(audit.reference, 60), visible(audit.other, 60), f"verdict{' ' * place}")
-        for name, of in zip(names, table, strict=True):
+        for of in table:
+            name = of if of in ("measure", "before") else f"{of}{' ' * place}"
+            if of == "after" and len(audits) > 1:
+                name = f"after in {visible(audit.other, 60)}{' ' * place}"
             columns[name] = columns[name].combine_first(table[of]) if name in columns else table[of]
     # Of models of another shape only the heads are compared, which is a part that the others do not have.
     parts = pd.Index(dict.fromkeys(part for audit in audits for part in audit.overview["part"]), name="part")
@@ -209,6 +212,7 @@ def as_json(compared: Compared) -> dict[str, Any]:
     )
     comparisons = [
         {name: getattr(audit, name) for name in ("reference", "other", "answer", "summary")}
+        | {"loss": None if audit.loss is None else records(audit.tables["loss"])[0]}
         | {"parts": [{name: getattr(part, name) for name in of_part} for part in audit.parts]}
         for audit in compared.audits
     ]
@@ -227,7 +231,7 @@ def write(compared: Compared, out: Path) -> Path:
     text = json.dumps(as_json(compared), indent=2, ensure_ascii=False, allow_nan=False)
     with disk_errors(out):
         write_text(out / FILE, text + "\n")
-    write_index(out)
+    write_index(out, "Comparison with")
     return page
 
 
@@ -259,14 +263,14 @@ def show(compared: Compared, console: Console) -> None:
 
 
 def _overview(audit: Audit) -> Table:
-    """Tabulate the loss and every part: its number before and after, the verdict, and how many units survive."""
+    """Tabulate the overview of a pair."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("part", "before", "after", "verdict", "survived", "left"):
-        table.add_column(heading, justify="left" if heading in ("part", "verdict") else "right", no_wrap=True)
-    parts = {part.name: part for part in audit.parts}
+    words = ("part", "measure", "verdict")
+    for heading in audit.overview:
+        is_words = heading in words
+        table.add_column(heading, justify="left" if is_words else "right", no_wrap=not is_words)
     for row in audit.overview.to_dict("records"):
-        cells = [row["part"], number(row["before"]), number(row["after"]), row["verdict"]]
-        if part := parts.get(row["part"]):
-            cells += [f"{part.count(SURVIVED)} of {part.of_reference}", percent(part.family.value)]
-        table.add_row(*cells)
+        row |= {side: number(row[side]) for side in ("before", "after")}
+        row["left"] = percent(row["left"]) if row["survived"] else ""
+        table.add_row(*row.values())
     return table

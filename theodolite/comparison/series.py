@@ -72,7 +72,7 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
     names = [visible(name, 40) for name in table["name"]]
     model = {**last["model"], "id": f"{len(names)} models: {listed(names, 4)}"}
     page = write_outcome(HEADING, outcome, {**last, "model": model}, out / PAGE)
-    write_index(out / PAGE)
+    write_index(out / PAGE, "Survey of")
     with disk_errors(out):
         write_text(out / CSV, table.to_csv(index=False))
     return table, page

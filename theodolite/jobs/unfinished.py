@@ -106,16 +106,27 @@ class Unfinished:
             finally:
                 temporary.unlink(missing_ok=True)
 
+    def described(self) -> tuple[Notes, Notes] | None:
+        """Read what the folder's work is of (`read_job`); None where there is none.
+
+        Raises:
+            UsageError: parts are there, and what they are of is missing or damaged.
+        """
+        if self.out is None or not self.folder.exists():
+            return None
+        if (self.folder / JOB).exists():
+            return read_job(self.folder)
+        names = [path.name for path in self.folder.iterdir()]
+        if any(not name.endswith(("lock", TEMPORARY)) for name in names):
+            raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
+        return None
+
     def check(self) -> None:
         """Raise `UsageError` where the folder holds unfinished work of another fingerprint."""
-        if self.out is None or not self.folder.exists():
+        described = self.described()
+        if described is None:
             return
-        if not (self.folder / JOB).exists():
-            names = [path.name for path in self.folder.iterdir()]
-            if any(not name.endswith(("lock", TEMPORARY)) for name in names):
-                raise UsageError(f"{self.folder} does not say what it holds: remove it to start afresh")
-            return
-        there, corpus = read_job(self.folder)
+        there, corpus = described
         if there != self.fingerprint:
             differs = differences(there, self.fingerprint, corpus, self.corpus)
             raise UsageError(

@@ -103,9 +103,12 @@ def open_model(
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
-        no_folder = " (there is no folder of that name; with HF_HUB_OFFLINE=1 no network is waited for)"
-        where = "" if checkpoint.folder else no_folder
-        raise UsageError(f"cannot open {place}: {reason_of(error)}{where}") from error
+        if checkpoint.folder:
+            raise UsageError(f"cannot open {place}: {reason_of(error)}") from error
+        raise UsageError(
+            f"there is no folder {place}, and it cannot be opened from the hub: {reason_of(error)} (with "
+            "HF_HUB_OFFLINE=1 no network is waited for)"
+        ) from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)

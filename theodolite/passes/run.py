@@ -43,7 +43,17 @@ from theodolite.system.files import (
     write_text,
 )
 from theodolite.system.progress import ShowStage
-from theodolite.system.run_folders import OUTPUTS, RUN, TRACE, check_out, differences, kind_of, provenance_at
+from theodolite.system.run_folders import (
+    OUTPUTS,
+    RUN,
+    TRACE,
+    check_files,
+    check_out,
+    differences,
+    kind_of,
+    measure_anew,
+    provenance_at,
+)
 from theodolite.system.wording import tokens_of
 
 if TYPE_CHECKING:
@@ -111,16 +121,17 @@ class Run:
         folder = Path(folder)
         provenance = provenance_at(folder, SCHEMA_VERSION)
         sums = provenance.pop(CHECKSUMS, None) or {}
+        check_files(folder, [*(f"{name}.parquet" for name in TABLES), ARRAYS])
         try:
             tables = {
                 name: _read_table(folder / f"{name}.parquet", sums, provenance["model"]) for name in TABLES
             }
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UsageError(f"{folder} is incomplete or damaged ({error}): run the survey again") from error
+            raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
         run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
         if run.heads.empty and run.kind not in (TRACE, OUTPUTS):
-            raise UsageError(f"{folder} is incomplete or damaged (it has no heads): run the survey again")
+            raise UsageError(f"{folder} is damaged (it has no heads): {measure_anew(folder)}")
         return run
 
     def save(self, folder: str | Path) -> Run:

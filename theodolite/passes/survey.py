@@ -151,6 +151,7 @@ def merge(
         with work.claimed():
             work.remove()  # left when the process was killed as it finished
         return Run.load(folder)
+    work.described()  # without it no shard that is missing could be read
     surveyed = work.load(SURVEYED)
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
@@ -316,7 +317,7 @@ class SurveyPlan:
                 show_progress(title, before + done, total)
 
             stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
-            with locked(work.folder / chunk.name):
+            with locked(work.folder / chunk.name, "another shard or another --out"):
                 job = Job([stage], work, checkpoint_seconds, show)
                 job.run()
                 job.save()

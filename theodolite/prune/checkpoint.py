@@ -123,7 +123,9 @@ class Pruned:
             read = _reader_of_low_rank(folder, sums)
             keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-            raise UsageError(f"{folder} is incomplete or damaged ({error}): prune again") from error
+            raise UsageError(
+                f"{folder} is incomplete or damaged ({error}): remove it, then prune again"
+            ) from error
         return cls(table, provenance, LowRankOfFiles(keys, read), folder)
 
 

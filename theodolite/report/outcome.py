@@ -92,6 +92,9 @@ class Outcome:
     exhibits: list[Exhibit] = field(default_factory=list)
     runs: dict[str, dict[str, object]] = field(default_factory=dict)  # further ones: name → provenance
     lead: pd.DataFrame | None = None  # a table that the page begins with
+    collected: dict[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # experiments whose verdicts these are: name → what was asked (`folder_of`)
 
     def take(self, other: Outcome) -> None:
         """Add all of another outcome."""
@@ -207,7 +210,9 @@ def write_outcome(
     """
     root = Path(root)
     folder = folder_of(experiment.name, root, provenance.get("asked"))
-    page = render(experiment, outcome, provenance)
+    pages = {name: folder_of(name, Path(), asked) / "index.html" for name, asked in outcome.collected.items()}
+    links = {name: f"../{page.as_posix()}" for name, page in pages.items() if (root / page).is_file()}
+    page = render(experiment, outcome, provenance, links)
     with folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
             write_text(root / PLOTLY, get_plotlyjs())
@@ -218,8 +223,10 @@ def write_outcome(
     return folder / "index.html"
 
 
-def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> str:
-    """Render the page of one outcome as one string of HTML."""
+def render(
+    experiment: Heading, outcome: Outcome, provenance: dict[str, Any], links: Mapping[str, str] | None = None
+) -> str:
+    """Render the page of one outcome as one string of HTML; `links`: to the pages of experiments it collects."""
     tables = {name: content.frame_table(frame) for name, frame in _tables(outcome).items()}
     return rendered(
         "experiment.html.j2",
@@ -232,7 +239,7 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
             "text_line": content.text_line(provenance),
             "lead": content.frame_table(outcome.lead),
             "tally": tally(outcome.verdicts),
-            "verdicts": [_shown(verdict) for verdict in outcome.verdicts],
+            "verdicts": [_shown(verdict, links) for verdict in outcome.verdicts],
             "readings": [
                 {key: harmless(value) for key, value in vars(reading).items()} for reading in outcome.readings
             ],
@@ -248,10 +255,12 @@ def render(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
     )
 
 
-def write_index(root: str | Path) -> Path | None:
+def write_index(
+    root: str | Path, kicker: str = "Published tables and figures, reproduced for"
+) -> Path | None:
     """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
 
-    One whose file is damaged is named instead.
+    One whose file is damaged is named instead. `kicker`: what the page has of the model in its heading.
 
     Raises:
         WorkError: it cannot be written.
@@ -265,6 +274,7 @@ def write_index(root: str | Path) -> Path | None:
     entries.sort(key=lambda entry: reading_order(entry["name"]))
     report = "../report/index.html"
     values = {
+        "kicker": kicker,
         "entries": entries,
         "damaged": [visible(name, 80) for name, entry in read.items() if entry is None],
         "model": entries[0]["model"],
@@ -302,8 +312,10 @@ def tally(verdicts: list[Verdict]) -> str:
     return f"{len(counted)} claims: {listed}{repeated}" if len(verdicts) > 1 else ""
 
 
-def _shown(verdict: Verdict) -> dict[str, str]:
+def _shown(verdict: Verdict, links: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
+        "experiment": verdict.experiment,
+        "link": (links or {}).get(verdict.experiment, ""),
         "claim": harmless(verdict.claim),
         "answer": verdict.answer,
         "evidence": harmless(verdict.evidence),

@@ -79,7 +79,7 @@ def write_page(pruned: Pruned, folder: Path) -> Path:
         WorkError: the folder cannot be written.
     """
     page = write_outcome(PRUNING, pruned_outcome(pruned), pruned.provenance, folder)
-    write_index(folder)
+    write_index(folder, "Pruning of")
     return page
 
 

@@ -55,6 +55,7 @@ def show_outcome(
             continue
         mark = MARKS[verdict.answer]
         line = f"[{MARK_COLOURS[mark]}]{mark}[/] {escape(harmless(verdict.claim))}: {verdict.answer}"
+        line += f" ({verdict.experiment})" if verdict.experiment else ""
         console.print(line, highlight=False)
         console.print(f"  {harmless(verdict.evidence)}", style="dim", markup=False, highlight=False)
 

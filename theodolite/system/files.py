@@ -136,17 +136,21 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
+        raise WorkError(
+            f"cannot write {target}: {error.filename} is a file, not a folder: choose another --out"
+        ) from error
     except (OSError, safetensors.SafetensorError) as error:  # as either, a full disk may be reported
         why = str(getattr(error, "strerror", None) or error)
         full = next((said for said in FULL if said in why), None)
-        remedy = ": free space there and rerun to go on from what is saved, or choose another --out"
-        raise WorkError(f"cannot write {target}: {full + remedy if full else why}") from error
+        remedy = "free space there and rerun to go on from what is saved, or " if full else ""
+        raise WorkError(f"cannot write {target}: {full or why}: {remedy}choose another --out") from error
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[None]:
+def locked(out: Path, another: str = "another --out") -> Iterator[None]:
     """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it.
+
+    `another`: what may be chosen instead.
 
     Raises:
         UsageError: another one is at work there.
@@ -161,7 +165,9 @@ def locked(out: Path) -> Iterator[None]:
             # To the lock, a place that takes no files looks like this.
             if not Path(lock.lock_file).exists():
                 raise WorkError(f"cannot write {out}: no file can be made there") from None
-            raise UsageError(f"another process is writing to {out}: wait for it or choose another") from None
+            raise UsageError(
+                f"another process is writing to {out}: wait for it or choose {another}"
+            ) from None
     try:
         yield
     finally:

@@ -1,12 +1,20 @@
-"""Describe a run folder, as far as `run.json` says: no table or array is read, and nothing heavy imported."""
+"""Describe a run folder, as far as `run.json` says, and check its files; nothing heavy is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
-from theodolite.system.files import CorruptFile, check_target, read_json_checked
+from theodolite.system.files import (
+    CHECKSUMS,
+    CorruptFile,
+    check_target,
+    read_bytes_checked,
+    read_json_checked,
+)
+from theodolite.system.wording import listed
 
 RUN = "run.json"
 
@@ -49,6 +57,29 @@ def check_run(folder: str | Path) -> None:
         raise UsageError(f"no run at {folder}: give a folder that `theodolite survey` wrote")
 
 
+def measure_anew(folder: str | Path) -> str:
+    """Say what to do with a damaged run folder: a survey neither overwrites nor reads one."""
+    return f"remove {folder}, then run the survey again"
+
+
+def check_files(folder: str | Path, names: Collection[str]) -> None:
+    """Raise `UsageError` unless all these files of a run are there."""
+    if missing := [name for name in names if not (Path(folder) / name).exists()]:
+        raise UsageError(f"{folder} lacks {listed(missing, len(missing))}: {measure_anew(folder)}")
+
+
+def check_tables(folder: str | Path, provenance: Mapping[str, Any]) -> None:
+    """Raise `UsageError` unless a run's files are there, and its tables those that were written, by their checksums."""
+    sums = provenance.get(CHECKSUMS) or {}
+    check_files(folder, sums)
+    try:
+        for name in sums:
+            if name.endswith(".parquet"):
+                read_bytes_checked(Path(folder) / name, sums)
+    except (OSError, CorruptFile) as error:
+        raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
+
+
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
     """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
 
@@ -60,16 +91,16 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
         provenance = read_json_checked(Path(folder) / RUN)
         version = int(provenance["schema_version"])
     except CorruptFile as error:
-        raise UsageError(f"{folder} is damaged ({error}): run the survey again") from error
+        raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder}/run.json is damaged: run the survey again") from error
+        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}") from error
     if schema not in (None, version):
         raise UsageError(
             f"{folder} has schema {version}, this theodolite reads {schema}: survey again, or take the version of "
             "theodolite that wrote it"
         )
     if not _is_provenance(provenance):
-        raise UsageError(f"{folder}/run.json is damaged: run the survey again")
+        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}")
     return provenance
 
 
@@ -142,6 +173,8 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
         old, new = there.get(key), now.get(key)
         if key in but or key.startswith("labels_") or old == new:
             continue
+        if there.get("method") != now.get("method") and not (key in there and key in now):
+            continue  # a setting that one of the two methods has not
         option = OPTIONS.get(key, key)
         simple = all(isinstance(value, str | int | float | None) for value in (old, new))
         said[option] = f"{option} {_shown(old)} there, {_shown(new)} now" if simple else option
@@ -151,4 +184,4 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
 def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "given" if value else "not given"
-    return str(value)
+    return str(value).removeprefix("torch.")

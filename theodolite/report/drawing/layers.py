@@ -37,7 +37,7 @@ from theodolite.report.drawing.grammar import (
     sentence,
 )
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, exhibit
-from theodolite.system.wording import for_plotly, with_error
+from theodolite.system.wording import for_plotly, harmless, with_error
 
 _DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
 WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
@@ -202,9 +202,17 @@ def _by_own(run: Run, draw: Draw) -> Choice:
     return Choice("column", options, lambda name: draw(name=name))
 
 
+def _meanings(run: Run) -> str:
+    """Say what the caller's columns mean, as they declared it."""
+    columns = caller_columns(run, "layers")
+    each = [f"{one.title}: {one.meaning}" if len(columns) > 1 else one.meaning for one in columns]
+    return harmless(" ".join(each))
+
+
 @exhibit(
     "own-columns",
     picker=_by_own,
+    describes=_meanings,
     when=lambda run: bool(caller_columns(run, "layers")),
     alone=False,
     given={"name": lambda run: caller_columns(run, "layers")[0].name},
