@@ -19,7 +19,7 @@ from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
-from theodolite.system.progress import Progress, ShowProgress
+from theodolite.system.progress import ShowProgress
 
 PROMPTS = 4000
 
@@ -47,8 +47,7 @@ def few_shot_answers(
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
     rows = answer_rows(model, rules=rules, prompts=prompts, seed=seed, batch=batch)
-    rows.run(Progress(rows.total, show=show_progress))
-    return rows.state()["right"].numpy()
+    return rows.whole(show_progress)["right"].numpy()
 
 
 def answer_rows(model: OpenModel, *, rules: Rules, prompts: int, seed: int, batch: int | None) -> Rows[slice]:
@@ -128,9 +127,7 @@ def right_answers(
         batch: prompts per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) prompts before each batch; it may raise to stop.
     """
-    rows = _rows(model, ids, asked, labels, label_ids, batch)
-    rows.run(Progress(rows.total, show=show_progress))
-    return rows.state()["right"]
+    return _rows(model, ids, asked, labels, label_ids, batch).whole(show_progress)["right"]
 
 
 def _rows(

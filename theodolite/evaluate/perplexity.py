@@ -21,7 +21,7 @@ from theodolite.models.guard import measures
 from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses, perplexity_of
 from theodolite.system.choices import check_whole, wider_than
-from theodolite.system.progress import Progress, ShowProgress
+from theodolite.system.progress import ShowProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +127,7 @@ def perplexity(
         WorkError: a loss is not finite.
     """
     rows = loss_rows(model, corpus, stride=stride, length=length, batch=batch)
-    rows.run(Progress(rows.total, show=show_progress))
-    return perplexity_in(rows.state(), rows.notes)
+    return perplexity_in(rows.whole(show_progress), rows.notes)
 
 
 def loss_rows(

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
-from theodolite.system.progress import Progress, ShowStage
+from theodolite.system.progress import Progress, ShowProgress, ShowStage
 
 Derived = TypeVar("Derived")
 Item = TypeVar("Item")
@@ -72,6 +72,11 @@ class Rows(Generic[Item]):
                 self._parts.append(self._read(item))
             done += self._size(item)
         progress.checkpoint(done)
+
+    def whole(self, show: ShowProgress) -> Tensors:
+        """Read all items now, outside of a job, and return the rows; `show` may raise to stop."""
+        self.run(Progress(self.total, show=show))
+        return self.state()
 
     def state(self) -> Tensors:
         """Return the rows so far."""
