@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -60,39 +61,164 @@ def run(model: Any, ids: torch.Tensor, attention_modules: list[Any], blocks: lis
     )
 
 
+def _over_groups(table: np.ndarray, order: int) -> np.ndarray:
+    """Average a table over all tuples of different groups, its first axes."""
+    tuples = list(permutations(range(len(table)), order))
+    return (
+        np.mean([table[chosen] for chosen in tuples], axis=0)
+        if tuples
+        else np.full(table.shape[order:], np.nan)
+    )
+
+
+def _jackknifed(value: Any, *tables: tuple[np.ndarray, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Compute a value of such averages with all groups, and with each left out of every table."""
+    groups = len(tables[0][0])
+
+    def without(table: np.ndarray, axes: int, group: int | None) -> np.ndarray:
+        for axis in range(axes if group is not None else 0):
+            table = np.delete(table, group, axis=axis)
+        return table
+
+    numbers = [
+        np.asarray(value(*(_over_groups(without(table, axes, group), axes) for table, axes in tables)))
+        for group in (None, *range(groups))
+    ]
+    return numbers[0], np.array(numbers[1:])
+
+
+def _error(without: np.ndarray) -> np.ndarray:
+    return without.std(axis=0) * math.sqrt(len(without) - 1)
+
+
+def _corrected(value: np.ndarray, without: np.ndarray) -> np.ndarray:
+    return len(without) * value - (len(without) - 1) * without.mean(axis=0)
+
+
+def _root(value: Any) -> Any:
+    return np.sign(value) * np.sqrt(np.abs(value))
+
+
+def position_columns(x: np.ndarray) -> dict[str, float]:
+    """Numbers of the positional basis of hidden states (C, T − 1, d), by products of different groups."""
+    contexts, length, width = x.shape
+    group = np.arange(contexts) * 8 // contexts
+    kinds = np.unique(group)
+    p = np.stack([x[group == g].mean(0) for g in kinds])
+    p -= p.mean(1, keepdims=True)
+    everything = (x - x.mean((0, 1))).reshape(-1, width)
+    inner = np.einsum("atd,btd->abt", p, p)
+    grams = np.einsum("atd,bsd->abts", p, p) if length <= width else np.einsum("atd,bte->abde", p, p)
+
+    def eigenvalue(gram: np.ndarray) -> float:
+        return float(np.linalg.eigvalsh((gram + gram.T) / 2)[-1])
+
+    energy, _ = _jackknifed(np.sum, (inner, 2))
+    raw, raw_without = _jackknifed(eigenvalue, (grams, 2))
+    largest = _corrected(raw, raw_without)
+    bias = raw - largest
+    known = largest > 2 * math.hypot(_error(raw_without), 0.25 * bias)
+    # The error of the relative norm is not given here, and its value is without correction beyond that of ‖P‖₂².
+    row = {
+        "stable_rank": energy / largest if known else math.nan,
+        "relative_norm": float(_root(contexts * largest)) / np.linalg.norm(everything, 2),
+        "position_energy": contexts * energy / np.linalg.norm(everything) ** 2,
+    }
+    lengths, near = _lengths(inner)
+    row["undirected_positions"] = float((near[0] <= 2 * _error(near[1:])).sum())
+    scales = np.where(near[0] > 0, 1 / np.sqrt(np.maximum(lengths, 1e-300)), 0)
+    for name, several in (("low_frequency", scales), ("pp_low_frequency", np.ones_like(scales))):
+        row |= _frequencies(name, p, several)
+    return row
+
+
+def _lengths(inner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """‖pos_t‖² with all groups and without each, drawn towards neighbours; and the means of neighbours."""
+    own, own_without = _jackknifed(lambda value: value, (inner, 2))
+    error = _error(own_without)
+    place = np.arange(1, len(own) + 1)
+    near = [np.abs(np.log(place / t)) <= math.log(1.25) for t in place]
+
+    def drawn(value: np.ndarray) -> np.ndarray:
+        mean = np.array([value[some].mean() for some in near])
+        spread = max(((value - mean) ** 2 - error**2).mean(), 0)
+        values = mean + spread / (spread + error**2) * (value - mean)
+        return np.where(values > 0, values, mean)
+
+    smooth = np.array([[value[some].mean() for some in near] for value in (own, *own_without)])
+    every = np.array([drawn(value) for value in (own, *own_without)])
+    return np.where(every > 0, every, smooth[0]), smooth
+
+
+def _frequencies(name: str, p: np.ndarray, scales: np.ndarray) -> dict[str, float]:
+    groups, length, _ = p.shape
+    cutoffs = (1, 3, 5, 10)
+    values = []
+    for use, scale in zip((None, *range(groups)), scales, strict=True):
+        some = p if use is None else np.delete(p, use, axis=0)
+        rows = some * scale[:, None]
+        spectra = dctn(np.einsum("atd,bsd->abts", rows, rows), type=2, norm="ortho", axes=(2, 3))
+        energies = [
+            _over_groups(np.einsum("abij,dcij->abcd", spectra[..., :k, :k], spectra[..., :k, :k]), 4)
+            for k in (length, *cutoffs)
+        ]
+        values.append(energies)
+    whole, *corners = np.array(values).T
+    above = whole[0] > 2 * _error(whole[1:])
+    shares = [_corrected(corner[0] / whole[0], corner[1:] / whole[1:]) for corner in corners]
+    return {
+        f"{name}_{k}": float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)
+    }
+
+
+def context_columns(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Numbers of the context vectors of hidden states (C, T − 1, d), from disjoint halves of the positions."""
+    contexts, length, width = x.shape
+    half = np.arange(length) // max(1, min(16, length // 4)) % 2
+    pos = x.mean(0)
+    ctx = [(x[:, half == h] - pos[half == h]).mean(1) for h in (0, 1)]
+    group = np.unique(np.arange(contexts) * 8 // contexts, return_inverse=True)[1]
+    of_groups = [np.array([c[group == g].mean(0) for g in range(group.max() + 1)]) for c in ctx]
+    common = -_over_groups(of_groups[0] @ of_groups[1].T, 2)
+    lengths = [np.linalg.norm(c, axis=1) for c in ctx]
+    cosine = (ctx[0] @ ctx[1].T + common) / np.outer(*lengths)
+    row: dict[str, float] = {}
+    kinds = {"random": lambda a, b: True}
+    if len(np.unique(labels[labels >= 0])) > 1:
+        kinds |= {
+            "within": lambda a, b: labels[a] == labels[b] >= 0,
+            "between": lambda a, b: labels[a] != labels[b] and min(labels[a], labels[b]) >= 0,
+        }
+    for where in ("within", "between"):
+        row |= {f"similarity_{where}": math.nan, f"cosine_{where}": math.nan}
+    for where, chosen in kinds.items():
+        pairs = [(a, b) for a in range(contexts) for b in range(a) if chosen(a, b)]
+        square = sum(cosine[a, b] * cosine[b, a] for a, b in pairs) / sum(
+            cosine[a, a] * cosine[b, b] for a, b in pairs
+        )
+        row[f"similarity_{where}"] = float(_root(square))
+        if where != "random":
+            row[f"cosine_{where}"] = sum(cosine[a, b] + cosine[b, a] for a, b in pairs) / sum(
+                cosine[a, a] + cosine[b, b] for a, b in pairs
+            )
+    covariance = np.cov(x.reshape(-1, width).T, ddof=0)
+    row["incoherence_random"] = np.linalg.norm(covariance) / np.trace(covariance)
+    return row
+
+
 def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """The layers table."""
+    """The layers table, but for clusters, incoherence and rank, which have tests of their own."""
     rows: list[dict[str, float]] = []
     for layer, h in enumerate(dense.hidden):
         x = h[:, 1:]
-        contexts, _, width = x.shape
-        mean = x.mean((0, 1))
-        pos, ctx = x.mean(0) - mean, x.mean(1) - mean
-        everything = (x - mean).reshape(-1, width)
-        tiled = np.tile(pos, (contexts, 1))
-        unit_pos = pos / np.linalg.norm(pos, axis=1, keepdims=True)
-        unit_ctx = ctx / np.linalg.norm(ctx, axis=1, keepdims=True)
-        energy = dctn(unit_pos @ unit_pos.T, type=2, norm="ortho") ** 2
-        raw = dctn(pos @ pos.T, type=2, norm="ortho") ** 2
+        pos = x.mean(0) - x.mean((0, 1))
         k = min(20, (min(pos.shape) - 2) // 2)
-        _, _, rank = adaptiveHardThresholding(pos, k, strategy="i")
-        cross = np.abs(unit_pos @ unit_ctx.T)
-        same, other = [], []
-        for a in range(contexts):
-            for b in range(a):
-                (same if labels[a] == labels[b] else other).append(abs(unit_ctx[a] @ unit_ctx[b]))
         token_norm = np.linalg.norm(x, axis=-1)
         centred = x - x.mean(1, keepdims=True)
         row = {
-            "rank": rank,
-            "stable_rank": np.linalg.norm(pos) ** 2 / np.linalg.norm(pos, 2) ** 2,
-            "relative_norm": np.linalg.norm(tiled, 2) / np.linalg.norm(everything, 2),
-            **{f"low_frequency_{c}": energy[:c, :c].sum() / energy.sum() for c in (1, 3, 5, 10)},
-            **{f"pp_low_frequency_{c}": raw[:c, :c].sum() / raw.sum() for c in (1, 3, 5, 10)},
-            "incoherence_mean": cross.mean(),
-            "incoherence_max": cross.max(),
-            "similarity_within": np.mean(same) if same else math.nan,
-            "similarity_between": np.mean(other) if other else math.nan,
+            "rank_screenot": adaptiveHardThresholding(pos, k, strategy="i")[2],
+            **position_columns(x),
+            **context_columns(x, labels),
             "norm": token_norm.mean(),
             "norm_first": np.linalg.norm(h[:, 0], axis=-1).mean(),
             "rank_collapse": np.mean(

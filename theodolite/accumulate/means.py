@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.sums import LayerSums, State, cache_sized_groups, each_part, placed
 from theodolite.corpus.groups import GROUPS, Groups
@@ -40,14 +41,24 @@ class Sample:
         return (self.slot >= 0).nonzero().flatten()
 
 
+BLOCK = 16
+"""Neighbouring positions that are in one half of a context; fewer in a text of under 64 tokens."""
+
+
+def halves_of_positions(length: int) -> Int[Tensor, " positions"]:
+    """Return which of two halves each position of a text is in: blocks in turn, since neighbours are correlated."""
+    return torch.arange(length) // max(1, min(BLOCK, length // 4)) % 2
+
+
 class Means(LayerSums):
     """Sums over contexts of hidden states, norms, cosines and rank-collapse residuals; kept context means.
 
     State (N residual layers, G groups of contexts): contexts (N, G); readers (N, G, T), how many of them have a
     position, and position_sum (N, G, T, d) over these; norm_sum and cosine_sum (N, G; layer ℓ against ℓ−1) over
-    tokens; norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, S, d) and context_tokens (N, S),
-    over how many; token (N, Q, d); with `trailing` special tokens behind the text of every context norm_last_sum (N,
-    G), and with more than one `leading` token norm_registers_sum (N, G) of those from position 1 on.
+    tokens; norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, 2, S, d) over either half of the
+    positions (`halves_of_positions`) and context_tokens (N, 2, S), over how many; token (N, Q, d); with `trailing`
+    special tokens behind the text of every context norm_last_sum (N, G), and with more than one `leading` token
+    norm_registers_sum (N, G) of those from position 1 on. Tokens that an update leaves out are in none of these.
 
     A context may have fewer than T tokens; the contexts of one `update` have as many.
     `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32
@@ -64,8 +75,8 @@ class Means(LayerSums):
         shapes |= {
             "readers": (GROUPS, length),
             "position_sum": (GROUPS, length, width),
-            "context_mean": (sample.size, width),
-            "context_tokens": (sample.size,),
+            "context_mean": (2, sample.size, width),
+            "context_tokens": (2, sample.size),
             "token": (len(sample.token_context), width),
         }
         super().__init__(layers, shapes)
@@ -73,20 +84,32 @@ class Means(LayerSums):
         self.leading, self.trailing = leading, trailing
         self.sample = sample
         self.groups = Groups(len(sample.slot))
+        self.halves = halves_of_positions(length - leading - trailing)
         self._previous: tuple[Tensor, Tensor] | None = None
 
-    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Add one layer's hidden states of contexts `first_context …`; layers must come in order."""
+    def update(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "batch positions width"],
+        first_context: int,
+        left_out: Bool[Tensor, "batch positions"] | None = None,
+    ) -> None:
+        """Add one layer's hidden states of contexts `first_context …` without tokens left out; layers come in order."""
         if layer and self._previous is None:
             raise RuntimeError("hidden states must come layer by layer, from layer 0")
         previous = self._previous if layer else None
         read = hidden.shape[1]
         text = slice(self.leading, read - self.trailing)
-        parts = each_part(lambda part: _lengths(hidden, previous, part, text), len(hidden), hidden.device)
+        halves = functional.one_hot(self.halves[: text.stop - text.start], 2).T.to(
+            hidden.device, torch.float64
+        )
+        parts = each_part(
+            lambda part: _lengths(hidden, previous, part, text, halves, left_out), len(hidden), hidden.device
+        )
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
-        context_mean, norm = sums.pop("context_mean"), sums.pop("norm")
+        context_mean, context_tokens, norm = (sums.pop(n) for n in ("context_mean", "context_tokens", "norm"))
         self._previous = hidden, norm
-        sums |= {"norm_sum": norm[:, text].sum(dim=1), "norm_first_sum": norm[:, 0]}
+        sums["norm_first_sum"] = norm[:, 0]
         if self.trailing:
             sums["norm_last_sum"] = norm[:, text.stop :].mean(dim=1)
         if self.leading > 1:
@@ -95,24 +118,30 @@ class Means(LayerSums):
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)
-            for _, place in places:
-                self.at("readers", layer, hidden.device)[group, place] += count
+            readers = count if left_out is None else count - left_out[part].sum(dim=0)
+            for source, place in places:
+                own = readers if left_out is None else readers[source]
+                self.at("readers", layer, hidden.device)[group, place] += own
             for name, values in sums.items():
                 self.add(name, layer, values[part].sum(), group)
         for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             several = part.stop - part.start > 1
-            summed = hidden[part].double().sum(0) if several else hidden[part.start]
+            states = hidden[part]
+            if left_out is not None:
+                states = states.masked_fill(left_out[part].unsqueeze(-1), 0)
+            summed = states.double().sum(0) if several else states[0]
             for source, place in places:
                 self.at("position_sum", layer, hidden.device)[group, place] += summed[source]
-        self._keep(layer, hidden, context_mean, first_context)
+        self._keep(layer, hidden, context_mean, context_tokens, first_context)
 
-    def _keep(self, layer: int, hidden: Tensor, context_mean: Tensor, first_context: int) -> None:
+    def _keep(
+        self, layer: int, hidden: Tensor, context_mean: Tensor, context_tokens: Tensor, first_context: int
+    ) -> None:
         batch = hidden.shape[0]
         slots = self.sample.slot[first_context : first_context + batch].to(hidden.device)
         kept = slots[slots >= 0]
-        self.at("context_mean", layer, hidden.device)[kept] = context_mean[slots >= 0]
-        tokens_of_text = hidden.shape[1] - self.leading - self.trailing
-        self.at("context_tokens", layer, hidden.device)[kept] = float(tokens_of_text)
+        self.at("context_mean", layer, hidden.device)[:, kept] = context_mean[slots >= 0].transpose(0, 1)
+        self.at("context_tokens", layer, hidden.device)[:, kept] = context_tokens[slots >= 0].T
         local = self.sample.token_context - first_context
         tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
         if len(tokens):
@@ -127,26 +156,40 @@ def _lengths(
     previous: tuple[Tensor, Tensor] | None,
     part: slice,
     text: slice,
+    halves: Float[Tensor, "2 text"],
+    left_out: Bool[Tensor, "batch positions"] | None,
 ) -> dict[str, Tensor]:
-    """Compute each context's mean vector, token norms, cosine to the previous layer and rank-collapse residual.
+    """Compute each context's mean vectors, token norms, cosine to the previous layer and rank-collapse residual.
 
-    `previous` has the hidden states and the norms of the layer before; `text` are the positions that count.
+    `previous` has the hidden states and the norms of the layer before; `text` are the positions that count, of which
+    `halves` marks those of either half.
     """
     h = hidden[part].to(torch.float64, copy=True)
     norm = torch.linalg.vector_norm(h, dim=-1)
-    x, mean = h[:, text], h[:, text].mean(dim=1)
-    values = {"context_mean": mean, "norm": norm}
+    x, norms = h[:, text], norm[:, text]
+    if left_out is not None:
+        gone = left_out[part, text]
+        x, norms = x.masked_fill(gone.unsqueeze(-1), 0), norms.masked_fill(gone, 0)
+        halves = halves * ~gone[:, None]
+    tokens = halves.sum(dim=-1).expand(len(h), -1)
+    of_halves = halves @ x
+    values = {"norm": norm, "norm_sum": norms.sum(dim=1), "context_tokens": tokens}
+    values["context_mean"] = of_halves / tokens.clamp_min(1).unsqueeze(-1)
     if previous is not None:
         p, p_norm = (tensor[part, text].to(h) for tensor in previous)
-        cosine = torch.linalg.vecdot(x, p) / (norm[:, text] * p_norm).clamp_min(1e-300)
+        cosine = torch.linalg.vecdot(x, p) / (norms * p_norm).clamp_min(1e-300)
         values["cosine_sum"] = cosine.sum(dim=1)
-    size = torch.linalg.vector_norm(norm[:, text], dim=-1)
-    spread = torch.linalg.vector_norm(x.sub_(mean.unsqueeze(1)), dim=(1, 2))
+    mean = of_halves.sum(dim=1, keepdim=True) / tokens.sum(dim=1).clamp_min(1)[:, None, None]
+    size = torch.linalg.vector_norm(norms, dim=-1)
+    x = x.sub_(mean)
+    if left_out is not None:
+        x.masked_fill_(gone.unsqueeze(-1), 0)
+    spread = torch.linalg.vector_norm(x, dim=(1, 2))
     return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
 
 
 def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return μ (N, d), pos (N, T, d) and ctx (N, S, d) from the state, as `decomposed` has them of each layer."""
+    """Return μ (N, d), pos (N, T, d) and ctx (N, 2, S, d) from the state, as `decomposed` has them of each layer."""
     names = ("position_sum", "readers", "context_mean", "context_tokens")
     text = slice(leading, state["position_sum"].shape[2] - trailing)
     layers = [
@@ -160,24 +203,35 @@ def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple
 def decomposed(
     position_sum: Float[Tensor, "positions width"],
     readers: Float[Tensor, " positions"],
-    context_mean: Float[Tensor, "sampled width"],
-    context_tokens: Float[Tensor, " sampled"],
+    context_mean: Float[Tensor, "2 sampled width"],
+    context_tokens: Float[Tensor, "2 sampled"],
     text: slice,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute μ (d), pos (T, d) and ctx (S, d) of one layer; μ is the mean over the tokens of the text.
+    """Compute μ (d), pos (T, d) and ctx (2, S, d) of one layer; μ is the mean over the tokens of the text.
 
-    pos_t is of the contexts that reach position t. Where they are of unlike lengths, what a context's own positions
-    average to is taken off its mean: else ctx would say how long it is.
+    pos_t is of the contexts that reach position t. What the positions that a mean is over average to is taken off it:
+    else ctx would say which half of the positions it is of, or how long the context is.
     """
     position_mean = position_sum / readers.clamp_min(1)[:, None]
     weights = readers[text] / readers[text].sum()
     mean = weights @ position_mean[text]
-    pos, ctx = position_mean - mean, context_mean - mean
-    longest = text.stop - text.start
-    if (context_tokens < longest).any():
-        own = pos[text].cumsum(dim=0) / torch.arange(1, longest + 1)[:, None]
-        ctx = ctx - own[context_tokens.long() - 1]
-    return mean, pos, ctx
+    pos = position_mean - mean
+    halves, of_text = halves_of_positions(text.stop - text.start), pos[text]
+    ctx = []
+    for half in (0, 1):
+        own = of_text[halves == half]
+        own = own.cumsum(dim=0) / torch.arange(1, len(own) + 1)[:, None]
+        last = (context_tokens[half].long() - 1).clamp_min(0)
+        ctx.append(context_mean[half] - mean - own[last] if len(own) else context_mean[half] - mean)
+    return mean, pos, torch.stack(ctx)
+
+
+def whole_contexts(
+    ctx: Float[Tensor, "*layers 2 sampled width"], tokens: Float[Tensor, "*layers 2 sampled"]
+) -> Float[Tensor, "*layers sampled width"]:
+    """Return the context vectors of all positions from those of either half, over so many `tokens`."""
+    weights = tokens / tokens.sum(dim=-2, keepdim=True).clamp_min(1)
+    return (ctx * weights.unsqueeze(-1)).sum(dim=-3)
 
 
 class ExampleNorms(LayerSums):

@@ -13,7 +13,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
-from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.position import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures

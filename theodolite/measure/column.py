@@ -33,7 +33,19 @@ MODEL_INDICES = {"layer": ("layers", 0), "head": ("heads", -1)}
 ATTENTION, BEHAVIOUR, SINKS = "Attention on the text", "Attention patterns", "Sinks"
 CONSTITUENTS, POSITIONAL = "Constituents of its logits", "Position in the head"
 SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
-GROUPS = (ATTENTION, BEHAVIOUR, SINKS, CONSTITUENTS, POSITIONAL, SPECTRUM, SPECTRUM_DATA)
+BASIS, CONTEXTS, STREAM = "Positional basis", "Context vectors", "Hidden states"
+GROUPS = (
+    BASIS,
+    CONTEXTS,
+    STREAM,
+    ATTENTION,
+    BEHAVIOUR,
+    SINKS,
+    CONSTITUENTS,
+    POSITIONAL,
+    SPECTRUM,
+    SPECTRUM_DATA,
+)
 """The groups of the pickers, in their order; any other group follows."""
 
 SHARE, BALANCE = (0.0, 1.0), (-1.0, 1.0)
@@ -41,6 +53,7 @@ AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)
 """Ranges that many columns have."""
 
 HALVES = "balanced halves of 8 groups of neighbouring contexts"
+LEFT_OUT = "each of 8 groups of neighbouring contexts left out in turn (jackknife)"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
 from theodolite.measure.column import POSITIONAL, SHARE, Column, gives
-from theodolite.measure.geometry import CUTOFFS, SHOWN_CUTOFF, Columns
+from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF
 from theodolite.measure.publications import SONG
 from theodolite.theory.smoothness import Grid, product_low_frequency_ratio
 
@@ -75,7 +75,7 @@ def positional_heads(
     normed: Float[Tensor, "positions width"] | None = None,
     leading: int = 1,
     grid: Grid | None = None,
-) -> Columns:
+) -> dict[str, list[float]]:
     """Compute the heads' columns that need one layer's positional basis and weights alone, H values each.
 
     The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of `normed`; the

@@ -1,7 +1,8 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
+    massive.parquet  with_massive.parquet  constituents.parquet  attribution.parquet  traces.parquet
+    arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
 here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
@@ -60,11 +61,27 @@ if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 ARRAYS = "arrays.safetensors"
 
-TABLES = ("layers", "heads", "sinks", "outliers", "examples", "constituents", "attribution", "traces")
+WITHOUT = ".without"
+"""Ending of an array (8, rows): what a column is without each of 8 groups of contexts, as TABLE.COLUMN.without."""
+
+TABLES = (
+    *(
+        "layers",
+        "heads",
+        "sinks",
+        "outliers",
+        "massive",
+        "with_massive",
+        "examples",
+        "constituents",
+        "attribution",
+    ),
+    "traces",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,6 +93,8 @@ class Run:
         heads: one row a head, L · H rows.
         sinks: which tokens became sinks of which head, and how often.
         outliers: outlier dimensions of each layer, with their shares.
+        massive: tokens with massive activations after the first position, of which no other number is.
+        with_massive: what the numbers of position and context would be with them, in the layers that have any.
         examples: the tokens of a few contexts with the attention that they receive.
         constituents: the share of each head's logit variance that each pair of parts of query and key carries.
         attribution: which constituents the heads that follow a pattern owe it to.
@@ -95,6 +114,8 @@ class Run:
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
     traces: pd.DataFrame = field(default_factory=pd.DataFrame)
+    massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
     folder: Path | None = field(default=None, compare=False)
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
+from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
 from theodolite.accumulate.means import ExampleNorms, Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
@@ -52,6 +53,7 @@ class HeadsPass(CorpusPass):
             model.layers, model.heads, length, min(self._examples, contexts), self.trailing, self.leading
         )
         self._tokens: Tokens | None = None
+        self._left_out: Tensor | None = None
         self._first = 0
 
     _examples = 0
@@ -76,18 +78,19 @@ class HeadsPass(CorpusPass):
         self._first = first
         self._tokens = Tokens.of(ids, self.model.device)
 
-    def _text(self, hidden: Tensor) -> Tensor:
-        """Leave out position 0 (or all before an image's patches) and the special tokens at the end."""
-        return hidden[:, self.leading : hidden.shape[1] - self.trailing]
+    def _text(self, hidden: Tensor) -> slice:
+        """Return the positions without position 0 (or all before an image's patches) and special tokens at the end."""
+        return slice(self.leading, hidden.shape[1] - self.trailing)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer."""
+        """Take in the residual stream of one layer, its massive tokens apart."""
         refuse_nonfinite_stream(layer, hidden)
-        self.means.update(layer, hidden, self._first)
+        self._left_out = massive_tokens(hidden, self._text(hidden))
+        self.means.update(layer, hidden, self._first, self._left_out)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""
-        self.inputs.update_centred(layer, Centred.of(self._text(hidden)))
+        self.inputs.update_centred(layer, Centred.of(hidden[:, self._text(hidden)]))
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Take in one layer's attention, and compute its output."""
@@ -108,6 +111,7 @@ class SurveyPass(HeadsPass):
         self.residual = SecondMoments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
+        self.massive = MassiveTokens(model.layers + 1, model.width, self.means)
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
@@ -120,7 +124,11 @@ class SurveyPass(HeadsPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        own: dict[str, LayerSums] = {"residual": self.residual, "sketches": self.sketches}
+        own: dict[str, LayerSums] = {
+            "residual": self.residual,
+            "sketches": self.sketches,
+            "massive": self.massive,
+        }
         examples = {} if self.examples is None else {"examples": self.examples}
         added = {f"extra.{one.name}": one for one in self.extra}
         return super().accumulators | own | {"outliers": self.outliers} | examples | added
@@ -128,9 +136,13 @@ class SurveyPass(HeadsPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         super().stream(layer, hidden)
-        centred = Centred.of(self._text(hidden))
-        self.residual.update_centred(layer, centred)
-        self.sketches.update_centred(layer, centred, self._first)
+        assert self._tokens is not None
+        for first, rows in without(hidden, self._left_out, self._text(hidden)):
+            centred = Centred.of(rows)
+            self.residual.update_centred(layer, centred)
+            self.sketches.update_centred(layer, centred, self._first + first)
+        if self._left_out is not None:
+            self.massive.update(layer, hidden, self._left_out, self._tokens.ids, self._first)
         self.outliers.update(layer, hidden, self._first)
         if self.examples is not None:
             self.examples.update(layer, hidden, self._first)

@@ -24,7 +24,8 @@ from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared,
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import heads_that_are
 from theodolite.models.weights.head_weights import EXACT
-from theodolite.passes.run import Run
+from theodolite.passes.run import WITHOUT, Run
+from theodolite.theory.unbiased import Jackknifed
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,26 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
             continue
         table_of = {name: column.table for column in one.columns for name in column.columns}
         for name, values in made.items():
-            if name in table_of:
+            if isinstance(values, Jackknifed):
+                columns[table_of[name]][name] = values.value.tolist()
+                if f"{name}_se" in table_of:
+                    columns[table_of[name]][f"{name}_se"] = values.error.tolist()
+                    arrays[f"{table_of[name]}.{name}{WITHOUT}"] = values.without.float()
+            elif name in table_of:
                 columns[table_of[name]][name] = values
             else:
                 arrays[name] = inputs[name] = values
     for table, values in added_columns(states, extra).items():
         columns[table] |= values
-    tables["layers"] = pd.DataFrame(columns["layers"])
-    order = [name for column in declared("heads").values() for name in column.columns]
-    order = [name for name in order if name in columns["heads"]]
-    ordered = {name: columns["heads"][name] for name in order} | columns["heads"]
-    tables["heads"] = heads_that_are(ordered, inputs["heads_of"])
+    tables["layers"] = pd.DataFrame(_in_order("layers", columns))
+    tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
     return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
+
+
+def _in_order(table: str, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the columns of a table in the order of their declarations."""
+    order = [name for column in declared(table).values() for name in column.columns]
+    return {name: columns[table][name] for name in order if name in columns[table]} | columns[table]
 
 
 def _inputs(states: States, facts: Facts) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         labels = torch.full_like(labels, -1)
     if facts.pictures is not None:
         inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
-    inputs |= {name: states.of(f"corpus.{name}") for name in ("residual", "sketches", "outliers")}
+    inputs |= {name: states.of(f"corpus.{name}") for name in ("residual", "sketches", "outliers", "massive")}
     return inputs | {
         "gram_norm": inputs["attention"]["gram_norm"],
         "sample": facts.sample,

@@ -36,7 +36,7 @@ from theodolite.judging import (
     unless_explained,
     untestable,
 )
-from theodolite.measure.geometry import SCREENOT_RANK, screenot_bound
+from theodolite.measure.position import SCREENOT_RANK, screenot_bound
 from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models.structure import NoAttention
 from theodolite.models.weights.copies import NotAffine

@@ -15,7 +15,7 @@ from theodolite import Run
 from theodolite.comparison.parts import overlap
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import FAILS, HOLDS, Verdict, untestable
-from theodolite.measure.geometry import CUTOFFS
+from theodolite.measure.position import CUTOFFS
 from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report import published
 from theodolite.report.data import (

@@ -1,0 +1,146 @@
+"""Tokens with massive activations after the first position: named, counted, and summed apart from all others.
+
+One of them may be a hundred times as long as any other token: in a mean over contexts it would decide alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from theodolite.accumulate.means import Means
+from theodolite.accumulate.outliers import PUBLISHED
+from theodolite.accumulate.sums import KeyedSums, LayerSums, State, part_of
+from theodolite.theory.outliers import massive_activations
+
+NAMED_CONTEXTS, NAMED_TOKENS = 256, 8
+"""Tokens are named in the first contexts, and of each context and layer the first."""
+
+
+def massive_tokens(
+    hidden: Float[Tensor, "batch positions width"], text: slice
+) -> Bool[Tensor, "batch positions"] | None:
+    """Mark the tokens of the text with a massive activation in any dimension (Sun et al. 2024); None: there is none."""
+    largest = hidden.abs().amax(dim=-1)
+    contexts = (largest[:, text] > PUBLISHED.massive).any(dim=1).nonzero().flatten()
+    if not len(contexts):
+        return None
+    marked = torch.zeros_like(largest, dtype=torch.bool)
+    massive = massive_activations(hidden[contexts].abs().unsqueeze(2), PUBLISHED).squeeze(2).any(dim=-1)
+    marked[contexts, text] = massive[:, text]
+    return marked if marked.any() else None
+
+
+def without(
+    hidden: Float[Tensor, "batch positions width"],
+    left_out: Bool[Tensor, "batch positions"] | None,
+    text: slice,
+) -> Iterator[tuple[int, Float[Tensor, "contexts rows width"]]]:
+    """Yield the text of a batch without the tokens left out: runs of whole contexts, and others alone.
+
+    With each, which context of the batch comes first.
+    """
+    start = 0
+    if left_out is not None:
+        for context in left_out.any(dim=1).nonzero().flatten().tolist():
+            if context > start:
+                yield start, hidden[start:context, text]
+            yield context, hidden[context, text][~left_out[context, text]].unsqueeze(0)
+            start = context + 1
+    if start < len(hidden):
+        yield start, hidden[start:, text]
+
+
+class MassiveTokens(LayerSums):
+    """What is left out of the means and moments of a layer, in sums of its own.
+
+    Args:
+        means: what they are left out of.
+
+    State: count (N), tokens left out; named, by (layer, context, position, token id): `value`, the massive value of the
+    largest size, and its `dimension`; at_position, by (layer, group, position), and in_context, by (layer, slot, half),
+    `sum` (d) and `count` of the vectors; moment, by (layer): `sum` (d), `square` (d, d), Σ x xᵀ, and `count`.
+    """
+
+    def __init__(self, layers: int, width: int, means: Means) -> None:
+        vectors: dict[str, tuple[int, ...]] = {"sum": (width,), "count": ()}
+        keyed = {
+            "named": KeyedSums(4, {"value": (), "dimension": ()}),
+            "at_position": KeyedSums(3, vectors),
+            "in_context": KeyedSums(3, vectors),
+            "moment": KeyedSums(1, vectors | {"square": (width, width)}),
+        }
+        super().__init__(layers, {"count": ()}, keyed=keyed)
+        self.means = means
+
+    def update(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "batch positions width"],
+        marked: Bool[Tensor, "batch positions"],
+        ids: Int[Tensor, "batch positions"],
+        first_context: int,
+    ) -> None:
+        """Add the marked tokens, left out of `means`, of contexts `first_context …`."""
+        context, position = marked.nonzero(as_tuple=True)
+        vectors = hidden[context, position].double().cpu()
+        context, position = context.cpu(), position.cpu()
+        absolute = context + first_context
+        self.add("count", layer, torch.tensor(float(len(vectors)), dtype=torch.float64))
+        of_layer = torch.full_like(context, layer)
+        ones = torch.ones(len(vectors))
+        group, slot = self.means.groups.of(absolute), self.means.sample.slot[absolute]
+        half = self.means.halves[position - self.means.leading]
+        self._add("at_position", (of_layer, group, position), {"sum": vectors, "count": ones})
+        kept = slot >= 0
+        self._add(
+            "in_context",
+            (of_layer[kept], slot[kept], half[kept]),
+            {"sum": vectors[kept], "count": ones[kept]},
+        )
+        total = {"sum": vectors.sum(dim=0), "square": vectors.T @ vectors, "count": ones.sum()}
+        self._add("moment", (of_layer[:1],), {name: values.unsqueeze(0) for name, values in total.items()})
+        shown = (absolute < NAMED_CONTEXTS) & (marked.cpu().cumsum(dim=1)[context, position] <= NAMED_TOKENS)
+        dimension = vectors.abs().argmax(dim=1)
+        named = {
+            "value": vectors.gather(1, dimension[:, None]).flatten()[shown],
+            "dimension": dimension[shown],
+        }
+        token = ids.cpu()[context, position]
+        self._add("named", tuple(each[shown] for each in (of_layer, absolute, position, token)), named)
+
+    def _add(self, name: str, keys: tuple[Tensor, ...], values: dict[str, Tensor]) -> None:
+        sums = self.keyed[name]
+        sums.add(sums.rows(torch.stack(keys, dim=1)), values)
+
+
+def with_massive(means: State, residual: State, massive: State) -> tuple[State, State]:
+    """Return the states of `Means` and `SecondMoments` with the massive tokens among the others."""
+    means, residual = dict(means), dict(residual)
+    rows = part_of(massive, "at_position")
+    place = rows["keys"].unbind(dim=1)
+    means["position_sum"] = means["position_sum"].index_put(place, rows["sum"], accumulate=True)
+    means["readers"] = means["readers"].index_put(place, rows["count"], accumulate=True)
+    rows = part_of(massive, "in_context")
+    layer, slot, half = rows["keys"].unbind(dim=1)
+    place = layer, half, slot
+    before = means["context_tokens"][place]
+    mean = (means["context_mean"][place] * before[:, None] + rows["sum"]) / (before + rows["count"])[:, None]
+    means["context_mean"] = means["context_mean"].index_put(place, mean)
+    means["context_tokens"] = means["context_tokens"].index_put(place, before + rows["count"])
+    rows = part_of(massive, "moment")
+    residual = {name: values.clone() for name, values in residual.items()}
+    for layer, total, square, count in zip(
+        rows["keys"][:, 0], rows["sum"], rows["square"], rows["count"], strict=True
+    ):
+        own = total / count
+        difference = own - residual["mean"][layer]
+        together = residual["count"][layer] + count
+        shared = residual["count"][layer] * count / together
+        residual["moment"][layer] += square - count * own.outer(own) + shared * difference.outer(difference)
+        residual["mean"][layer] += difference * (count / together)
+        residual["count"][layer] = together
+    return means, residual

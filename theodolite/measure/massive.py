@@ -1,0 +1,98 @@
+"""Tokens with massive activations after the first position, and what the numbers would be with them.
+
+Source: Sun et al. 2024; Zhang et al. 2025, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.accumulate.massive import with_massive
+from theodolite.accumulate.means import Sample
+from theodolite.accumulate.sums import State, part_of
+from theodolite.measure.column import STREAM, Column, gives, table_of
+from theodolite.measure.contexts import CONTEXT_COLUMNS, context_columns
+from theodolite.measure.position import POSITION_COLUMNS, position_columns
+from theodolite.measure.publications import ZHANG
+from theodolite.theory.smoothness import Grid
+from theodolite.theory.unbiased import Jackknifed
+
+_massive = partial(Column, "massive")
+
+
+@gives(
+    Column(
+        "layers",
+        "massive_tokens",
+        "Number of tokens with a massive activation after the first position; they are left out of all other numbers.",
+        "The table `massive` names them, `with_massive` has the numbers with them.",
+        f"{ZHANG}, section 2",
+        group=STREAM,
+    )
+)
+def massive_counts(massive: State) -> dict[str, list[float]]:
+    """Return how many tokens were left out, N values, from `MassiveTokens`."""
+    return {"massive_tokens": massive["count"].tolist()}
+
+
+@gives(
+    _massive("layer", "Residual layer: 0 enters the first block."),
+    _massive("context", "Context of the text, counted from 0."),
+    _massive("position", "Position in the context, counted from 0."),
+    _massive("token", "The token there.", kind="text"),
+    _massive("dimension", "Dimension of the residual stream with the largest value."),
+    _massive(
+        "value",
+        "That value.",
+        "|x| > 100 and > 1000 × the median magnitude of the context at this layer.",
+        f"{ZHANG}, section 2",
+    ),
+)
+def massive_table(massive: State, text: Callable[[int], str]) -> pd.DataFrame:
+    """Tabulate the massive tokens of the first 256 contexts, at most eight a context and layer."""
+    named = part_of(massive, "named")
+    layer, context, position, token = named["keys"].unbind(dim=1)
+    columns = {"layer": layer, "context": context, "position": position}
+    texts = [text(one) for one in token.tolist()]
+    return table_of(
+        columns | {"token": texts, "dimension": named["dimension"].long(), "value": named["value"]}
+    )
+
+
+@gives(
+    Column("with_massive", "layer", "Residual layer: 0 enters the first block."),
+    *(
+        replace(column, table="with_massive", error="", floor="", healthy=None, short="")
+        for column in (*POSITION_COLUMNS, *CONTEXT_COLUMNS)
+    ),
+)
+def with_massive_table(
+    massive: State,
+    means: State,
+    residual: State,
+    sketches: State,
+    sample: Sample,
+    labels: Int[Tensor, " sampled"],
+    leading: int = 1,
+    grid: Grid | None = None,
+) -> pd.DataFrame:
+    """Compute the numbers of position and context with the massive tokens, of the layers that have any."""
+    layers = massive["count"].nonzero().flatten()
+    if not len(layers):
+        return pd.DataFrame()
+    means, residual = (
+        {name: values[layers] for name, values in state.items()}
+        for state in with_massive(means, residual, massive)
+    )
+    sketches = {name: values[layers] for name, values in sketches.items()}
+    columns = position_columns(means, residual, sketches, leading, grid) | context_columns(
+        means, residual, sample, labels, leading, grid
+    )
+    numbers = {name: one.value for name, one in columns.items() if isinstance(one, Jackknifed)}
+    return table_of({"layer": layers} | numbers)

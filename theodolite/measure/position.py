@@ -1,0 +1,360 @@
+"""The positional basis of each residual layer: how large it is, of how many directions, and how smooth.
+
+P is what the hidden states of a position have in common over contexts, less their mean over positions 1 … T−1; position
+0 is apart, and with it the special tokens that a tokenizer puts behind every text. Of contexts of unlike lengths the
+basis ends where too few contexts reach (`positions_read`); of an image all `leading` tokens before its patches are
+apart, and the patches are a `grid`. All numbers are products of different groups of contexts (`theory.unbiased`), so
+that sampling noise adds nothing on average. Source: Song & Zhong 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from theodolite.accumulate.second_moments import low_rank
+from theodolite.accumulate.sums import State
+from theodolite.judging import Criterion
+from theodolite.measure.column import BASIS, LEFT_OUT, SHARE, Column, gives
+from theodolite.measure.publications import SONG
+from theodolite.system.processor import parallel_map
+from theodolite.theory.singular import largest_singular_value, screenot_of_values
+from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
+from theodolite.theory.unbiased import (
+    Jackknifed,
+    combined,
+    corner_energies,
+    gram_energy,
+    largest_square,
+    leaving_out,
+    product,
+    together,
+)
+
+SCREENOT_RANK = 20
+"""Upper bound on the rank given to ScreeNOT, as published."""
+
+REPLICATED = 3.0
+"""Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
+
+NEAR = 1.25
+"""Neighbours of a position are those up to this factor away: what changes with position changes ever more slowly."""
+
+CUTOFFS = (1, 3, 5, 10)
+"""K of the low-frequency ratios, as published (Table 4)."""
+
+SHOWN_CUTOFF = 10
+"""The one that maps, checks and summaries show."""
+
+LEAST_SHARE = 0.1
+"""Of the contexts must reach a position, where they are of unlike lengths: its mean would be that of a few contexts."""
+
+_layer = partial(Column, "layers", group=BASIS, error=LEFT_OUT)
+_share = partial(_layer, range=SHARE)
+
+
+def _smoothness(
+    name: str, title: str, formula: str, source: str, shown: str = "", healthy: Criterion | None = None
+) -> tuple[Column, ...]:
+    return tuple(
+        _share(
+            f"{name}_{k}",
+            "How smoothly the positional basis changes with position: 1 smooth, 0 noise. Energy in the "
+            f"{k} × {k} lowest frequencies.",
+            formula,
+            source,
+            shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}",
+            healthy=healthy if k == SHOWN_CUTOFF else None,
+            short="smooth" if shown and k == SHOWN_CUTOFF else "",
+        )
+        for k in CUTOFFS
+    )
+
+
+POSITION_COLUMNS = (
+    _layer(
+        "rank",
+        "Number of directions of the positional basis that contexts which did not choose them show, too.",
+        "Of ScreeNOT's directions those whose energy in the group of contexts left out is above 0 by three standard "
+        "errors. It grows with the contexts: weak directions need many.",
+        "ours",
+        "positional rank",
+        short="rank",
+        healthy=Criterion(
+            "more than",
+            0.0,
+            "mean rank: directions of the positional basis that contexts which did not choose them show, too",
+        ),
+    ),
+    _layer(
+        "rank_screenot",
+        "Number of directions of the positional basis that stand out from noise, as published (ScreeNOT).",
+        "P (T − 1 × d), k = 20, imputation (k is smaller where P is). It takes averaged embeddings for signal: layer 0 "
+        "of a model with rotary positions has a rank of 9 or so, where the truth is 0.",
+        f"ScreeNOT; {SONG}, Table 4",
+        "rank as published",
+    ),
+    _layer(
+        "stable_rank",
+        "Number of directions of the positional basis, weighted by energy.",
+        "‖P‖_F² / ‖P‖₂², between groups of contexts; empty where ‖P‖₂ is at the noise floor.",
+        f"{SONG}, Table 5",
+    ),
+    _share(
+        "relative_norm",
+        "The largest singular value of the positional basis over that of all centred hidden states. Not above its "
+        "floor: nothing is seen above the noise.",
+        "‖P tiled over contexts‖₂ / ‖M‖₂, M all centred hidden states. The square of the first is estimated between "
+        "groups of contexts, and may be below 0; the root keeps the sign. The error of the second is from a sketch of "
+        "32 directions.",
+        f"{SONG}, Table 6",
+        floor="relative_norm_floor",
+        short="rel.",
+    ),
+    _share(
+        "relative_norm_floor",
+        "The relative norm that noise alone reaches in one of 40 texts.",
+        "Two standard errors of the same estimate of differences between groups of contexts, which have no position.",
+        "ours",
+        "relative norm, noise",
+        error="",
+    ),
+    _share(
+        "position_energy",
+        "Share of the hidden states' variance that position explains. 0 or below: nothing is seen above the noise.",
+        "‖P tiled over contexts‖_F² / ‖M‖_F², between groups of contexts.",
+        "ours",
+        "energy of position",
+    ),
+    _layer(
+        "undirected_positions",
+        "Number of positions that are not above their noise: what direction they have is not known.",
+        "The mean ‖pos_t‖² of positions up to a quarter away is not above 0 by two standard errors.",
+        "ours",
+        error="",
+    ),
+    *_smoothness(
+        "low_frequency",
+        "low freq.",
+        "Share of the energy of the 2-D DCT of the normalised Gram matrix of P, by products of four groups of "
+        "contexts; a norm ‖pos_t‖ that is uncertain is drawn towards those of its neighbours. Empty where that energy "
+        "is at the noise floor.",
+        f"{SONG}, Tables 2 and 3",
+        "positional smoothness",
+        healthy=Criterion(
+            "at least",
+            0.60,
+            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+        ),
+    ),
+    *_smoothness(
+        "pp_low_frequency",
+        "PPᵀ low freq.",
+        "The same share for P Pᵀ, whose rows are not normalised.",
+        f"{SONG}, Table 3",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class GroupedBasis:
+    """The positional basis of one layer by groups of contexts.
+
+    Attributes:
+        p: P of each group, centred over positions, (G, T, d).
+        readers: how many contexts each position's mean is of, (G, T).
+        groups: which of the corpus' groups these are.
+    """
+
+    p: Float[Tensor, "groups positions width"]
+    readers: Float[Tensor, "groups positions"]
+    groups: Sequence[int]
+
+
+def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
+    """Return the positional basis of a layer by groups of contexts; a position that a group lacks is left out.
+
+    On a grid, where every position has a place, it stays, and is 0.
+    """
+    groups = (means["contexts"][layer] > 0).nonzero().flatten().tolist()
+    readers = means["readers"][layer, groups, leading : positions_read(means)]
+    there = (readers > 0).all(dim=0)
+    sums = means["position_sum"][layer, groups, leading : leading + len(there)]
+    p = sums / readers.clamp_min(1).unsqueeze(-1)
+    p = (p - p[:, there].mean(dim=1, keepdim=True)) * there[:, None]
+    return GroupedBasis(p, readers, groups) if grid else GroupedBasis(p[:, there], readers[:, there], groups)
+
+
+def positions_read(means: State) -> int:
+    """Count the positions, from 0 on, that `LEAST_SHARE` of the contexts have."""
+    readers = means["readers"].sum(dim=1).amax(dim=0)
+    return int((readers >= LEAST_SHARE * readers[0]).sum())
+
+
+@gives(*POSITION_COLUMNS)
+def position_columns(
+    means: State, residual: State, sketches: State, leading: int = 1, grid: Grid | None = None
+) -> dict[str, Jackknifed]:
+    """Compute the columns of the positional basis, N values each.
+
+    Args:
+        means, residual, sketches: states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream.
+        leading: tokens apart before the others.
+        grid: rows and columns of the others; None: they lie in a line.
+
+    Returns:
+        NaN where there are too few groups of contexts: of fewer than five contexts the shares, of two all.
+    """
+
+    def of_layer(layer: int) -> dict[str, Jackknifed]:
+        basis = grouped_basis(means, layer, leading, grid)
+        sketch = {name: values[layer] for name, values in sketches.items()}
+        return layer_numbers(basis, residual["moment"][layer], sketch, grid)
+
+    return together(parallel_map(of_layer, list(range(len(means["contexts"])))))
+
+
+def layer_numbers(
+    basis: GroupedBasis, moment: Float[Tensor, "width width"], sketch: State, grid: Grid | None = None
+) -> dict[str, Jackknifed]:
+    """Compute the columns of one layer.
+
+    Args:
+        basis: by groups of contexts.
+        moment: Σ (x − x̄)(x − x̄)ᵀ of all tokens.
+        sketch: of that by groups, one layer of `MomentSketches`.
+        grid: rows and columns of the positions; None: they lie in a line.
+    """
+    groups = len(basis.p)
+    tiled = basis.p * basis.readers.sum(dim=0).sqrt()[:, None]
+    # ‖M‖₂² is the largest eigenvalue of the centred moments.
+    largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
+    sketched = leaving_out(lambda used: _largest(sketch, basis.groups, used), groups)
+    whole = Jackknifed(largest, sketched.without * largest / sketched.value)
+    energy, square = product(tiled.flatten(1)), largest_square(tiled)
+    lengths, near = _lengths(basis.p, grid)
+    scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
+    return {
+        **_ranks(basis),
+        "stable_rank": combined(torch.div, energy, square).where(square.above_noise()),
+        "relative_norm": combined(torch.div, square, whole).root(),
+        "relative_norm_floor": Jackknifed.constant((_noise(tiled) / largest).sqrt(), groups),
+        "position_energy": Jackknifed(energy.value / moment.trace(), energy.without / moment.trace()),
+        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
+        **_shares("low_frequency", basis.p, grid, scales),
+        **_shares("pp_low_frequency", basis.p, grid),
+    }
+
+
+def _noise(tiled: Float[Tensor, "groups positions width"]) -> Tensor:
+    """Return two standard errors of ‖P‖₂² where there is no position, from differences of neighbouring groups."""
+    groups = len(tiled)
+    differences = (tiled[0 : groups - 1 : 2] - tiled[1::2]) / math.sqrt(2)
+    pairs = len(differences) * (len(differences) - 1) / (groups * (groups - 1) or math.nan)
+    return 2 * largest_square(differences).error * math.sqrt(pairs)
+
+
+def _largest(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
+    """Find the largest eigenvalue of the used groups' centred second moment, by their sketches of one layer."""
+    mean, directions = sketch["mean"][groups], sketch["directions"]
+    weight = used * sketch["count"][groups]
+    difference = mean - weight @ mean / weight.sum()
+    between = difference.T @ (weight[:, None] * (difference @ directions))
+    factor = low_rank(torch.tensordot(used, sketch["sketch"][groups], dims=1) + between, directions)
+    return torch.linalg.eigvalsh(factor.T @ factor)[-1]
+
+
+def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:
+    """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them."""
+    p, weights = basis.p, basis.readers.unsqueeze(-1)
+    sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
+    groups = len(p)
+    others = [(sums - p[g] * weights[g]) / (counts - weights[g]).clamp_min(1) for g in range(groups)]
+    screenot = Jackknifed(
+        _screenot(sums / counts.clamp_min(1)), torch.stack([_screenot(one) for one in others])
+    )
+    energies = []
+    for own, other in zip(p, others, strict=True):
+        directions = _leading_directions(other, int(screenot.value))
+        energies.append(((own @ directions) * (other @ directions)).sum(dim=0))
+    energy = torch.stack(energies)
+
+    def replicated(used: Float[Tensor, " groups"]) -> Tensor:
+        some = energy[used > 0]
+        squares = (some - some.mean(dim=0)).square().sum(dim=0)
+        error = (squares / (len(some) * (len(some) - 1) or math.nan)).sqrt()
+        return (some.mean(dim=0) > REPLICATED * error).sum().double()
+
+    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}
+
+
+def _screenot(p: Float[Tensor, "positions width"]) -> Tensor:
+    values = torch.linalg.svdvals(p)
+    return screenot_of_values(values, (p.shape[0], p.shape[1]), screenot_bound(p)).rank.double()
+
+
+def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
+    """Bound the rank given to ScreeNOT: it needs 2k + 1 singular values below min(T − 1, d)."""
+    return max(min(SCREENOT_RANK, (min(p.shape) - 2) // 2), 0)
+
+
+def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> Float[Tensor, "width count"]:
+    """Find the leading right singular vectors, by way of the smaller Gram matrix."""
+    rows, width = matrix.shape
+    gram = matrix @ matrix.T if rows <= width else matrix.T @ matrix
+    vectors = torch.linalg.eigh(gram).eigenvectors[:, len(gram) - count :]
+    return functional.normalize(matrix.T @ vectors, dim=0) if rows <= width else vectors
+
+
+def _lengths(
+    p: Float[Tensor, "groups positions width"], grid: Grid | None
+) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
+    """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
+
+    By empirical Bayes: each is drawn towards the mean of its neighbours by as much as its variance is of the spread
+    about that mean; on a grid, which has no one line of neighbours, towards the mean of all.
+    """
+    own = product(p)
+    place = torch.arange(1, p.shape[1] + 1, dtype=torch.float64)
+    near = (place.log() - place.log()[:, None]).abs() <= math.log(NEAR)
+    window = (torch.ones_like(near) if grid else near).double()
+    around = window / window.sum(dim=1, keepdim=True)
+    smooth = Jackknifed(around @ own.value, own.without @ around.T)
+
+    def drawn(value: Tensor, mean: Tensor) -> Tensor:
+        spread = ((value - mean).square() - own.error.square()).mean().clamp_min(0)
+        weight = spread / (spread + own.error.square()).clamp_min(1e-300)
+        return mean + weight * (value - mean)
+
+    found = combined(drawn, own, smooth)
+    every = torch.cat([found.value[None], found.without])
+    # One that is not above 0 by itself has the mean of its neighbours.
+    every = torch.where(every > 0, every, torch.cat([smooth.value[None], smooth.without]))
+    every = torch.where(every > 0, every, smooth.value)
+    return every, smooth
+
+
+def _shares(
+    name: str,
+    p: Float[Tensor, "groups positions width"],
+    grid: Grid | None,
+    scales: Float[Tensor, "uses positions"] | None = None,
+) -> dict[str, Jackknifed]:
+    """Compute the shares of the energy of P Pᵀ in its lowest frequencies, its rows scaled for each use of groups."""
+    groups, rows, _ = p.shape
+    whole = gram_energy(p, scales)
+    scales = torch.ones(groups + 1, rows, dtype=torch.float64) if scales is None else scales
+    lowest = torch.stack([lowest_frequencies(p * scale[:, None], max(CUTOFFS), grid) for scale in scales])
+    corners = corner_energies(lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
+    shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
+    return {
+        f"{name}_{k}": Jackknifed(shares.value[place], shares.without[:, place])
+        for place, k in enumerate(CUTOFFS)
+    }
