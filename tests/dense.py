@@ -137,7 +137,7 @@ def _lengths(inner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     own, own_without = _jackknifed(lambda value: value, (inner, 2))
     error = _error(own_without)
     place = np.arange(1, len(own) + 1)
-    near = [np.abs(np.log(place / t)) <= math.log(1.25) for t in place]
+    near = [np.maximum(place / t, t / place) <= 1.25 for t in place]
 
     def drawn(value: np.ndarray) -> np.ndarray:
         mean = np.array([value[some].mean() for some in near])

@@ -323,7 +323,8 @@ def _lengths(
     """
     own = product(p)
     place = torch.arange(1, p.shape[1] + 1, dtype=torch.float64)
-    near = (place.log() - place.log()[:, None]).abs() <= math.log(NEAR)
+    ratio = place / place[:, None]
+    near = torch.maximum(ratio, ratio.T) <= NEAR
     window = (torch.ones_like(near) if grid else near).double()
     around = window / window.sum(dim=1, keepdim=True)
     smooth = Jackknifed(around @ own.value, own.without @ around.T)
