@@ -26,9 +26,9 @@ from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
-from theodolite.measure.position import CUTOFFS
 from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
+from theodolite.measure.position import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
