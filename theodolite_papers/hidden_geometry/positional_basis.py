@@ -183,8 +183,8 @@ def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
         hidden, estimate = np.isnan(of_layers.values), mean_of(of_layers)
     else:
         of_heads = beyond(*(torch.tensor(table[each], dtype=torch.float64) for each in (lowest, constant)))
-        # A head without weights to multiply has no argmax property either.
-        there = table["argmax_property"].notna() if name == "PWPᵀ" else of_heads.isfinite()
+        # A head without weights to multiply has no norm of them either.
+        there = table["frobenius_squared"].notna() if name == "PWPᵀ" else of_heads.isfinite()
         hidden = ~of_heads.isfinite().numpy()[there]
         estimate = Estimate.mean(of_heads[of_heads.isfinite()], "heads")
     verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
