@@ -18,7 +18,7 @@ from theodolite.corpus.documents import READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.checkpoint_folders import local_checkpoint
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted
 
@@ -40,14 +40,14 @@ DEFAULT_LENGTH = 512
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION); the embedded model if left out.",
+        help="Folder, GGUF file or hub name (NAME or NAME@REVISION) of a model; the embedded one if left out.",
         show_default=False,
     ),
 ]
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION), or several; the embedded model if left out.",
+        help="Folder, GGUF file or hub name (NAME or NAME@REVISION), or several; the embedded model if left out.",
         show_default=False,
     ),
 ]
@@ -91,7 +91,7 @@ class Opening:
         """Check the options before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
+            UsageError: an unknown dtype or attention, two places, a path that is no checkpoint, or a revision of what
                 is here.
         """
         check_dtype(self.dtype)
@@ -103,7 +103,7 @@ class Opening:
             if here and options["revision"] is not None:
                 raise UsageError(f"{name or embedded.NAME} is no model of the hub: it has no --revision")
             if name is not None and options["revision"] is None:
-                local_folder(name)
+                local_checkpoint(name)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
