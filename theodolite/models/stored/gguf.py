@@ -7,6 +7,7 @@ tensor without a place.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -48,11 +49,10 @@ LONG_ARRAY = 1000
 
 SETTINGS = {
     "context_length": ("max_position_embeddings",),
-    "feed_forward_length": ("n_inner",),
+    "feed_forward_length": ("n_inner", "ffn_hidden_size"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.key_length": ("head_dim",),
     "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -235,29 +235,35 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         )
         raise UsageError(f"cannot open {file.path}: {reason}") from error
     default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
+    known = default.to_dict().keys() | default.attribute_map.keys()
     mapped = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {})
     for key, names in SETTINGS.items():
-        if key in own and not (mapped.get(key) and hasattr(default, mapped[key])):
-            settings |= {name: own[key] for name in names if hasattr(default, name)}
+        if key in own and mapped.get(key) not in known:
+            settings |= {name: own[key] for name in names if name in known}
     for key in NEEDS_A_SETTING & own.keys():
-        if own[key] and not any(hasattr(default, name) for name in SETTINGS.get(key, ())):
+        if own[key] and not known.intersection(SETTINGS.get(key, ())):
             raise UsageError(
                 f"cannot open {file.path}: it says {file.architecture}.{key} = {own[key]}, and transformers has no "
                 f"setting for that in {type(default).__name__}"
             )
-    if hasattr(default, "num_key_value_heads"):
+    if "num_key_value_heads" in known:
         settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
+    if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
+        width = settings["hidden_size"] // settings["num_attention_heads"]
+        settings["head_dim"] = own.get("attention.key_length", width)
     if "token_embd.weight" in file.tensors:
         settings["vocab_size"] = int(file.tensors["token_embd.weight"][1].shape[1])
     settings["tie_word_embeddings"] = "output.weight" not in file.tensors
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
     for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
-        if tensor in file.tensors and hasattr(default, name):
+        if tensor in file.tensors and name in known:
             settings[name] = True
     if family in ("gemma2", "gemma3_text"):
         is_27b = own["block_count"] == LAYERS_OF_27B[file.architecture]
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
-    if (pattern := own.get("attention.sliding_window_pattern")) and hasattr(default, "layer_types"):
+    if (pattern := own.get("attention.sliding_window_pattern")) and "layer_types" in known:
         if isinstance(pattern, int):
             pattern = [bool((layer + 1) % pattern) for layer in range(own["block_count"])]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
@@ -338,7 +344,9 @@ class GgufTensors:
         file = GgufFile.read(path)
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=_settings(file))
         try:
-            names = get_gguf_hf_weights_map(model, processor)
+            # It would make the table of names anew for every module of the model, which takes seconds.
+            with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+                names = get_gguf_hf_weights_map(model, processor)
         except NotImplementedError as error:
             raise UsageError(f"cannot open {path}: {first_line(error)}") from error
         parts: dict[str, list[str]] = {}
