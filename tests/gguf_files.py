@@ -114,6 +114,8 @@ def write(
     architecture = "llama" if architecture == "mistral" else architecture
     writer = gguf.GGUFWriter(path, architecture, **options)
     settings = {name: getattr(config, field, None) for name, field in _SIZES.items()}
+    if architecture == "falcon":
+        settings |= {"head_count_kv": 1, "feed_forward_length": config.ffn_hidden_size}
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads, head = config.num_attention_heads, getattr(config, "head_dim", None)
@@ -125,8 +127,6 @@ def write(
             settings["layer_norm_eps"] = getattr(config, name)
     if architecture == "nemotron":
         settings["layer_norm_rms_eps"] = config.norm_eps
-    if architecture == "falcon":
-        settings["head_count_kv"] = 1
     if rope:
         settings["rope_freq_base"] = rope["rope_theta"]
         settings["rope_dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))

@@ -313,6 +313,9 @@ def subtitle(provenance: dict[str, Any]) -> str:
         parts.append(f"{_short_count(float(model['parameters']))} parameters")
     if model.get("positions"):
         parts.append(f"{visible(model['positions'], 30)} positions")
+    if model.get("gguf"):
+        decoded = f"decoded to {visible(model.get('dtype'), 20)}"
+        parts.append(f"GGUF, {visible(model['gguf'], 20)} (weights {decoded})")
     return " · ".join(parts)
 
 
