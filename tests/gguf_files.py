@@ -136,7 +136,12 @@ def write(
         if value is not None and name not in without:
             getattr(writer, f"add_{name}")(value)
     for key, value in (more or {}).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         add[type(value)](key, value)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "he", "<|endoftext|>"]
