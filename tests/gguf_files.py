@@ -146,7 +146,7 @@ def write(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, "he", "<|endoftext|>"]
     writer.add_tokenizer_model("gpt2")
-    if "general.pre" not in without:
+    if "tokenizer_pre" not in without:
         writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words + [f"[unused{n}]" for n in range(config.vocab_size - len(words))])
     writer.add_token_types([1] * (len(words) - 1) + [3] + [5] * (config.vocab_size - len(words)))

@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,10 +125,15 @@ class _Reader(gguf.GGUFReader):
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         tensors = []
         for field in fields:
+            name, kind = bytes(field.parts[1]).decode(), int(field.parts[4][0])
+            if kind not in list(gguf.GGMLQuantizationType):
+                raise ValueError(
+                    f"tensor {name} is of type {kind}, which gguf {version('gguf')} does not know"
+                )
             try:
                 super()._build_tensors(start_offs, [field])
             except BROKEN_FILE_ERRORS as error:
-                raise ValueError(f"tensor {bytes(field.parts[1]).decode()}: {first_line(error)}") from error
+                raise ValueError(f"tensor {name}: {first_line(error)}") from error
             tensors += self.tensors
         self.tensors = tensors
 
@@ -234,6 +240,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
             first_line(error) if known else f"transformers cannot map its architecture, {file.architecture}"
         )
         raise UsageError(f"cannot open {file.path}: {reason}") from error
+    layers = file.own().get("block_count", 0)
+    if layers > len(file.tensors):
+        raise UsageError(
+            f"cannot open {file.path}: its metadata say {layers} layers, its files hold {len(file.tensors)} tensors"
+        )
     default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
     known = default.to_dict().keys() | default.attribute_map.keys()
     mapped = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {})
@@ -310,7 +321,10 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
         raise UsageError(
             f"cannot open {file.path}: its rotary positions are scaled by {kind!r}, which is not known"
         )
-    return rotary | {"rope_scaling": scaling | {"original_max_position_embeddings": context}}
+    original = {"original_max_position_embeddings": context}
+    if hasattr(default, "original_max_position_embeddings"):  # Phi-3's own setting counts more
+        rotary |= original
+    return rotary | {"rope_scaling": scaling | original}
 
 
 @dataclass(frozen=True)
