@@ -31,6 +31,10 @@ GEMMA_3 = {"query_pre_attn_scalar": 8}
 CHANGES = {
     "gemma2": {"query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
     "gemma3_text": GEMMA_3,
+    "starcoder2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+    "stablelm": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
+    },
     "qwen3_moe": {"norm_topk_prob": True},  # as llama.cpp computes
 }
 PATTERN = {"gemma3.attention.sliding_window_pattern": 4}
@@ -246,7 +250,7 @@ def edit(old: bytes, new: bytes):
         (edit(b"general.architecture", b"general.architectura"), "does not say its architecture"),
         (
             lambda data: of_type(data, 99),
-            "tensor blk.0.attn_q.weight is of type 99, which gguf .* does not know",
+            "tensor blk.0.attn_q.weight is of type 99, unknown to gguf",
         ),
         (lambda data: of_type(data, Type.I32), "cannot decode tensor blk.0.attn_q.weight"),
     ],

@@ -8,6 +8,7 @@ tensor without a place.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -87,17 +88,9 @@ DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 
 GPT2_SPLITS = {
     None,
-    "default",
-    "gpt-2",
-    "phi-2",
-    "mpt",
-    "olmo",
-    "jais",
-    "trillion",
-    "exaone4",
-    "gigachat",
-    "mellum",
+    *["default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum"],
 }
+"""What it splits as GPT-2 does, which is what `transformers` takes any other for."""
 
 
 class _Reader(gguf.GGUFReader):
@@ -123,19 +116,19 @@ class _Reader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        tensors = []
+        tensors: dict[str, Any] = {}
         for field in fields:
             name, kind = bytes(field.parts[1]).decode(), int(field.parts[4][0])
             if kind not in list(gguf.GGMLQuantizationType):
-                raise ValueError(
-                    f"tensor {name} is of type {kind}, which gguf {version('gguf')} does not know"
-                )
+                raise ValueError(f"tensor {name} is of type {kind}, unknown to gguf {version('gguf')}")
+            if name in tensors:
+                raise ValueError(f"tensor {name} is there twice")
             try:
                 super()._build_tensors(start_offs, [field])
             except BROKEN_FILE_ERRORS as error:
                 raise ValueError(f"tensor {name}: {first_line(error)}") from error
-            tensors += self.tensors
-        self.tensors = tensors
+            tensors[name] = self.tensors[0]
+        self.tensors = list(tensors.values())
 
 
 @dataclass(frozen=True)
@@ -228,23 +221,28 @@ def gguf_config(path: Path) -> Any:
     return AutoConfig.for_model(**_settings(GgufFile.read(path)))
 
 
-def _settings(file: GgufFile) -> dict[str, Any]:
-    """Return what the configuration is made of."""
+def _mapped_settings(file: GgufFile) -> dict[str, Any]:
+    """Return what `transformers` makes of the metadata."""
     try:
         # It would read the header anew, and take seconds for the vocabulary.
         with patch.object(gguf, "GGUFReader", lambda path: file.reader):
-            settings = load_gguf_checkpoint(str(file.path))["config"]
+            settings: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        known = file.architecture in GGUF_CONFIG_MAPPING
-        reason = (
-            first_line(error) if known else f"transformers cannot map its architecture, {file.architecture}"
-        )
+        reason = f"transformers cannot map its architecture, {file.architecture}"
+        if file.architecture in GGUF_CONFIG_MAPPING:
+            reason = first_line(error)
         raise UsageError(f"cannot open {file.path}: {reason}") from error
     layers = file.own().get("block_count", 0)
     if layers > len(file.tensors):
         raise UsageError(
             f"cannot open {file.path}: its metadata say {layers} layers, its files hold {len(file.tensors)} tensors"
         )
+    return settings
+
+
+def _settings(file: GgufFile) -> dict[str, Any]:
+    """Return what the configuration is made of."""
+    settings = _mapped_settings(file)
     default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
     known = default.to_dict().keys() | default.attribute_map.keys()
     mapped = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {})
@@ -300,17 +298,17 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
             f"cannot open {file.path}: positions turn {turned} of {head} dimensions of its heads, and all of them in "
             f"transformers' {type(default).__name__}"
         )
-    kind, factor = (
-        own.get("rope.scaling.type", "none"),
-        own.get("rope.scaling.factor", own.get("rope.scale_linear")),
-    )
+    kind = own.get("rope.scaling.type", "none")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     context = own.get("rope.scaling.original_context_length", own.get("context_length"))
+    of_attention = own.get("rope.scaling.attn_factor", 1.0)
     divisors = [file.decoded(name).tolist() for name in ROPE_TENSORS if name in file.tensors]
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
-        scaling |= {"factor": 1.0, "attention_factor": own.get("rope.scaling.attn_factor", 1.0)}
+        scaling |= {"factor": 1.0, "attention_factor": of_attention}
     elif kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": factor}
+        of_attention *= 1 + 0.1 * math.log(factor)
+        scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
     elif kind == "linear" or (kind == "none" and factor):
