@@ -40,7 +40,8 @@ def local_checkpoint(source: str | Path) -> Path | None:
     """
     path = Path(source).expanduser()
     if not path.exists():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
+        named = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.suffix == ".gguf"
+        if named or str(source).count("/") > 1:
             raise UsageError(
                 f"no checkpoint at {source}: give a folder with config.json, a GGUF file, or a hub name"
             )

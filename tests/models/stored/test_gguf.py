@@ -271,7 +271,9 @@ def of_type(data: bytes, kind: int) -> bytes:
     return data[:at] + int(kind).to_bytes(4, "little") + data[at + 4 :]
 
 
-def test_several_models_in_a_folder(tmp_path):
+def test_several_models_in_a_folder_or_none(tmp_path):
+    with pytest.raises(UsageError, match=r"no checkpoint at none\.gguf"):
+        open_model("none.gguf")
     for name in ("a.gguf", "b.gguf"):
         gguf_files.write(built("llama2"), tmp_path / name)
     with pytest.raises(UsageError, match=r"several GGUF models \(a.gguf, b.gguf\): give one of these files"):
