@@ -354,11 +354,31 @@ def test_real_models_predict_text(name, loss, real):
 @pytest.mark.real
 def test_the_real_tokenizers(real):
     """SmolLM2's ids are those that its own tokenizer gives; Gemma's texts begin with BOS and come back."""
-    smollm2 = open_weights(real("smollm2")), open_model(real("smollm2")).tokenizer
-    assert smollm2[1]("Hello world! 123")["input_ids"] == [19556, 905, 17, 216, 33, 34, 35]
-    assert smollm2[1]("  multiple   spaces")["input_ids"] == [216, 2701, 256, 5600]
-    assert "<|im_start|>" in smollm2[1].chat_template
+    smollm2 = open_model(real("smollm2")).tokenizer
+    assert smollm2("Hello world! 123")["input_ids"] == [19556, 905, 17, 216, 33, 34, 35]
+    assert smollm2("  multiple   spaces")["input_ids"] == [216, 2701, 256, 5600]
+    assert "<|im_start|>" in smollm2.chat_template
     gemma = open_model(real("gemma3")).tokenizer
     ids = gemma("Café déjà vu,  1984\n\n")["input_ids"]
     assert ids[0] == gemma.bos_token_id == 2
     assert gemma.decode(ids[1:]) == "Café déjà vu,  1984\n\n"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("name", "architecture"), [("smollm2", "llama"), ("gemma3", "gemma3")])
+def test_real_weights_are_those_that_gguf_decodes(name, architecture, real):
+    """Q4_1 and Q8_0; Q4_K, Q5_0, Q6_K and Q8_0: to the bit. Opening takes the model's memory and one tensor's."""
+    code = "import resource, sys, psutil\nfrom theodolite import open_model\nimport theodolite.models.stored.gguf\n"
+    code += "before = psutil.Process().memory_info().rss\nopen_model(sys.argv[1])\n"
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, real(name)], capture_output=True, text=True, check=True
+    )
+    opened = open_model(real(name)).hf
+    sizes = [parameter.nbytes for parameter in opened.parameters()]
+    assert int(done.stdout) < sum(sizes) + max(sizes)
+    tensors = gguf_files.tensors_of(opened, architecture)
+    for stored in gguf.GGUFReader(real(name)).tensors:
+        decoded = gguf.dequantize(stored.data, stored.tensor_type)
+        np.testing.assert_array_equal(tensors.pop(stored.name), decoded, err_msg=stored.name)
+    assert not tensors
