@@ -144,7 +144,7 @@ def write(
         }
         add[type(value)](key, value)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, "he", "<|endoftext|>"]
+    words = [*alphabet, "he", "hello", "<|endoftext|>"]  # no merges make "hello"
     writer.add_tokenizer_model("gpt2")
     if "tokenizer_pre" not in without:
         writer.add_tokenizer_pre("gpt-2")
@@ -152,6 +152,7 @@ def write(
     writer.add_token_types([1] * (len(words) - 1) + [3] + [5] * (config.vocab_size - len(words)))
     writer.add_token_merges(["h e"])
     writer.add_eos_token_id(len(words) - 1)
+    writer.add_bos_token_id(len(words) - 1)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     tensors, stored = tensors_of(model, architecture), {}
     change(tensors)

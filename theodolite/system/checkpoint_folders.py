@@ -50,8 +50,8 @@ def local_checkpoint(source: str | Path) -> Path | None:
         return gguf_files(path)[0]
     if path.is_dir() and not any(path.glob("*.safetensors")) and (models := _gguf_models(path)):
         if len(models) > 1:
-            named = ", ".join(model.name for model in models)
-            raise UsageError(f"{source} holds several GGUF models ({named}): give one of these files")
+            names = ", ".join(model.name for model in models)
+            raise UsageError(f"{source} holds several GGUF models ({names}): give one of these files")
         return gguf_files(models[0])[0]
     if not path.is_dir() or not (path / "config.json").is_file():
         what = "theodolite needs a folder with config.json in it, or a GGUF file"

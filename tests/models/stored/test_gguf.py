@@ -291,20 +291,42 @@ def test_without_the_gguf_package(tmp_path):
     assert done.stderr.splitlines()[-1].endswith('pip install "theodolite[gguf]"')
 
 
-def test_digits_and_unknown_splits(tmp_path):
-    """llama.cpp splits off every digit of such a text; what it does with other vocabularies is not guessed."""
-    pre = {"without": ["tokenizer_pre"]}
-    digits = open_model(
-        written(built("llama2"), tmp_path, more={"tokenizer.ggml.pre": "smollm"}, **pre)
-    ).tokenizer
-    pieces = digits.backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 1984")
-    assert [piece for piece, _ in pieces] == ["in", "Ġ", "1", "9", "8", "4"]
-    path = written(built("llama2"), tmp_path, more={"tokenizer.ggml.pre": "viking"}, **pre)
-    with pytest.raises(
-        UsageError, match=r"splits a text in a way that transformers does not know \(viking\)"
-    ):
+def tokenizer_of(folder: Path, pre: str):
+    path = written(built("llama2"), folder, more={"tokenizer.ggml.pre": pre}, without=["tokenizer_pre"])
+    return open_model(path).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["in", "Ġ1984", "?!", "Ġ(", "it", "'s", ")"]),
+        ("smollm", ["in", "Ġ", "1", "9", "8", "4", "?!", "Ġ(", "it", "'s", ")"]),
+        ("falcon", ["in", "Ġ", "198", "4", "?!", "Ġ", "(", "it", "'", "s", ")"]),
+        ("llama-bpe", ["in", "Ġ", "198", "4", "?!", "Ġ(", "it", "'s", ")"]),
+        ("bloom", ["in", "Ġ1984", "?!Ġ(", "it's", ")"]),
+    ],
+)
+def test_a_text_is_split_as_llama_cpp_splits_it(pre, pieces, tmp_path):
+    """By the patterns of `llama-vocab.cpp`, worked out by hand."""
+    split = tokenizer_of(tmp_path, pre).backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 1984?! (it's)")
+    assert [piece for piece, _ in split] == pieces
+
+
+def test_beginnings_and_whole_words(tmp_path):
+    """Of Llama 3's vocabularies, whose files do not say so; others begin with a word, and merge."""
+    gpt2, llama3 = tokenizer_of(tmp_path, "gpt-2"), tokenizer_of(tmp_path, "llama-bpe")
+    assert gpt2.convert_ids_to_tokens(gpt2("hello")["input_ids"]) == ["he", "l", "l", "o"]
+    assert llama3.convert_ids_to_tokens(llama3("hello")["input_ids"]) == ["<|endoftext|>", "hello"]
+
+
+def test_an_unknown_split_is_refused(tmp_path):
+    path = written(
+        built("llama2"), tmp_path, more={"tokenizer.ggml.pre": "viking"}, without=["tokenizer_pre"]
+    )
+    with pytest.raises(UsageError, match=r"splits a text in a way that is not known here \(viking\)"):
         open_model(path)
-    assert open_model(path, tokenizer=digits).tokenizer is digits
+    given = checkpoints.byte_tokenizer()
+    assert open_model(path, tokenizer=given).tokenizer is given
 
 
 def test_a_run_says_how_the_weights_are_stored(tmp_path):

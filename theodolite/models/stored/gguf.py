@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGUFValueType, LlamaFileType
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
@@ -35,10 +35,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     load_gguf_checkpoint,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.checkpoint_folders import gguf_files
@@ -83,14 +80,23 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Of Gemma's models, those of 27B divide queries by √(width / heads) and the others by √(width of a head). No key says
 so: llama.cpp goes by the number of layers, too."""
 
-DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""What llama.cpp splits like GPT-2 with every digit by itself. `transformers` leaves out the digits."""
-
-GPT2_SPLITS = {
-    None,
-    *["default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum"],
+_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_LLAMA3 = GGUF_PRE_TOKENIZER_SPLITS["llama3"]
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum"), _GPT2),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", *_GPT2)
+    ),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (r" ?[^(\s|[.,!?…。，、।۔،])]+",)),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, "[0-9][0-9][0-9]"),
+    "stablelm2": (GGUF_PRE_TOKENIZER_SPLITS["qwen2"],),
 }
-"""What it splits as GPT-2 does, which is what `transformers` takes any other for."""
+"""At what llama.cpp splits a text, one after the other, where `transformers` splits as GPT-2 does."""
+
+LIKE_LLAMA3 = {name for name, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == _LLAMA3}
+LIKE_LLAMA3 = LIKE_LLAMA3 - {"dbrx", "smaug-bpe"} | {"tekken"}
+"""With these splits, llama.cpp begins a text with BOS unless the file says otherwise, and takes a word that is in the
+vocabulary whole before it merges; `transformers` does neither."""
 
 
 class _Reader(gguf.GGUFReader):
@@ -109,7 +115,7 @@ class _Reader(gguf.GGUFReader):
                 end = orig_offs + 12
                 if kind == GGUFValueType.STRING:
                     for _ in range(count):
-                        end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                        end += 8 + struct.unpack_from("<Q", self.data.data, end)[0]
                 else:
                     end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
                 return end - orig_offs, [], [], [GGUFValueType.ARRAY, kind]
@@ -245,7 +251,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     settings = _mapped_settings(file)
     default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
     known = default.to_dict().keys() | default.attribute_map.keys()
-    mapped = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {})
+    mapped: dict[str, Any] = dict(GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {}))
     for key, names in SETTINGS.items():
         if key in own and mapped.get(key) not in known:
             settings |= {name: own[key] for name in names if name in known}
@@ -276,8 +282,8 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         if isinstance(pattern, int):
             pattern = [bool((layer + 1) % pattern) for layer in range(own["block_count"])]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    settings.setdefault("architectures", [names[family]] if isinstance(names.get(family), str) else None)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    settings.setdefault("architectures", [architecture] if isinstance(architecture, str) else None)
     return settings | _rotary(file, own, settings, default)
 
 
@@ -307,7 +313,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
         scaling |= {"factor": 1.0, "attention_factor": of_attention}
     elif kind == "yarn":
-        of_attention *= 1 + 0.1 * math.log(factor)
+        of_attention *= 1 + 0.1 * math.log(float(factor))
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
@@ -385,8 +391,8 @@ class GgufTensors:
         for name in filter(wanted, self.parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
-            stored = holder._parameters if own in holder._parameters else holder._buffers
-            skeleton: Any = stored[own]
+            stored: Any = holder._parameters if own in holder._parameters else holder._buffers
+            skeleton = stored[own]
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
             stored[own] = (
                 nn.Parameter(tensor, requires_grad=False) if stored is holder._parameters else tensor
@@ -418,17 +424,32 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Make the tokenizer of a GGUF model, with its chat template.
 
     Raises:
-        UsageError: `transformers` does not know how this file's vocabulary splits a text.
+        UsageError: it is not known how this file's vocabulary splits a text.
     """
     architecture, vocabulary, options = get_gguf_tokenizer(str(path))
-    backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     split = vocabulary.get("pre_tokenizer_type")
-    if vocabulary.get("tokenizer_type") == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
-        if split in DIGIT_SPLITS:
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-        elif split not in GPT2_SPLITS:
-            raise UsageError(
-                f"{path} splits a text in a way that transformers does not know ({split}): give open_model a tokenizer"
-            )
+    if split in LIKE_LLAMA3:
+        options.setdefault("add_bos_token", True)
+    backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+    if split in LIKE_LLAMA3:
+        backend.model.ignore_merges = True
+    if vocabulary.get("tokenizer_type") == "gpt2" and split in SPLITS:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[split]]
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    elif vocabulary.get("tokenizer_type") == "gpt2" and split not in (
+        None,
+        "default",
+        *GGUF_PRE_TOKENIZER_SPLITS,
+    ):
+        raise UsageError(
+            f"{path} splits a text in a way that is not known here ({split}): give open_model a tokenizer"
+        )
+    if vocabulary.get("add_prefix_space") is False and isinstance(
+        backend.pre_tokenizer, pre_tokenizers.Metaspace
+    ):
+        backend.pre_tokenizer.prepend_scheme = "never"
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
