@@ -80,7 +80,7 @@ class Opening:
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto (the checkpoint's), float32, bfloat16, float16 or float64.",
+            help="auto (the checkpoint's; of a GGUF file float32), float32, bfloat16, float16 or float64.",
             autocompletion=one_of(DTYPES),
         ),
     ] = "auto"

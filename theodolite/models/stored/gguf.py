@@ -251,7 +251,8 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     settings = _mapped_settings(file)
     default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
     known = default.to_dict().keys() | default.attribute_map.keys()
-    mapped: dict[str, Any] = dict(GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"), {}))
+    mapping: Any = GGUF_CONFIG_MAPPING
+    mapped = mapping.get(family.removesuffix("_text"), {})
     for key, names in SETTINGS.items():
         if key in own and mapped.get(key) not in known:
             settings |= {name: own[key] for name in names if name in known}
@@ -305,7 +306,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
             f"transformers' {type(default).__name__}"
         )
     kind = own.get("rope.scaling.type", "none")
-    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
+    factor: Any = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     context = own.get("rope.scaling.original_context_length", own.get("context_length"))
     of_attention = own.get("rope.scaling.attn_factor", 1.0)
     divisors = [file.decoded(name).tolist() for name in ROPE_TENSORS if name in file.tensors]
@@ -313,7 +314,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
         scaling |= {"factor": 1.0, "attention_factor": of_attention}
     elif kind == "yarn":
-        of_attention *= 1 + 0.1 * math.log(float(factor))
+        of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
