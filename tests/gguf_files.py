@@ -50,6 +50,8 @@ def stored_layout(name: str, tensor: np.ndarray, config: Any, architecture: str)
         return tensor.T
     if name.endswith("ffn_gate_inp_shexp.weight"):
         return tensor[0]
+    if name.endswith("shortconv.conv.weight"):
+        return tensor[:, 0]
     if architecture == "bloom" and "attn_qkv" in name:
         by_head = tensor.reshape(config.n_head, 3, -1, *tensor.shape[1:])
         return np.concatenate([by_head[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
@@ -125,6 +127,11 @@ def write(
     for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"):
         if hasattr(config, name):
             settings["layer_norm_eps"] = getattr(config, name)
+    if architecture == "lfm2":
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        settings |= {"head_count_kv": [config.num_key_value_heads * each for each in attends]}
+        settings |= {"shortconv_l_cache": config.conv_L_cache, "layer_norm_rms_eps": config.norm_eps}
+        settings["feed_forward_length"] = model.model.layers[0].feed_forward.w1.out_features
     if architecture == "nemotron":
         settings["layer_norm_rms_eps"] = config.norm_eps
     if rope:

@@ -50,7 +50,7 @@ FAMILIES = [
     "falcon",
     "starcoder2",
 ]
-FAMILIES += ["stablelm", "bloom", "nemotron", "qwen2_moe", "qwen3_moe"]
+FAMILIES += ["stablelm", "bloom", "nemotron", "qwen2_moe", "qwen3_moe", "lfm2"]
 
 
 def built(name: str, **changes: object):
@@ -246,7 +246,10 @@ def edit(old: bytes, new: bytes):
         (lambda data: data[:9000], "cut short|unpack"),
         (lambda data: data[:-5000], "tensor .*: the file is cut short"),
         (lambda data: data[:8] + b"\xff" * 8 + data[16:], "cannot open"),
-        (edit(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lluma"), "cannot map its architecture, lluma"),
+        (
+            edit(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lluma"),
+            "architecture lluma is not supported",
+        ),
         (edit(b"general.architecture", b"general.architectura"), "does not say its architecture"),
         (
             lambda data: of_type(data, 99),
