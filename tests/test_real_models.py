@@ -39,7 +39,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def model(digest: str = WHOLE, **changes: str) -> None:
         halves = [f"tiny_part{number}/data/half" for number in range(len(PARTS))]
         monkeypatch.setitem(
-            MODELS, "tiny", RealModel("tiny", "none", wheels | changes, {"whole": (halves, digest)}, "whole")
+            MODELS, "tiny", RealModel("tiny", "none", wheels | changes, {"whole": (halves, digest)})
         )
 
     model()

