@@ -162,7 +162,7 @@ def _judge_difference(
         return
     what, words = DIFFERENCES[name]
     hidden, mean = np.isnan(learned.values), mean_of(learned)
-    outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed[0])}, {number(mean.value)}", words)
+    outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed[0])}, {shown(mean)}", words)
     numbers = (
         f"learned {number(mean.value)} (mean over {(~hidden).sum()} layers), sinusoidal {number(fixed[0])} "
         f"({number(fixed[1])} uncentred)"

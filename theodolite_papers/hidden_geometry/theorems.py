@@ -18,6 +18,7 @@ from torch.nn import functional
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.judging import all_of
+from theodolite.measure.position import squared_lengths
 from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
@@ -220,7 +221,7 @@ ORDERS = (1, 2, 3)
 
 def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
     """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
-    lengths = gram_between(p).diagonal().sqrt()
+    lengths = squared_lengths(p)[0][0].sqrt()
     return gram_between(p, used) / lengths.outer(lengths)
 
 
@@ -346,9 +347,14 @@ def _judge_approximation(
     values, errors = np.array([premise_of(p, moderate) for p in chosen]).T
     premise = Estimates(values, errors, *OF_GROUPS)
     near = estimates_of(stacked(attained_over_none(p, moderate) for p in chosen))
-    median = f"over no approximation at k = {moderate}, median of layers"
-    outcome.read(f"bound {median}", number(float(np.nanmedian(values))), "“moderate k and m”")
-    outcome.read(f"attained {median}", number(float(np.nanmedian(near.values))), "“G ≈”")
+    for name, of_layers, paper in (
+        ("bound", values, "“moderate k and m”"),
+        ("attained", near.values, "“G ≈”"),
+    ):
+        median = Estimate(float(pd.Series(of_layers).median()))
+        outcome.read(
+            f"{name} over no approximation at k = {moderate}, median of layers", shown(median), paper
+        )
     words = {"k": moderate, "orders": f"m = {', '.join(map(str, ORDERS))}"}
     hidden = np.isnan(values)
     outcome.verdicts.append(unless_hidden(outcome.verdict("premise", premise, **words), hidden))

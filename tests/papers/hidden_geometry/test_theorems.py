@@ -96,7 +96,8 @@ def test_sampling_noise_does_not_decide_the_premise(wanted):
     assert (np.abs(values - over_none(exact, "bound")) <= 2.365 * errors).sum() >= 11
     attained = [attained_over_none(p, 10) for p in noisy]
     deviations = np.array([float(each.value) for each in attained]) - over_none(exact, "attained")
-    assert (np.abs(deviations) <= 2.365 * np.array([float(each.error) for each in attained])).sum() >= 11
+    assert (np.abs(deviations) <= 2.365 * np.array([float(each.error) for each in attained])).sum() >= 10
+    assert deviations.mean() < 0.4 * (over_none(measured, "attained") - over_none(exact, "attained"))
 
 
 def test_the_kernel_factorises_and_with_noise_too(run, monkeypatch):
