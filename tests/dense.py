@@ -151,13 +151,20 @@ def _lengths(inner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frequencies(name: str, p: np.ndarray, scales: np.ndarray) -> dict[str, float]:
-    groups, length, _ = p.shape
+    rows = p * scales[:, None, :, None]
+    shares = shares_of_frequencies(rows, rows)
+    return {f"{name}_{k}": share for k, share in shares.items()}
+
+
+def shares_of_frequencies(left: np.ndarray, right: np.ndarray) -> dict[int, float]:
+    """Shares of the energy of A Bᵀ in its lowest frequencies; (G, T, d) of each group, or so for each use of groups."""
+    groups, length = left.shape[-3:-1]
+    left, right = (np.broadcast_to(side, (groups + 1, *side.shape[-3:])) for side in (left, right))
     cutoffs = (1, 3, 5, 10)
     values = []
-    for use, scale in zip((None, *range(groups)), scales, strict=True):
-        some = p if use is None else np.delete(p, use, axis=0)
-        rows = some * scale[:, None]
-        spectra = dctn(np.einsum("atd,bsd->abts", rows, rows), type=2, norm="ortho", axes=(2, 3))
+    for use in range(groups + 1):
+        a, b = (np.delete(side[use], use - 1, axis=0) if use else side[use] for side in (left, right))
+        spectra = dctn(np.einsum("atd,bsd->abts", a, b), type=2, norm="ortho", axes=(2, 3))
         energies = [
             _over_groups(np.einsum("abij,dcij->abcd", spectra[..., :k, :k], spectra[..., :k, :k]), 4)
             for k in (length, *cutoffs)
@@ -166,9 +173,7 @@ def _frequencies(name: str, p: np.ndarray, scales: np.ndarray) -> dict[str, floa
     whole, *corners = np.array(values).T
     above = whole[0] > 2 * _error(whole[1:])
     shares = [_corrected(corner[0] / whole[0], corner[1:] / whole[1:]) for corner in corners]
-    return {
-        f"{name}_{k}": float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)
-    }
+    return {k: float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)}
 
 
 def context_columns(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:

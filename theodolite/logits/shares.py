@@ -17,7 +17,12 @@ from theodolite.measure.position import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.models.query_key_parts import (
+    LayerPass,
+    frozen_norm,
+    split_queries_and_keys,
+    visit_layers,
+)
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, decompose_around
 
@@ -34,9 +39,10 @@ class SharesPass:
     """Logits of a seeded sample of contexts, split around the means of the whole text.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
-    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; normed (L, T, d), μ + pos behind
-    the norm in front of the layer's heads, as it is without one. Of layers that do not attend, zeros. Notes: `refused`,
-    layer → why it could not be split, and `heads`, how many each layer has.
+    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; of the norm in front of the
+    layer's heads at μ + pos norm_gain and norm_bias (L, d), norm_scale (L, T) and norm_centred (L), 1, 0, 1 and 0
+    without one, and NaN where there is no such norm of the stream. Of layers that do not attend, zeros. Notes:
+    `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
         model, corpus: of whose contexts `sample_of` takes some.
@@ -67,10 +73,12 @@ class SharesPass:
             "additive": rows,
             "total": rows,
             "low_frequency": (*rows, len(CUTOFFS)),
+            "norm_gain": (model.layers, model.width),
+            "norm_bias": (model.layers, model.width),
+            "norm_scale": (model.layers, pos.shape[1]),
+            "norm_centred": (model.layers,),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        normed = (model.layers, pos.shape[1], model.attention_width)
-        self._state["normed"] = torch.zeros(normed, dtype=model.source.dtype)
 
     def state(self) -> State:
         """Return all tensors."""
@@ -107,10 +115,8 @@ class SharesPass:
             query, key, None if grid is None else grid.shape
         ).cpu()
         if rows.start == 0:
-            normed = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
-            # Else attention reads something else than the stream
-            if normed.shape == state["normed"][layer].shape:
-                state["normed"][layer] = normed
+            for name, values in _norm_of_rows(layer_pass, self.mean[layer] + self.pos[layer]).items():
+                state[name][layer] = values
         pos = of_read(self.pos[layer], read, self.trailing)
         parts = decompose_around(layer_pass.stream, self.mean[layer], pos, leading)
         try:
@@ -125,9 +131,20 @@ class SharesPass:
             state[name][layer, rows, heads] = getattr(sums, name)
 
 
-def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
-    rows = rows.to(layer_pass.stream)
-    return (rows if layer_pass.norm is None else layer_pass.norm(rows.unsqueeze(0))[0]).cpu()
+def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:
+    """Return gain, bias, scales and centring of the norm in front of a layer's heads, at some rows."""
+    try:
+        norm = frozen_norm(layer_pass, torch.float64, rows.unsqueeze(0))
+    except WorkError:
+        return {"norm_gain": torch.full_like(rows[0], torch.nan)}
+    if norm is None:
+        return {"norm_gain": torch.ones_like(rows[0]), "norm_scale": torch.ones_like(rows[:, 0])}
+    return {
+        "norm_gain": norm.gain[0, 0],
+        "norm_bias": norm.bias[0, 0],
+        "norm_scale": norm.scale[0, :, 0],
+        "norm_centred": torch.tensor(float(norm.centred)),
+    }
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:

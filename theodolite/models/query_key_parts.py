@@ -215,7 +215,7 @@ def split_queries_and_keys(
 def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool) -> SplitQueriesAndKeys:
     if of.cross:
         raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-    norm, entered = _frozen_norm(of, dtype), of.entered.to(dtype)
+    norm, entered = frozen_norm(of, dtype), of.entered.to(dtype)
     attention = FrozenAttention(of.attention, of.call, entered)
     batch = entered if attention.per_context else entered[:1]
 
@@ -266,7 +266,14 @@ def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: b
     return SplitQueriesAndKeys(both[0], both[1], of.inputs, rounding)
 
 
-def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+def frozen_norm(
+    of: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
+) -> FrozenNorm | None:
+    """Freeze the norm in front of the heads at the stream of a pass, or at other `rows`; None where there is no norm.
+
+    Raises:
+        WorkError: attention does not read the stream behind a norm with one scale a vector.
+    """
     if of.entered.shape != of.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"
@@ -278,13 +285,15 @@ def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
     copy = copy_in_dtype(of.norm, dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
     norm_dtype = dtype if copy is not of.norm else of.stream.dtype
-    return FrozenNorm.verified(
-        lambda x: copy(x.to(norm_dtype)).to(x.dtype),
-        of.stream.to(dtype),
-        of.entered,
-        type(of.norm).__name__,
-        _tolerance(of.stream, of.entered),
-    )
+
+    def norm(x: Tensor) -> Tensor:
+        return copy(x.to(norm_dtype)).to(x.dtype)
+
+    inputs = of.stream if rows is None else rows
+    inputs = inputs.to(of.stream.device, dtype)
+    output = of.entered if rows is None else norm(inputs)
+    tolerance = _tolerance(of.stream, of.entered)
+    return FrozenNorm.verified(norm, inputs, output, type(of.norm).__name__, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:

@@ -32,7 +32,7 @@ from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chu
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
+from theodolite.passes.tabulate import Facts, added_columns, means_of_text, survey_means, tabulate
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
@@ -234,14 +234,11 @@ class SurveyPlan:
             return SharesPass(model, corpus, seed, *means(states))
 
         def weights(states: States) -> WeightsPass:
-            mean, pos = means(states)
-            words = slice(pos.shape[1] - self.trailing)
             return WeightsPass(
                 model,
                 inputs=states.of(f"{TEXT}.inputs"),
-                mean=mean,
-                pos=pos[:, words],
-                normed=states.of("shares")["normed"][:, words],
+                means=means_of_text(states, self.trailing),
+                norms=states.of("shares"),
                 leading=corpus.leading,
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )

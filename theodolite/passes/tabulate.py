@@ -22,7 +22,7 @@ from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
 from theodolite.measure.extra import Extra, extra_columns
-from theodolite.measure.heads import heads_that_are
+from theodolite.measure.heads import heads_that_are, rows_of_heads
 from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import WITHOUT, Run
 from theodolite.theory.unbiased import Jackknifed
@@ -70,6 +70,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
     arrays: dict[str, Tensor] = {}
+    rows = rows_of_heads(inputs["heads_of"])
     for one in measurements():
         parameters = inspect.signature(one.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
@@ -84,7 +85,8 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
                 columns[table_of[name]][name] = values.value.tolist()
                 if f"{name}_se" in table_of:
                     columns[table_of[name]][f"{name}_se"] = values.error.tolist()
-                    arrays[f"{table_of[name]}.{name}{WITHOUT}"] = values.without.float()
+                    without = values.without if table_of[name] == "layers" else values.without[:, rows]
+                    arrays[f"{table_of[name]}.{name}{WITHOUT}"] = without.float()
             elif name in table_of:
                 columns[table_of[name]][name] = values
             else:
@@ -116,12 +118,11 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
     if not states.of("corpus"):
         return inputs
-    means, length = states.of("corpus.means"), facts.provenance["corpus"]["length"]
-    text = length - facts.trailing
+    length = facts.provenance["corpus"]["length"]
     mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means | {name: means[name][:, :, :text] for name in ("position_sum", "readers")},
+        "means": means_of_text(states, facts.trailing),
         "mu": mu,
         "pos": pos,
         "length": length,
@@ -181,6 +182,13 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
             [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
         ),
     )
+
+
+def means_of_text(states: States, trailing: int) -> State:
+    """Return the state of `Means` of the text that was read, without the special tokens behind it."""
+    means = states.of("corpus.means")
+    text = slice(means["readers"].shape[2] - trailing)
+    return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
 
 
 def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
