@@ -57,7 +57,7 @@ def _dense_shares(query, key, inputs, head: int) -> tuple[np.ndarray, float]:
 def test_shares_equal_the_dense_computation(kind):
     """Oracle: numpy on whole matrices."""
     query, key, inputs = _split(kind)
-    shares, additive = share_sums(query, key, inputs).shares()
+    shares, additive = (of.value for of in share_sums(query, key, inputs).shares())
     for head in range(HEADS):
         expected, expected_additive = _dense_shares(query, key, inputs, head)
         np.testing.assert_allclose(shares[head], expected, rtol=1e-9, atol=1e-12)
@@ -71,19 +71,18 @@ def test_standard_errors_are_the_jackknifes():
     products = torch.randn(6, 2, 5, 5, generator=generator, dtype=torch.float64)
     total = torch.rand(6, 2, generator=generator, dtype=torch.float64) + 1
     additive = torch.randn(6, 2, generator=generator, dtype=torch.float64)
-    got, got_additive = ShareSums(products, additive, total).standard_errors()
+    got, got_additive = (of.error for of in ShareSums(products, additive, total).shares())
     p, t = products.numpy(), total.numpy()
     left = np.stack([np.delete(p, i, 0).sum(0) / np.delete(t, i, 0).sum(0)[:, None, None] for i in range(6)])
     np.testing.assert_allclose(got, np.sqrt(5 / 6 * ((left - left.mean(0)) ** 2).sum(0)), rtol=1e-12)
-    even = ShareSums(products, additive, torch.ones_like(total)).standard_errors()[1]
+    even = ShareSums(products, additive, torch.ones_like(total)).shares()[1].error
     np.testing.assert_allclose(even, additive.numpy().std(0, ddof=1) / np.sqrt(6), rtol=1e-12)
     assert got_additive.shape == (2,)
 
 
 def test_one_context_has_no_standard_error_and_even_logits_no_shares():
     sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
-    assert all(error.isnan().all() for error in sums.standard_errors())
-    assert all(share.isnan().all() for share in sums.shares())
+    assert all(of.value.isnan().all() and of.error.isnan().all() for of in sums.shares())
 
 
 @pytest.mark.parametrize("groups", [{"a": PARTS[:4]}, {"a": PARTS, "b": ["pos"]}, {"a": [*PARTS, "x"]}])

@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.accumulate.means import mean_and_pos
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import Groups
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
@@ -24,7 +26,7 @@ from theodolite.models.query_key_parts import (
     visit_layers,
 )
 from theodolite.system.progress import Progress
-from theodolite.theory.decomposition import PARTS, decompose_around
+from theodolite.theory.decomposition import PARTS, DecompositionByGroups, decompose_by_groups
 
 SPLIT_CONTEXTS = 8
 SPLIT_TOKENS = 2048
@@ -36,7 +38,11 @@ a second pass."""
 
 
 class SharesPass:
-    """Logits of a seeded sample of contexts, split around the means of the whole text.
+    """Logits of a seeded sample of contexts, each split around the means of other contexts.
+
+    Mean and pos of a context are those of one group of contexts for its queries, of another one for its keys, and it is
+    in neither: what the means have of noise is of no logit of its own, and in no product with itself. Contexts have
+    different groups, so that leaving out contexts shows the means' noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
     of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; of the norm in front of the
@@ -47,23 +53,16 @@ class SharesPass:
     Args:
         model, corpus: of whose contexts `sample_of` takes some.
         seed: of the sample.
-        mean, pos: μ and the positional basis of the residual layers, from all contexts.
+        means: the state of `Means`, of all contexts.
     """
 
-    def __init__(
-        self,
-        model: OpenModel,
-        corpus: Corpus,
-        seed: int,
-        mean: Float[Tensor, "layers width"],
-        pos: Float[Tensor, "layers positions width"],
-    ) -> None:
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, means: State) -> None:
         self.model = model
-        self.mean = mean
-        self.pos = pos
+        self.means = means
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
+        self.groups = Groups(len(corpus.contexts)).of(sample)
         self.batches = list(self.corpus.batches(max(1, TOKENS_A_PASS // corpus.contexts.shape[1])))
         self.total = len(self.batches) * model.layers
         self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
@@ -75,7 +74,7 @@ class SharesPass:
             "low_frequency": (*rows, len(CUTOFFS)),
             "norm_gain": (model.layers, model.width),
             "norm_bias": (model.layers, model.width),
-            "norm_scale": (model.layers, pos.shape[1]),
+            "norm_scale": (model.layers, corpus.contexts.shape[1]),
             "norm_centred": (model.layers,),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
@@ -115,10 +114,11 @@ class SharesPass:
             query, key, None if grid is None else grid.shape
         ).cpu()
         if rows.start == 0:
-            for name, values in _norm_of_rows(layer_pass, self.mean[layer] + self.pos[layer]).items():
+            sums, readers = (self.means[name][layer].sum(dim=0) for name in ("position_sum", "readers"))
+            rows_of_mean = sums / readers.clamp_min(1)[:, None]
+            for name, values in _norm_of_rows(layer_pass, rows_of_mean).items():
                 state[name][layer] = values
-        pos = of_read(self.pos[layer], read, self.trailing)
-        parts = decompose_around(layer_pass.stream, self.mean[layer], pos, leading)
+        parts = self._parts(layer_pass, self.groups[rows])
         try:
             split = split_queries_and_keys(
                 layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
@@ -129,6 +129,30 @@ class SharesPass:
         sums = share_sums(split.query, split.key, split.inputs, self.trailing, leading)
         for name in ("products", "additive", "total"):
             state[name][layer, rows, heads] = getattr(sums, name)
+
+    def _parts(self, layer_pass: LayerPass, own: Int[Tensor, " contexts"]) -> DecompositionByGroups:
+        """Decompose contexts of these groups by the next group's means for queries, the one after's for keys."""
+        layer, read = layer_pass.layer, layer_pass.stream.shape[1]
+        filled = (self.means["contexts"][layer] > 0).nonzero().flatten()
+        groups, place = len(filled), torch.searchsorted(filled, own)
+        sides = [(place + min(step, groups - 1)) % groups for step in (1, 2)]
+        needed, index = torch.cat(sides).unique(return_inverse=True)
+        # For positions that a group lacks, those after it: none of them is of the other side, or the context's own.
+        chains = [filled[(n + torch.arange(0, max(groups - 2, 1), 2)) % groups] for n in needed]
+        mean, pos = zip(*(self._mean_and_pos(layer, chain) for chain in chains), strict=True)
+        pos = torch.stack([of_read(each, read, self.trailing) for each in pos])
+        return decompose_by_groups(
+            layer_pass.stream, torch.stack(mean), pos, *index.chunk(2), self.corpus.leading
+        )
+
+    def _mean_and_pos(self, layer: int, groups: Int[Tensor, " groups"]) -> tuple[Tensor, Tensor]:
+        """Compute μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
+        readers = self.means["readers"][layer, groups]
+        first = (readers > 0).double().argmax(dim=0)
+        place = torch.arange(len(first))
+        readers, sums = readers[first, place], self.means["position_sum"][layer, groups[first], place]
+        mean, pos = mean_and_pos(sums, readers, slice(self.corpus.leading, len(first) - self.trailing))
+        return mean, pos * (readers > 0)[:, None]
 
 
 def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:
@@ -160,14 +184,19 @@ def split_contexts(length: int) -> int:
 def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
     """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order.
 
-    Of contexts of unlike lengths, one of those that have as many tokens as the mean, or more: the energy of the
-    shortest is all of low frequency.
+    As many of each group of contexts as there are. Of contexts of unlike lengths, one of those that have as many tokens
+    as the mean, or more: the energy of the shortest is all of low frequency.
     """
     contexts, length = corpus.contexts.shape
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
     if corpus.lengths is not None:
         order = order[corpus.lengths[order] >= corpus.lengths.double().mean()]
-    return order[: split_contexts(length)].sort().values
+    group = Groups(contexts).of(order)
+    by_group = group.argsort(stable=True)
+    before = torch.searchsorted(group[by_group], group[by_group])  # how many are of groups before its own
+    turn = torch.empty_like(order)
+    turn[by_group] = torch.arange(len(order)) - before
+    return order[turn.argsort(stable=True)][: split_contexts(length)].sort().values
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:
