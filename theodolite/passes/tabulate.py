@@ -22,7 +22,7 @@ from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
 from theodolite.measure.extra import Extra, extra_columns
-from theodolite.measure.heads import heads_that_are, rows_of_heads
+from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import WITHOUT, Run
 from theodolite.theory.unbiased import Jackknifed
@@ -70,7 +70,6 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
     arrays: dict[str, Tensor] = {}
-    rows = rows_of_heads(inputs["heads_of"])
     for one in measurements():
         parameters = inspect.signature(one.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
@@ -85,8 +84,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
                 columns[table_of[name]][name] = values.value.tolist()
                 if f"{name}_se" in table_of:
                     columns[table_of[name]][f"{name}_se"] = values.error.tolist()
-                    without = values.without if table_of[name] == "layers" else values.without[:, rows]
-                    arrays[f"{table_of[name]}.{name}{WITHOUT}"] = without.float()
+                    arrays[f"{table_of[name]}.{name}{WITHOUT}"] = values.without.float()
             elif name in table_of:
                 columns[table_of[name]][name] = values
             else:
@@ -95,6 +93,8 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
         columns[table] |= values
     tables["layers"] = pd.DataFrame(_in_order("layers", columns))
     tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
+    for name in [name for name in arrays if name.startswith("heads.")]:
+        arrays[name] = arrays[name][:, head_rows(inputs["heads_of"])]
     return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
 
 
