@@ -32,7 +32,10 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
     without = {
-        f"layers.{name}{WITHOUT}" for name, column in catalogue.declared("layers").items() if column.error
+        f"{table}.{name}{WITHOUT}"
+        for table in ("layers", "heads")
+        for name, column in catalogue.declared(table).items()
+        if column.error
     }
     assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays()) | without
     assert {"layers.norm.without", "layers.rank.without"} <= set(surveyed.arrays)

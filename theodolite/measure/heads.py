@@ -57,10 +57,14 @@ def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more:
 @gives(*head_places("heads"))
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
     """Drop the rows of heads that a layer does not have from a table with `layer` and `head`."""
-    most = max(heads_of)
     places = [(layer, head) for layer, heads in enumerate(heads_of) for head in range(heads)]
-    rows = pd.DataFrame(columns).iloc[[layer * most + head for layer, head in places]]
+    rows = pd.DataFrame(columns).iloc[head_rows(heads_of)]
     return pd.DataFrame(places, columns=["layer", "head"]).join(rows.reset_index(drop=True))
+
+
+def head_rows(heads_of: Sequence[int]) -> list[int]:
+    """List the rows of heads that there are, where every layer has as many rows as the one with the most heads."""
+    return [layer * max(heads_of) + head for layer, heads in enumerate(heads_of) for head in range(heads)]
 
 
 @gives(
