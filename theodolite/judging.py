@@ -253,7 +253,11 @@ def contexts_needed(verdict: Verdict, contexts: int) -> str:
     of its criterion may be on either side of it.
     """
     rows = [part for part in verdict.parts if isinstance(part, Judged) and part.of.endswith("contexts")]
-    if verdict.answer != UNDECIDED or len(rows) != 1 or not abs(rows[0].value - rows[0].limit) > rows[0].error:
+    if (
+        verdict.answer != UNDECIDED
+        or len(rows) != 1
+        or not abs(rows[0].value - rows[0].limit) > rows[0].error
+    ):
         return ""
     margin = Estimate(rows[0].value, rows[0].error, rows[0].n, rows[0].of).margin
     times = max(1.0, (margin / (rows[0].value - rows[0].limit)) ** 2)

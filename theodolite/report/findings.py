@@ -155,16 +155,17 @@ def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
 
 def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
     """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves; None without these."""
-    names, predicted = measured_regimes(run), array(run, f"propagation_predicted{suffix}")
-    if names is None or predicted is None or f"regime{suffix}" not in run.heads:
+    names, predicted, measured = (
+        measured_regimes(run),
+        array(run, f"propagation_predicted{suffix}"),
+        column(run.heads, "propagation"),
+    )
+    if names is None or predicted is None or measured is None or f"regime{suffix}" not in run.heads:
         return None
     layers, heads = run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)
     regimes = run.heads[f"regime{suffix}"].fillna(UNDEFINED).astype(str).to_numpy()
     with np.errstate(invalid="ignore"):
         expected = np.asarray(predicted[layers, heads], dtype=np.float64).mean(axis=1)
-    measured = column(run.heads, "propagation")
-    if measured is None:
-        return None
     kappa = agreement(regimes, names, layers)[0]
     correlation = rank_correlation_of_heads(expected, measured, layers)
     return RegimeAgreement(kappa, correlation, judge("", "", kappa, BY_CHANCE).answer == HOLDS)

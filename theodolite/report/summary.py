@@ -268,10 +268,10 @@ def massive_line(run: Run) -> str:
     tokens = massive_tokens(run)
     if not len(tokens):
         return ""
-    names = [
-        f"‘{shown_token(row.token)}’ (context {row.context}, position {row.position}, layers {spans(row.layers)})"
-        for row in tokens.itertuples()
-    ]
+    names = []
+    for row in tokens.itertuples():
+        layers = f"layer{'s' if len(row.layers) > 1 else ''} {spans(row.layers)}"
+        names.append(f"‘{shown_token(row.token)}’ (context {row.context}, position {row.position}, {layers})")
     return f"Left out of all other numbers for their massive activations: {listed(names, 4)}."
 
 

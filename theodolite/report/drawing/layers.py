@@ -34,6 +34,7 @@ from theodolite.report.drawing.grammar import (
     level,
     line,
     map_height,
+    noise_floor,
     reference,
     rows_down,
     sentence,
@@ -86,7 +87,7 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
         trace
         for floor in sorted(floors)
         if (values := column(run.layers, floor)) is not None
-        for trace in reference(layer_numbers(run), values, "noise floor", dash="dash")
+        for trace in noise_floor(layer_numbers(run), values)
     ]
 
 
