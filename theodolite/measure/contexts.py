@@ -210,7 +210,9 @@ class Contexts:
             energy = (used @ table @ used - used @ table.diagonal()) / (used.sum() * (used.sum() - 1))
             return (crossed / (count * (count - 1)) * kept).sum() / (energy * (self.agreement * kept).sum())
 
-        known = bool(product(p.flatten(1)).above_noise() & (self.agreement.sum() > 0))
+        kept = self.apart.double()
+        agreement = Jackknifed(self.agreement.mean(), kept @ self.agreement / kept.sum(dim=1))
+        known = bool(product(p.flatten(1)).above_noise() & agreement.above_noise())
         return leaving_out(square, len(p)).corrected().root().where(known)
 
     def clusters(self) -> tuple[dict[str, Jackknifed], Int[Tensor, " sampled"]]:
