@@ -203,6 +203,8 @@ def main() -> None:
             print(f"{name} {how}: {real_model(name)} ({model.what}; {model.licence})", flush=True)
     except (CannotFetch, OSError, zipfile.BadZipFile, KeyError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("stopped: rerun to go on")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.calls import call
 from tests.models.test_every_family import check_read_by_layers, opened_whole
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
+from theodolite.models.stored.gguf import gguf_tokenizer
 from theodolite.passes.survey import spectra
 
 IDS = torch.arange(40).view(2, 20)
@@ -233,6 +234,12 @@ def test_a_file_that_is_another_model_is_named(options, error, message, tmp_path
         open_model(path)
 
 
+def test_experts_of_which_a_part_is_missing(tmp_path):
+    path = written(built("qwen3_moe"), tmp_path, change=drop("blk.1.ffn_up_exps.weight"))
+    with pytest.raises(WorkError, match=r"lacks 1 of .* \(first: blk.1.ffn_up_exps\)"):
+        open_model(path)
+
+
 def edit(old: bytes, new: bytes):
     return lambda data: data.replace(old, new, 1)
 
@@ -320,6 +327,26 @@ def test_beginnings_and_whole_words(tmp_path):
     gpt2, llama3 = tokenizer_of(tmp_path, "gpt-2"), tokenizer_of(tmp_path, "llama-bpe")
     assert gpt2.convert_ids_to_tokens(gpt2("hello")["input_ids"]) == ["he", "l", "l", "o"]
     assert llama3.convert_ids_to_tokens(llama3("hello")["input_ids"]) == ["<|endoftext|>", "hello"]
+
+
+@pytest.mark.parametrize(("prefix", "first"), [(True, "▁he"), (False, "he")])
+def test_the_space_before_a_text_is_the_file_s(prefix, first, tmp_path):
+    """Of a SentencePiece vocabulary, which begins with BOS where the file does not say otherwise."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "h", "e", "he", "▁he"]
+    writer = gguf.GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(place) for place in reversed(range(len(tokens)))])
+    writer.add_token_types([2, 3, 3, 1, 1, 1, 1, 1])
+    writer.add_bos_token_id(1)
+    writer.add_add_space_prefix(prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = gguf_tokenizer(tmp_path / "words.gguf")
+    ids = tokenizer("he he")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", first, "▁he"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "he he"
 
 
 def test_an_unknown_split_is_refused(tmp_path):

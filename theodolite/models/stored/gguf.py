@@ -173,9 +173,12 @@ class GgufFile:
         fields = {name: field.contents() for name, field in readers[first].fields.items()}
         if not isinstance(fields.get("general.architecture"), str):
             raise UsageError(f"cannot open {first}: it does not say its architecture")
-        tensors = {
-            tensor.name: (file, tensor) for file, reader in readers.items() for tensor in reader.tensors
-        }
+        placed = [
+            (tensor.name, (file, tensor)) for file, reader in readers.items() for tensor in reader.tensors
+        ]
+        tensors = dict(placed)
+        if len(tensors) < len(placed):
+            raise UsageError(f"cannot open {first}: two of its files hold the same tensor")
         return cls(first, readers[first], fields, tensors)
 
     @property
@@ -376,12 +379,13 @@ class GgufTensors:
             if name is None:
                 raise WorkError(f"tensor {tensor} of {path} has no place in {type(model).__name__}")
             parts.setdefault(name, []).append(tensor)
-        lacking = model.state_dict().keys() - parts.keys() - model.all_tied_weights_keys.keys()
+        own = {name: tensor for tensor, name in names.items()}
+        without = model.state_dict().keys() - parts.keys() - model.all_tied_weights_keys.keys()
+        lacking = {own.get(name, name) for name in without}
+        # Where several make one, a processor would leave zeros for what is not there.
+        lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
         if lacking:
-            own = {name: tensor for tensor, name in names.items()}
-            raise WorkError(
-                f"{path} lacks {len(lacking)} of the model's tensors (first: {min(own.get(n, n) for n in lacking)})"
-            )
+            raise WorkError(f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)})")
         return cls(model, model.dtype, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
@@ -429,29 +433,23 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         UsageError: it is not known how this file's vocabulary splits a text.
     """
     architecture, vocabulary, options = get_gguf_tokenizer(str(path))
-    split = vocabulary.get("pre_tokenizer_type")
+    kind, split = vocabulary.get("tokenizer_type"), vocabulary.get("pre_tokenizer_type")
     if split in LIKE_LLAMA3:
         options.setdefault("add_bos_token", True)
     backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
     if split in LIKE_LLAMA3:
         backend.model.ignore_merges = True
-    if vocabulary.get("tokenizer_type") == "gpt2" and split in SPLITS:
+    if kind == "gpt2" and split in SPLITS:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[split]]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    elif vocabulary.get("tokenizer_type") == "gpt2" and split not in (
-        None,
-        "default",
-        *GGUF_PRE_TOKENIZER_SPLITS,
-    ):
+    elif kind == "gpt2" and split not in (None, "default", *GGUF_PRE_TOKENIZER_SPLITS):
         raise UsageError(
             f"{path} splits a text in a way that is not known here ({split}): give open_model a tokenizer"
         )
-    if vocabulary.get("add_prefix_space") is False and isinstance(
-        backend.pre_tokenizer, pre_tokenizers.Metaspace
-    ):
+    by_words = isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace)
+    if by_words and vocabulary.get("add_prefix_space") is False:
         backend.pre_tokenizer.prepend_scheme = "never"
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(parts)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
