@@ -246,24 +246,6 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
     return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=explanation)
 
 
-def contexts_needed(verdict: Verdict, contexts: int) -> str:
-    """Say how many contexts would decide one number that so many do not, "about 300 contexts would"; else nothing.
-
-    For a number of the size seen, whose error falls as one over the root of the contexts. One within a standard error
-    of its criterion may be on either side of it.
-    """
-    rows = [part for part in verdict.parts if isinstance(part, Judged) and part.of.endswith("contexts")]
-    if (
-        verdict.answer != UNDECIDED
-        or len(rows) != 1
-        or not abs(rows[0].value - rows[0].limit) > rows[0].error
-    ):
-        return ""
-    margin = Estimate(rows[0].value, rows[0].error, rows[0].n, rows[0].of).margin
-    times = max(1.0, (margin / (rows[0].value - rows[0].limit)) ** 2)
-    return f"about {number(times * contexts, 2)} contexts would"
-
-
 def most(answers: Sequence[Answer]) -> Answer:
     """Return the answer of more than half of many like parts; in part where more than half are decided, but split."""
     counts = {answer: list(answers).count(answer) for answer in (HOLDS, FAILS)}
