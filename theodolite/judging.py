@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats
+from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats, sigmas
 from theodolite.system.wording import number
 
 Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]
@@ -56,9 +56,14 @@ class Judged:
     of: str
     kind: Kind
     looks: int
-    side: str
+    side: Side
     limit: float
     negligible: float
+
+    @property
+    def criterion(self) -> Criterion:
+        """The criterion, whose source the claim has."""
+        return Criterion(self.side, self.limit, "", self.negligible)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Criterion:
 
     def met(self, values: Floats | float) -> npt.NDArray[np.bool_]:
         """Mark the values on the right side."""
-        beyond = self._beyond(values)
+        beyond = self.beyond(values)
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
     def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
@@ -111,11 +116,11 @@ class Criterion:
 
         Nor where the margin is not known (NaN).
         """
-        beyond, margin = self._beyond(values), np.asarray(margins, dtype=np.float64)
+        beyond, margin = self.beyond(values), np.asarray(margins, dtype=np.float64)
         low, high = beyond - margin, beyond + margin
         return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
 
-    def _beyond(self, values: Floats | float) -> Floats:
+    def beyond(self, values: Floats | float) -> Floats:
         """Measure how far each value is beyond the limit on the right side, less what is negligible."""
         values = np.asarray(values, dtype=np.float64)
         if self.side == "within":
@@ -244,6 +249,31 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
         return verdict
     evidence = f"{verdict.evidence}; {explanation}"
     return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=explanation)
+
+
+def contexts_needed(verdict: Verdict, contexts: int) -> str:
+    """Say how many contexts would decide what so many do not, "about 300 contexts would"; empty where nobody knows.
+
+    For a number of the size seen, whose error falls as one over the root of the contexts. One within a standard error
+    of its criterion may be on either side of it, and one whose error rests on other things needs more of those.
+    """
+    rows = [part for part in verdict.parts if isinstance(part, Judged)]
+    if (
+        verdict.answer != UNDECIDED
+        or verdict.withheld
+        or not all(row.of.endswith("contexts") for row in rows)
+    ):
+        return ""
+    sides: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        beyond = float(row.criterion.beyond(row.value))
+        if abs(beyond) > row.error:
+            sides[beyond > 0].append((float(sigmas(row.n, row.looks)) * row.error / beyond) ** 2)
+    for times in sides.values():
+        if 2 * len(times) > len(rows):  # all of one number, more than half of several
+            needed = max(1.0, sorted(times)[len(rows) // 2]) * contexts
+            return f"about {number(float(f'{needed:.2g}'))} contexts would"
+    return ""
 
 
 def most(answers: Sequence[Answer]) -> Answer:
