@@ -51,6 +51,9 @@ class Finding:
     about: str = ""
     answer: Answer | Literal[""] = ""
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class Judged:
