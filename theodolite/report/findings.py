@@ -21,7 +21,6 @@ from theodolite.report.data import (
     array,
     at_floor,
     column,
-    grid_of,
     layer_average,
     limit_of,
     provenance,
@@ -35,9 +34,6 @@ BY_CHANCE = Criterion("more than", 0.0, "κ: two namings of the heads agree no m
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
 PROPAGATION, MASSIVE = "signal propagation", "massive activations"
 """Quantities that are judged in more than one place."""
-
-LEAST_SIDE = 10
-"""Rows or columns of patches: of no more, ten frequencies are all."""
 
 
 @dataclass(frozen=True)
@@ -85,49 +81,14 @@ def judged(run: Run, about: str, estimate: Estimate, criterion: Criterion) -> Ju
     return Judged(about, UNDECIDED, estimate, f"not decided; {more}" if more else "not decided")
 
 
-def _of_layers(run: Run, about: str, name: str) -> Judged | None:
-    """Judge the mean of a column over the layers that have it: it is empty where noise hides it."""
+def of_layers(run: Run, about: str, name: str, criterion: Criterion | None = None) -> Judged | None:
+    """Judge the mean of a column over the layers that have it, by what is healthy: it is empty where noise hides it."""
     estimate, known = layer_average(run, name)[0], np.isfinite(value_of(run, name))
     if not known.any() and at_floor(run, name).any():
         return Judged(about, UNDECIDED, estimate, f"not judged: it is {AT_FLOOR} in every layer")
-    answer = judged(run, about, estimate, limit_of("layers", name))
-    of = (
-        f" (mean of {counted(int(known.sum()), 'layer')}, in the others {AT_FLOOR})"
-        if not known.all()
-        else ""
-    )
+    answer = judged(run, about, estimate, criterion or limit_of("layers", name))
+    of = "" if known.all() else f" (mean of {counted(int(known.sum()), 'layer')}, in the others {AT_FLOOR})"
     return answer and replace(answer, of=of)
-
-
-def position(run: Run) -> Judged | None:
-    """Judge whether the positional basis has a direction at all that contexts left out show, too."""
-    return _of_layers(run, POSITIONS, "rank")
-
-
-def smoothness(run: Run) -> Judged | None:
-    """Judge whether the positional basis is smooth."""
-    grid = grid_of(run)
-    if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
-        return None
-    return _of_layers(run, SMOOTHNESS, "low_frequency_10")
-
-
-def entanglement(run: Run) -> Judged | None:
-    """Judge whether position and context are apart."""
-    return _of_layers(run, ENTANGLEMENT, "incoherence_mean")
-
-
-def clustering(run: Run) -> Judged | None:
-    """Judge whether contexts cluster by label."""
-    return judged(run, CLUSTERS, layer_average(run, "cluster_ari")[0], CLUSTERED)
-
-
-def vanishing(run: Run) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    """Mark the heads of which too few keys propagate; None where that was not measured."""
-    measured = column(run.heads, "propagation")
-    if measured is None:
-        return None
-    return np.isfinite(measured) & ~limit_of("heads", "propagation").met(measured)
 
 
 @dataclass(frozen=True)
@@ -158,11 +119,8 @@ def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
 
 def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
     """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves; None without these."""
-    names, predicted, measured = (
-        measured_regimes(run),
-        array(run, f"propagation_predicted{suffix}"),
-        column(run.heads, "propagation"),
-    )
+    names, measured = measured_regimes(run), column(run.heads, "propagation")
+    predicted = array(run, f"propagation_predicted{suffix}")
     if names is None or predicted is None or measured is None or f"regime{suffix}" not in run.heads:
         return None
     layers, heads = run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)

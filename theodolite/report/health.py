@@ -27,7 +27,7 @@ from theodolite.report.data import (
     limit_of,
     provenance,
 )
-from theodolite.report.findings import Finding
+from theodolite.report.findings import Finding, Judged
 from theodolite.system.wording import (
     counted,
     listed,
@@ -45,6 +45,7 @@ ENTROPY_COLLAPSE = Criterion(
 DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median: a head is as good as zero")
 UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
 LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
+LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
 
 
@@ -150,12 +151,12 @@ def _entropy_collapse(run: Run) -> Outcome:
 
 
 def _vanishing(run: Run) -> Outcome:
-    vanished = findings.vanishing(run)
-    if vanished is not None:
-        if vanished.any():
-            keys = f"fewer than {percent(limit_of('heads', 'propagation').limit)} of the keys propagate"
+    propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
+    if propagation is not None:
+        if (vanished := _unhealthy(healthy, propagation)).any():
+            keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
             return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
-        lowest = percent(float(np.nanmin(run.heads["propagation"])))
+        lowest = percent(float(np.nanmin(propagation)))
         return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
     if "regime" not in run.heads.columns:
         return None
@@ -223,11 +224,14 @@ def _massive(run: Run) -> Outcome:
 
 def _positional(run: Run) -> Outcome:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
-    singular_values, judged = array(run, "singular_values"), findings.position(run)
+    singular_values, judged = (
+        array(run, "singular_values"),
+        findings.of_layers(run, findings.POSITIONS, "rank"),
+    )
     if judged is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
     rank = f"mean rank of the positional basis {judged.estimate}"
-    smooth = findings.smoothness(run)
+    smooth = _smoothness(run)
     if judged.answer != HOLDS and smooth and smooth.answer == FAILS:
         text = f"No positional structure beyond noise: {rank}, and it is rough. The model looks untrained."
         return Finding(text, judged.about, FAILS)
@@ -240,8 +244,15 @@ def of_plane(run: Run) -> str:
     return " of rows and of columns" if grid_of(run) else ""
 
 
+def _smoothness(run: Run) -> Judged | None:
+    grid = grid_of(run)
+    if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
+        return None
+    return findings.of_layers(run, findings.SMOOTHNESS, "low_frequency_10")
+
+
 def _smooth(run: Run) -> Outcome:
-    if (judged := findings.smoothness(run)) is None:
+    if (judged := _smoothness(run)) is None:
         return None
     share = percent_with_error(judged.estimate.value, judged.estimate.error)
     return judged.finding(
@@ -253,7 +264,7 @@ def _smooth(run: Run) -> Outcome:
 
 
 def _entangled(run: Run) -> Outcome:
-    if (judged := findings.entanglement(run)) is None:
+    if (judged := findings.of_layers(run, findings.ENTANGLEMENT, "incoherence_mean")) is None:
         return None
     return judged.finding(
         "Position and context are not entangled",

@@ -116,7 +116,9 @@ def _position(run: Run) -> Iterator[str | Finding]:
 
 def _context(run: Run) -> Iterator[str | Finding]:
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
-    if (clusters := findings.clustering(run)) is not None:
+    if (
+        clusters := findings.of_layers(run, findings.CLUSTERS, "cluster_ari", findings.CLUSTERED)
+    ) is not None:
         estimate = clusters.estimate.value, clusters.estimate.error
         yield clusters.finding(
             "Contexts cluster clearly by label",
