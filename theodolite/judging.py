@@ -103,7 +103,7 @@ class Criterion:
 
     def met(self, values: Floats | float) -> npt.NDArray[np.bool_]:
         """Mark the values on the right side."""
-        beyond = self._beyond(values)
+        beyond = self.beyond(values)
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
     def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
@@ -111,11 +111,11 @@ class Criterion:
 
         Nor where the margin is not known (NaN).
         """
-        beyond, margin = self._beyond(values), np.asarray(margins, dtype=np.float64)
+        beyond, margin = self.beyond(values), np.asarray(margins, dtype=np.float64)
         low, high = beyond - margin, beyond + margin
         return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
 
-    def _beyond(self, values: Floats | float) -> Floats:
+    def beyond(self, values: Floats | float) -> Floats:
         """Measure how far each value is beyond the limit on the right side, less what is negligible."""
         values = np.asarray(values, dtype=np.float64)
         if self.side == "within":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from theodolite import Run
-from theodolite.comparison.parts import overlap
+from theodolite.comparison.parts import chance_overlap, overlap
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import FAILS, HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
@@ -110,7 +110,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
         outcome.read(f"mean rank on {name}", with_error(mean.value, mean.error), rank_printed)
         share, _ = layer_average(run, "low_frequency_10")
         outcome.read(f"share of energy at K = 10 on {name}", percent(share.value), share_printed)
-    shared, chance = overlap(first, second)
+    shared, chance = overlap(first, second).value.numpy(), chance_overlap(first)
     outcome.read(
         "overlap of the leading positional directions, as many as the rank",
         f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
