@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 # What is used is compiled as it is first imported; all of it would take longer than the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all test-browser test-gpu chaos lint types docs families bench bench-gpu clean
+.PHONY: demo test test-all test-browser test-gpu chaos real-models real lint types docs families bench bench-gpu clean
 .DEFAULT_GOAL := demo
 
 # Two stamps: the package, which is all that the demo needs, and what its developers use. Each is made again when the
@@ -35,12 +35,12 @@ demo: $(VENV)/package
 
 # Something of each feature, without the tests marked slow and without checked shapes: four minutes on two idle cores.
 test: $(VENV)/developers
-	$(PYTEST) -m 'not slow and not browser and not chaos'
+	$(PYTEST) -m 'not slow and not browser and not chaos and not real'
 
 # Everything, but for what needs a GPU: eight minutes on two idle cores.
 test-all: $(VENV)/developers
-	$(PYTEST) -m 'not browser and not chaos' $(addprefix --ignore=,$(CHECKED))
-	$(PYTEST) -m 'not browser and not chaos' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
+	$(PYTEST) -m 'not browser and not chaos and not real' $(addprefix --ignore=,$(CHECKED))
+	$(PYTEST) -m 'not browser and not chaos and not real' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
 # Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/results/chaos.json.
 chaos: $(VENV)/developers
@@ -55,6 +55,14 @@ test-browser: $(VENV)/developers
 test-gpu: export THEODOLITE_GPU_TESTS_ON ?= cuda
 test-gpu: $(VENV)/developers
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# SmolLM2, Gemma 3 270M and MiniLM, 420 MB, into ~/.cache/theodolite/real-models or $$THEODOLITE_REAL_MODELS.
+real-models:
+	$(PYTHON) -m tools.real_models
+
+# What is tested on real models.
+real: $(VENV)/developers
+	$(PYTEST) -m real
 
 lint: $(VENV)/developers
 	$(BIN)/ruff check .

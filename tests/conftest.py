@@ -41,7 +41,7 @@ if not HANDS_OUT:
     from tests.browser import BROWSER
     from tests.calls import call
     from theodolite.models import OpenModel, open_model
-    from tools import small_models
+    from tools import real_models, small_models
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -110,6 +110,12 @@ def opened(checkpoint):
         return cache[family]
 
     return model
+
+
+@pytest.fixture(scope="session")
+def real():
+    """real(name) → what to open of a real model; the test is skipped where that has not been fetched."""
+    return lambda name: real_models.real_model(name) or pytest.skip(f"needs {name}: make real-models")
 
 
 @pytest.fixture

@@ -99,8 +99,11 @@ def _root(value: Any) -> Any:
     return np.sign(value) * np.sqrt(np.abs(value))
 
 
-def position_columns(x: np.ndarray) -> dict[str, float]:
-    """Numbers of the positional basis of hidden states (C, T − 1, d), by products of different groups."""
+def position_columns(x: np.ndarray, grid: tuple[int, int] | None = None) -> dict[str, float]:
+    """Numbers of the positional basis of hidden states (C, T − 1, d), by products of different groups.
+
+    With a grid of rows and columns, frequencies are of the plane, and all positions are neighbours.
+    """
     contexts, length, width = x.shape
     group = np.arange(contexts) * 8 // contexts
     kinds = np.unique(group)
@@ -124,20 +127,20 @@ def position_columns(x: np.ndarray) -> dict[str, float]:
         "relative_norm": float(_root(contexts * largest)) / np.linalg.norm(everything, 2),
         "position_energy": contexts * energy / np.linalg.norm(everything) ** 2,
     }
-    lengths, near = _lengths(inner)
+    lengths, near = _lengths(inner, math.inf if grid else 1.25)
     row["undirected_positions"] = float((near[0] <= 2 * _error(near[1:])).sum())
     scales = np.where(near[0] > 0, 1 / np.sqrt(np.maximum(lengths, 1e-300)), 0)
     for name, several in (("low_frequency", scales), ("pp_low_frequency", np.ones_like(scales))):
-        row |= _frequencies(name, p, several)
+        row |= _frequencies(name, p, several, grid)
     return row
 
 
-def _lengths(inner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(inner: np.ndarray, farthest: float) -> tuple[np.ndarray, np.ndarray]:
     """‖pos_t‖² with all groups and without each, drawn towards neighbours; and the means of neighbours."""
     own, own_without = _jackknifed(lambda value: value, (inner, 2))
     error = _error(own_without)
     place = np.arange(1, len(own) + 1)
-    near = [np.maximum(place / t, t / place) <= 1.25 for t in place]
+    near = [np.maximum(place / t, t / place) <= farthest for t in place]
 
     def drawn(value: np.ndarray) -> np.ndarray:
         mean = np.array([value[some].mean() for some in near])
@@ -150,18 +153,22 @@ def _lengths(inner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(every > 0, every, smooth[0]), smooth
 
 
-def _frequencies(name: str, p: np.ndarray, scales: np.ndarray) -> dict[str, float]:
+def _frequencies(
+    name: str, p: np.ndarray, scales: np.ndarray, grid: tuple[int, int] | None
+) -> dict[str, float]:
     groups, length, _ = p.shape
+    sizes = grid or (length,)
     cutoffs = (1, 3, 5, 10)
     values = []
     for use, scale in zip((None, *range(groups)), scales, strict=True):
         some = p if use is None else np.delete(p, use, axis=0)
         rows = some * scale[:, None]
-        spectra = dctn(np.einsum("atd,bsd->abts", rows, rows), type=2, norm="ortho", axes=(2, 3))
-        energies = [
-            _over_groups(np.einsum("abij,dcij->abcd", spectra[..., :k, :k], spectra[..., :k, :k]), 4)
-            for k in (length, *cutoffs)
-        ]
+        products = np.einsum("atd,bsd->abts", rows, rows).reshape(len(rows), len(rows), *sizes, *sizes)
+        spectra = dctn(products, type=2, norm="ortho", axes=range(2, products.ndim))
+        energies = []
+        for k in (length, *cutoffs):
+            corner = spectra[(..., *[slice(k)] * (2 * len(sizes)))].reshape(len(rows), len(rows), -1)
+            energies.append(_over_groups(np.einsum("abi,dci->abcd", corner, corner), 4))
         values.append(energies)
     whole, *corners = np.array(values).T
     above = whole[0] > 2 * _error(whole[1:])

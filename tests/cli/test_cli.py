@@ -109,9 +109,12 @@ def test_report_renders_a_run_again(surveyed, tmp_path):
 )
 def test_a_hub_name_brings_its_revision(given, read, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        models, "open_model", lambda name, **options: asked.append((name, options["revision"]))
-    )
+
+    def opened(name, **options):
+        asked.append((name, options["revision"]))
+        return SimpleNamespace(stored={})
+
+    monkeypatch.setattr(models, "open_model", opened)
     Opening(revision=given[1]).open(given[0])
     assert asked == [read]
 

@@ -11,7 +11,7 @@ from theodolite.judging import Criterion
 from theodolite.measure import catalogue
 from theodolite.measure.column import Column
 from theodolite.measure.tags import TRACED_HEADS
-from theodolite.passes.run import TABLES, Run
+from theodolite.passes.run import TABLES, WITHOUT, Run
 
 
 def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
@@ -31,7 +31,11 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
             assert column.title, column
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
-    assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays())
+    without = {
+        f"layers.{name}{WITHOUT}" for name, column in catalogue.declared("layers").items() if column.error
+    }
+    assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays()) | without
+    assert {"layers.norm.without", "layers.rank.without"} <= set(surveyed.arrays)
     for measure in catalogue.built_in_extra():
         for column in measure.declared:
             assert getattr(surveyed, column.table)[column.name].notna().all(), column

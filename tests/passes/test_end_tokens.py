@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests import checkpoints
+from tests.dense import position_columns
 from tests.tokenizers import framed
 from theodolite import Corpus, constituents, open_model, survey, trace_sinks
 from theodolite.attention.inputs import AttentionInputs
@@ -98,15 +99,13 @@ def test_layers_are_measured_on_the_text_alone(run: Run, dense: tuple[np.ndarray
     centred = text - text.mean(2, keepdims=True)
     collapse = np.linalg.norm(centred, axis=(2, 3)) / np.linalg.norm(text, axis=(2, 3))
     cosine = (text[1:] * text[:-1]).sum(-1) / (norms[1:, :, TEXT] * norms[:-1, :, TEXT])
-    whole = (text - mean[:, None, None]).reshape(len(text), -1, text.shape[-1])
-    tiled = np.sqrt(text.shape[1]) * np.linalg.norm(basis[:, TEXT], 2, axis=(1, 2))
     expected = {
         "norm": norms[:, :, TEXT].mean((1, 2)),
         "norm_first": norms[:, :, 0].mean(1),
         "norm_last": norms[:, :, -1].mean(1),
         "rank_collapse": collapse.mean(1),
         "cosine_previous": np.concatenate([[np.nan], cosine.mean((1, 2))]),
-        "relative_norm": tiled / np.linalg.norm(whole, 2, axis=(1, 2)),
+        "position_energy": [position_columns(x)["position_energy"] for x in text],
     }
     for name, values in expected.items():
         np.testing.assert_allclose(run.layers[name], values, rtol=2e-4, err_msg=name)

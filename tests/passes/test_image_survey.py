@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 from scipy.fft import dctn
 
-from tests import vision
+from tests import dense, vision
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, image_reader, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 
-CUTOFFS = (1, 3, 5, 10)
 SINK = 0.3
 
 
@@ -103,16 +102,14 @@ def test_means_are_over_patches(measured):
 
 
 def test_frequencies_are_those_of_the_plane(measured):
-    """Oracle: the transform of P̄P̄ᵀ and PPᵀ as tensors of rows, columns, rows, columns."""
+    """Oracle: the transform of products of different groups as tensors of rows, columns, rows, columns."""
     leading = measured.leading
     for layer, row in measured.run.layers.iterrows():
         patches = measured.hidden[layer, :, leading:]
         p = patches.mean(axis=0) - patches.mean(axis=(0, 1))
         unit = p / np.linalg.norm(p, axis=1, keepdims=True)
-        for name, rows in (("low_frequency", unit), ("pp_low_frequency", p)):
-            energy = np.square(dctn((rows @ rows.T).reshape(4, 4, 4, 4), type=2, norm="ortho"))
-            for k in CUTOFFS:
-                close(row[f"{name}_{k}"], energy[:k, :k, :k, :k].sum() / energy.sum())
+        for name, value in dense.position_columns(patches, (4, 4)).items():
+            close(row[name], value)
         spectrum = dctn(unit.reshape(4, 4, -1), type=2, norm="ortho", axes=(0, 1))
         close(measured.run.arrays["dct"][layer][:4, :4], np.square(spectrum).sum(axis=-1))
         assert not measured.run.arrays["dct"][layer][4:].any()

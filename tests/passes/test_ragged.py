@@ -156,11 +156,20 @@ def test_columns_of_layers_are_over_all_tokens(run, alone):
             expected["cosine_previous"] = cosine.mean()
         # As many contexts reach the last position as the positional basis asks for, so that it has all.
         assert min(reached) >= 0.1 * len(streams)
-        tiled = np.concatenate([pos[1 : len(own) + 1] for own in text])
-        expected["relative_norm"] = np.linalg.norm(tiled, 2) / np.linalg.norm(tokens - mean, 2)
-        expected["stable_rank"] = np.linalg.norm(pos[1:]) ** 2 / np.linalg.norm(pos[1:], 2) ** 2
-        unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (pos[1:], ctx)]
-        expected["incoherence_mean"] = np.abs(unit[0] @ unit[1].T).mean()
+        group = np.arange(len(text)) * 8 // len(text)
+        longest = min(max(len(own) for own in np.array(text, object)[group == g]) for g in set(group))
+        of_groups = [
+            [
+                np.mean([own[t] for own in np.array(text, object)[group == g] if len(own) > t], axis=0)
+                for t in range(longest)
+            ]
+            for g in sorted(set(group))
+        ]
+        p = np.array(of_groups) - np.mean(of_groups, axis=1, keepdims=True)
+        products = np.einsum("atd,btd->abt", p, p)
+        crossed = (products.sum((0, 1)) - np.einsum("aat->t", products)) / (len(p) * (len(p) - 1))
+        energy = crossed @ np.array(reached[1 : longest + 1])
+        expected["position_energy"] = energy / ((tokens - mean) ** 2).sum()
         for name, value in expected.items():
             np.testing.assert_allclose(row[name], value, rtol=2e-5, err_msg=f"{name} of layer {layer}")
         np.testing.assert_allclose(run.arrays["positional_basis"][layer], pos, rtol=1e-4, atol=1e-5)

@@ -65,7 +65,7 @@ def test_missing_and_damaged_runs_and_those_of_another_schema(tmp_path):
         Run.load(folder)
     for schema in (1, 99):
         resealed(folder, schema_version=schema)
-        with pytest.raises(UsageError, match=f"schema {schema}, this theodolite reads 5: survey again"):
+        with pytest.raises(UsageError, match=f"schema {schema}, this theodolite reads 6: survey again"):
             finished_run(Unfinished(folder, {"a": 1}))
     (folder / "run.json").write_text("{")
     with pytest.raises(UsageError, match="damaged"):

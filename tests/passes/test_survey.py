@@ -295,7 +295,5 @@ def test_half_precision_models_are_summed_in_float64(dtype, checkpoint, corpus, 
         x = np.concatenate(parts)[:, 1:]
         np.testing.assert_allclose(run.arrays["mean"][layer], x.mean((0, 1)), rtol=1e-9, atol=1e-12)
         assert run.layers.norm[layer] == pytest.approx(np.linalg.norm(x, axis=-1).mean(), rel=1e-9)
-        pos = x.mean(0) - x.mean((0, 1))
-        tiled = np.linalg.norm(np.tile(pos, (len(x), 1)), 2)
-        whole = np.linalg.norm((x - x.mean((0, 1))).reshape(-1, 32), 2)
-        assert run.layers.relative_norm[layer] == pytest.approx(tiled / whole, rel=1e-6)
+        expected = dense.position_columns(x)["position_energy"]
+        assert run.layers.position_energy[layer] == pytest.approx(expected, rel=1e-6)

@@ -140,7 +140,7 @@ def truths(amplitude: float) -> dict[str, float]:
 @pytest.mark.parametrize("contexts", [8, 64, 1024])
 @pytest.mark.parametrize("amplitude", [0.0, 1.0])
 def test_noise_adds_nothing_and_intervals_cover(contexts, amplitude):
-    """Oracle: a planted basis. Bias below a tenth of the error up to the 400 draws' own, coverage of Student's intervals."""
+    """Oracle: a planted basis. Bias below a tenth of the error, up to the 400 draws' own; Student's intervals cover."""
     draws = [energies(planted(contexts, amplitude, seed)) for seed in range(400)]
     for name, truth in truths(amplitude).items():
         if math.isnan(truth):

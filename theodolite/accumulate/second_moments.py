@@ -85,15 +85,21 @@ class SecondMoments(LayerSums):
 class MomentSketches(LayerSums):
     """Sketches S Ω of centred second moments S (d×d), with counts and means, by group of contexts.
 
-    State: count (N, G), mean (N, G, d), sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω, directions (N, d, r), Ω. Ω is
-    orthonormal and spans about the leading directions of the first context that this accumulator saw, one for each
-    layer: directions drawn at random would have to be several times the stable rank of S. With r = d nothing is
+    State: count (N, G), mean (N, G, d), trace (N, G), Σ ‖x − x̄‖², sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω,
+    directions (N, d, r), Ω. Ω is orthonormal and spans about the leading directions of the first context that this
+    accumulator saw, one for each layer: directions drawn at random would have to be several times the stable rank of S.
+    With r = d nothing is
     lost. `contexts` is how many the whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int) -> None:
         r = min(SKETCH, width)
-        shapes = {"count": (GROUPS,), "mean": (GROUPS, width), "sketch": (GROUPS, width, r)}
+        shapes = {
+            "count": (GROUPS,),
+            "mean": (GROUPS, width),
+            "trace": (GROUPS,),
+            "sketch": (GROUPS, width, r),
+        }
         super().__init__(layers, shapes | {"directions": (width, r)})
         self.groups = Groups(contexts)
 
@@ -117,7 +123,10 @@ class MomentSketches(LayerSums):
             count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
             sketch = (rows.T @ projected[part].flatten(0, 1)).double()
             sketch.addr_(offset, offset @ directions, alpha=-float(len(rows)))
-            self._combine(layer, group, count, batch.pivot + offset, sketch)
+            trace = (
+                torch.linalg.vector_norm(rows, dtype=torch.float64).square() - count * offset.square().sum()
+            )
+            self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
     def merge(self, other: Mergeable) -> None:
         """Merge another accumulator, or its saved state, into this one.
@@ -138,11 +147,17 @@ class MomentSketches(LayerSums):
                 factor = low_rank(sketches, theirs)
                 sketches = factor @ (factor.mT @ directions)
             for group in range(GROUPS):
-                count, mean = (state[name][layer, group].to(directions.device) for name in ("count", "mean"))
-                self._combine(layer, group, count, mean, sketches[group])
+                names = ("count", "mean", "trace")
+                count, mean, trace = (state[name][layer, group].to(directions.device) for name in names)
+                self._combine(layer, group, count, mean, trace, sketches[group])
 
-    def _combine(self, layer: int, group: int, count: Tensor, mean: Tensor, sketch: Tensor) -> None:
+    def _combine(
+        self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor
+    ) -> None:
         device = sketch.device
+        before, own = (self.at(name, layer, device)[group] for name in ("count", "mean"))
+        shared = before * count / (before + count).clamp_min(1)
+        self.add("trace", layer, trace + shared * (mean - own).square().sum(), group)
         group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
         _combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
 

@@ -31,7 +31,7 @@ def compare_command(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="Two or more run folders, or folders or hub names of checkpoints "
+            help="Two or more run folders, or folders, GGUF files or hub names of checkpoints "
             f"(`{embedded.NAME}`: the model inside the package); all are compared with the first.",
             show_default=False,
         ),

@@ -32,8 +32,8 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders or hub names of checkpoints (`{embedded.NAME}`: the model inside the package, which is "
-            "also the default).",
+            help=f"Folders, GGUF files or hub names of checkpoints (`{embedded.NAME}`: the model inside the package, "
+            "which is also the default).",
             show_default=False,
         ),
     ] = None,

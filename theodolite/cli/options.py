@@ -18,14 +18,22 @@ from theodolite.corpus.documents import READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_folder
+from theodolite.system.checkpoint_folders import local_checkpoint
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
-from theodolite.system.wording import counted
+from theodolite.system.wording import counted, gguf_described
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
+
+
+def _said_how_stored(model: OpenModel) -> OpenModel:
+    """Return the model, having said how a GGUF file stores its weights."""
+    if model.stored:
+        dtype = str(model.source.dtype).removeprefix("torch.")
+        say_dimly(f"{short_name(model.id)}: {gguf_described(model.stored['gguf'], dtype)}")
+    return model
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
@@ -40,14 +48,14 @@ DEFAULT_LENGTH = 512
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION); the embedded model if left out.",
+        help="Folder, GGUF file or hub name (NAME or NAME@REVISION) of a model; the embedded one if left out.",
         show_default=False,
     ),
 ]
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Folder or hub name of a checkpoint (NAME or NAME@REVISION), or several; the embedded model if left out.",
+        help="Folder, GGUF file or hub name (NAME or NAME@REVISION), or several; the embedded model if left out.",
         show_default=False,
     ),
 ]
@@ -72,7 +80,7 @@ class Opening:
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto (the checkpoint's), float32, bfloat16, float16 or float64.",
+            help="auto (the checkpoint's; of a GGUF file float32), float32, bfloat16, float16 or float64.",
             autocompletion=one_of(DTYPES),
         ),
     ] = "auto"
@@ -91,7 +99,7 @@ class Opening:
         """Check the options before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype or attention, two places, a folder that is no checkpoint, or a revision of what
+            UsageError: an unknown dtype or attention, two places, a path that is no checkpoint, or a revision of what
                 is here.
         """
         check_dtype(self.dtype)
@@ -103,7 +111,7 @@ class Opening:
             if here and options["revision"] is not None:
                 raise UsageError(f"{name or embedded.NAME} is no model of the hub: it has no --revision")
             if name is not None and options["revision"] is None:
-                local_folder(name)
+                local_checkpoint(name)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
@@ -120,7 +128,7 @@ class Opening:
         hide_progress_bars()
         model, options = self._options(model)
         with screen.status(f"opening {model or 'the embedded model'}"):
-            return open_model(
+            opened = open_model(
                 model,
                 device=self.device,
                 device_map=self.device_map,
@@ -128,6 +136,7 @@ class Opening:
                 say=say_dimly,
                 **options,
             )
+        return _said_how_stored(opened)
 
     def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model so that its blocks are read as they run."""
@@ -153,7 +162,7 @@ class Opening:
         name, options = self._options(model)
         megabytes = 1 << 20
         with bars(stopped, unit="MB") as show:
-            return opened(
+            model_opened = opened(
                 name,
                 say=say_dimly,
                 show_progress=lambda done, total: show(
@@ -161,6 +170,7 @@ class Opening:
                 ),
                 **{option: value for option, value in (options | more).items() if value is not None},
             )
+        return _said_how_stored(model_opened)
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
         """Return the model's name without @REVISION, and the options for opening it."""

@@ -80,10 +80,10 @@ def clusters(
     if len(labels[taken].unique()) < 2:
         return {"silhouette": math.nan, "cluster_ari": math.nan}, found
     truth = inverse[taken]
-    direction = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
+    one, other = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
     # Sums over threads would depend on how many there are; and their number is one for all of the process.
     with _LIMITED, _thread_pools().limit(limits=1):
-        assigned = _k_means(*direction, len(truth.unique()), None if start is None else start[taken].numpy())
+        assigned = _k_means(one, other, len(truth.unique()), None if start is None else start[taken].numpy())
     found[taken] = torch.from_numpy(assigned).to(found.dtype)
     numbers = {
         "silhouette": silhouette(1 - cosines[taken][:, taken], truth),

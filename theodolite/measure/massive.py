@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import pandas as pd
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -65,12 +66,15 @@ def massive_table(massive: State, text: Callable[[int], str]) -> pd.DataFrame:
     )
 
 
+_NUMBERS = tuple(
+    replace(column, table="with_massive", error="", floor="", healthy=None, short="")
+    for column in (*POSITION_COLUMNS, *CONTEXT_COLUMNS)
+)
+
+
 @gives(
     Column("with_massive", "layer", "Residual layer: 0 enters the first block."),
-    *(
-        replace(column, table="with_massive", error="", floor="", healthy=None, short="")
-        for column in (*POSITION_COLUMNS, *CONTEXT_COLUMNS)
-    ),
+    *_NUMBERS,
 )
 def with_massive_table(
     massive: State,
@@ -85,7 +89,7 @@ def with_massive_table(
     """Compute the numbers of position and context with the massive tokens, of the layers that have any."""
     layers = massive["count"].nonzero().flatten()
     if not len(layers):
-        return pd.DataFrame()
+        return table_of({"layer": layers} | {column.name: torch.empty(0) for column in _NUMBERS})
     means, residual = (
         {name: values[layers] for name, values in state.items()}
         for state in with_massive(means, residual, massive)

@@ -236,8 +236,18 @@ def layer_numbers(
     tiled = basis.p * basis.readers.sum(dim=0).sqrt()[:, None]
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
-    sketched = leaving_out(lambda used: _largest(sketch, basis.groups, used), groups)
-    whole = Jackknifed(largest, sketched.without * largest / sketched.value)
+    tokens = sketch["count"][basis.groups]
+
+    def moments(used: Float[Tensor, " groups"]) -> Tensor:
+        """Return the largest eigenvalue and the trace of as many tokens as there are in all."""
+        both = largest_eigenvalue(sketch, basis.groups, used), total_variance(sketch, basis.groups, used)
+        return torch.stack(both) * (tokens.sum() / (used @ tokens))
+
+    sketched = leaving_out(moments, groups)
+    exact = torch.stack([largest, moment.trace()])
+    whole, variance = (
+        Jackknifed(exact[i], sketched.without[:, i] * exact[i] / sketched.value[i]) for i in (0, 1)
+    )
     energy, square = product(tiled.flatten(1)), largest_square(tiled)
     lengths, near = _lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
@@ -246,7 +256,7 @@ def layer_numbers(
         "stable_rank": combined(torch.div, energy, square).where(square.above_noise()),
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((_noise(tiled) / largest).sqrt(), groups),
-        "position_energy": Jackknifed(energy.value / moment.trace(), energy.without / moment.trace()),
+        "position_energy": combined(torch.div, energy, variance),
         "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
         **_shares("low_frequency", basis.p, grid, scales),
         **_shares("pp_low_frequency", basis.p, grid),
@@ -261,7 +271,7 @@ def _noise(tiled: Float[Tensor, "groups positions width"]) -> Tensor:
     return 2 * largest_square(differences).error * math.sqrt(pairs)
 
 
-def _largest(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
+def largest_eigenvalue(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
     """Find the largest eigenvalue of the used groups' centred second moment, by their sketches of one layer."""
     mean, directions = sketch["mean"][groups], sketch["directions"]
     weight = used * sketch["count"][groups]
@@ -269,6 +279,13 @@ def _largest(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"
     between = difference.T @ (weight[:, None] * (difference @ directions))
     factor = low_rank(torch.tensordot(used, sketch["sketch"][groups], dims=1) + between, directions)
     return torch.linalg.eigvalsh(factor.T @ factor)[-1]
+
+
+def total_variance(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
+    """Compute the trace of the used groups' centred second moment, from one layer of `MomentSketches`."""
+    mean, weight = sketch["mean"][groups], used * sketch["count"][groups]
+    difference = mean - weight @ mean / weight.sum()
+    return used @ sketch["trace"][groups] + weight @ difference.square().sum(dim=1)
 
 
 def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:

@@ -1,6 +1,6 @@
 """Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in.
 
-Weights come from safetensors only, and no code of a checkpoint is ever run.
+Weights come from safetensors and GGUF files only, and no code of a checkpoint is ever run.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def open_model(
     tower: Tower | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> OpenModel:
-    """Open and verify a checkpoint from a folder or the hub; the embedded model where no path is given.
+    """Open and verify a checkpoint from a folder, a GGUF file or the hub; the embedded model where no path is given.
 
     Args:
-        path_or_id: a folder with `config.json` and safetensors weights, or a name on the hub. Or a model of
-            `transformers` that is in memory, or one of PEFT: it stays as and where it is, and only a tokenizer may be
-            given with it.
+        path_or_id: a folder with `config.json` and safetensors weights, a GGUF file or a folder with one (needs
+            `pip install theodolite[gguf]`), or a name on the hub. Or a model of `transformers` that is in memory, or
+            one of PEFT: it stays as and where it is, and only a tokenizer may be given with it.
         tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
-        dtype: "auto" keeps the checkpoint's own; else "float32", "bfloat16" and so on.
+        dtype: "auto" keeps the checkpoint's own (of a GGUF file float32); else "float32", "bfloat16" and so on.
         device: where the model goes; a CUDA device if there is one, else the CPU.
         device_map: spread the model over devices in place of `device` (needs `pip install theodolite[accelerate]`).
         revision: a branch, tag or commit on the hub.
@@ -103,7 +103,7 @@ def open_model(
     except TheodoliteError:
         raise
     except LOADING_ERRORS as error:
-        if checkpoint.folder:
+        if checkpoint.local:
             raise UsageError(f"cannot open {place}: {reason_of(error)}") from error
         raise UsageError(
             f"there is no folder {place}, and it cannot be opened from the hub: {reason_of(error)} (with "

@@ -46,6 +46,7 @@ class OpenModel:
         calls: how each layer's attention module is called for one token at position 0.
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
+        stored: how a GGUF file stores them: {"gguf": the quantisation, "tensor_types": the tensors of each type}.
         streamed: what reads its blocks from its files as they run, where it was opened so.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
     """
@@ -60,6 +61,7 @@ class OpenModel:
     tokenizer: PreTrainedTokenizerBase | None = None
     revision: str | None = None
     sha256: str | None = None
+    stored: dict[str, Any] = field(default_factory=dict, repr=False)
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)

@@ -229,6 +229,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
         "model": {
             "id": model.id,
             **model.weights().described(),
+            **model.stored,
             "architecture": model.source.name,
             "family": model.source.family,
             "parameters": sum(p.numel() for p in model.root.parameters()),

@@ -36,6 +36,7 @@ from theodolite.report.data import (
 from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
     MISSING,
+    gguf_described,
     head_name,
     listed,
     number,
@@ -313,6 +314,8 @@ def subtitle(provenance: dict[str, Any]) -> str:
         parts.append(f"{_short_count(float(model['parameters']))} parameters")
     if model.get("positions"):
         parts.append(f"{visible(model['positions'], 30)} positions")
+    if model.get("gguf"):
+        parts.append(gguf_described(visible(model["gguf"], 20), visible(model.get("dtype"), 20)))
     return " · ".join(parts)
 
 

@@ -1,9 +1,10 @@
-"""Check a checkpoint's folder, and where a pruned one may lie; no library of models is imported."""
+"""Check where a checkpoint lies, and where a pruned one may lie; no library of models is imported."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
@@ -22,45 +23,95 @@ ADAPTER = "adapter"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT calls the files of an adapter."""
 
+PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+"""The name of one of the files into which a GGUF model is split."""
+
 
 def at_home(source: str | Path) -> str | Path:
     """Replace ~ by the home folder, which the libraries that load models do not."""
     return source.expanduser() if isinstance(source, Path) else os.path.expanduser(source)
 
 
-def local_folder(source: str | Path) -> Path | None:
-    """Return the folder of a checkpoint, or None for a hub name; refuse folders without safetensors."""
-    folder = Path(source).expanduser()
-    if not folder.exists():
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1:
-            raise UsageError(f"no checkpoint at {source}: give a folder with config.json, or a hub name")
+def local_checkpoint(source: str | Path) -> Path | None:
+    """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name.
+
+    Raises:
+        UsageError: it is neither, holds no weights or pickled ones, or several GGUF models.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        named = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.suffix == ".gguf"
+        if named or str(source).count("/") > 1:
+            raise UsageError(
+                f"no checkpoint at {source}: give a folder with config.json, a GGUF file, or a hub name"
+            )
         return None
-    if not folder.is_dir() or not (folder / "config.json").is_file():
-        what = "theodolite needs a folder with config.json in it"
-        if is_run(folder):
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_files(path)[0]
+    if path.is_dir() and not any(path.glob("*.safetensors")) and (models := _gguf_models(path)):
+        if len(models) > 1:
+            names = ", ".join(model.name for model in models)
+            raise UsageError(f"{source} holds several GGUF models ({names}): give one of these files")
+        return gguf_files(models[0])[0]
+    if not path.is_dir() or not (path / "config.json").is_file():
+        what = "theodolite needs a folder with config.json in it, or a GGUF file"
+        if is_run(path):
             what = "it is a run folder, so give the model"
-        elif (folder / "adapter_config.json").is_file():
+        elif (path / "adapter_config.json").is_file():
             what = "it holds an adapter alone, so merge it into its model, or open_model(PeftModel.from_pretrained(…))"
         raise UsageError(f"{source} is no checkpoint: {what}")
-    refuse_index(folder)
-    if not weight_files(folder):
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    refuse_index(path)
+    if not weight_files(path):
+        pickled = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
         if pickled:
             raise UsageError(
                 f"{source} holds pickled weights ({pickled[0]}), which can run code when read; convert them "
                 "where you trust them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
             )
         raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
-    return folder
+    return path
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """List a file of each GGUF model in a folder."""
+    files = sorted(folder.glob("*.gguf"))
+    parts = {path: PART_OF_GGUF.fullmatch(path.name) for path in files}
+    return list({match.groups() if match else path: path for path, match in parts.items()}.values())
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """List the files of the GGUF model that a file is, or is a part of, in order.
+
+    Raises:
+        UsageError: one is missing, or is no GGUF file.
+    """
+    files, part = [path], PART_OF_GGUF.fullmatch(path.name)
+    if part:
+        stem, count = part.groups()
+        files = [path.with_name(f"{stem}-{n:05d}-of-{count}.gguf") for n in range(1, int(count) + 1)]
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"{file} is missing: {path.name} is one of {len(files)} files of a model")
+        with file.open("rb") as opened:
+            if opened.read(4) != b"GGUF":
+                raise UsageError(f"{file} is no GGUF file: it does not begin with the letters GGUF")
+    return files
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Tell whether a checkpoint's place is a GGUF file."""
+    return Path(source).suffix == ".gguf" and Path(source).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a checkpoint by name.
+    """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
 
     Raises:
         UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end; or they list
             more tensors than any model has, and reading that alone would.
     """
+    if is_gguf(folder):
+        return gguf_files(folder)
     files = sorted(folder.glob("*.safetensors"))
     no_file = next((path for path in files if not path.is_file()), None)
     if no_file:

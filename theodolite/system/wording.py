@@ -165,3 +165,8 @@ def reading_order(name: str) -> tuple[str, bool, str, int]:
         {"table": "", "figure": " "}.get(kind, short_name),
         int(short_name[len(kind) :] or 0),
     )
+
+
+def gguf_described(quantisation: str, dtype: str) -> str:
+    """Say how a GGUF file stores the weights, and as what they are used."""
+    return f"GGUF, {quantisation} (weights decoded to {dtype})"

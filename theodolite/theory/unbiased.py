@@ -221,6 +221,8 @@ def _root(value: Tensor) -> Tensor:
 
 
 def _largest_eigenvalue(matrix: Float64[Tensor, "size size"]) -> Tensor:
+    if not len(matrix) or not matrix.isfinite().all():  # of too few groups
+        return matrix.new_tensor(math.nan)
     if len(matrix) <= DENSE:
         return torch.linalg.eigvalsh(matrix)[-1]
     from scipy.sparse.linalg import eigsh

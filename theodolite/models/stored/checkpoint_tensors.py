@@ -32,13 +32,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
-from theodolite.models.guard import MAKING
 from theodolite.models.stored.dequantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored
 from theodolite.models.stored.loading import (
+    StoredTensors,
     architecture_of,
+    build_skeleton,
     config_of,
     file_of,
+    gguf_tensors,
     has_adapter,
     on_meta,
     refuse_more_layers,
@@ -47,7 +49,7 @@ from theodolite.models.stored.loading import (
     without_progress_bars,
 )
 from theodolite.models.structure import Structure
-from theodolite.system.checkpoint_folders import adapter_in
+from theodolite.system.checkpoint_folders import adapter_in, is_gguf
 from theodolite.system.files import write_text
 
 
@@ -111,13 +113,13 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
 
-def checkpoint_tensors(
-    source: str | Path, dtype: str | torch.dtype, revision: str | None
-) -> CheckpointTensors:
+def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> StoredTensors:
     """Make the skeleton of a checkpoint, with the places of its tensors, none of which is read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     config = config_of(source, revision)
+    if is_gguf(source):
+        return gguf_tensors(Path(source), architecture_of(source, config), config, dtype)
     if tower_of(config, None, lambda line: None) is not config:
         raise CannotReadLazily("it has two towers, of which this is the one of text")
     if is_factored(Path(source)):
@@ -167,20 +169,6 @@ def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> 
             name, _ = rename_source_key(source, [], [], model.base_model_prefix, known)
         names[source] = name
     return names
-
-
-def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model on the meta device as `from_pretrained` has it before it loads a tensor; it is changed."""
-    model.config._experts_implementation = "eager"  # the others take no matrices with rows repeated
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that buffers only are computed
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    with MAKING:
-        model.initialize_weights()
-    return model.eval().requires_grad_(False)
 
 
 @contextmanager
@@ -247,7 +235,7 @@ class StreamedBlocks:
         names: of the blocks, in the order of the layers.
     """
 
-    def __init__(self, tensors: CheckpointTensors, structure: Structure, device: torch.device) -> None:
+    def __init__(self, tensors: StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
         if structure.free or len(set(structure.blocks)) < len(structure.blocks):

@@ -29,7 +29,6 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.stored.checkpoint_tensors import (
     CannotReadLazily,
-    CheckpointTensors,
     StreamedBlocks,
     checkpoint_tensors,
     filled_with_rows,
@@ -38,6 +37,7 @@ from theodolite.models.stored.checkpoint_tensors import (
 from theodolite.models.stored.loading import (
     LOADING_ERRORS,
     Checkpoint,
+    StoredTensors,
     load_tokenizer,
     reason_of,
     refuse_nonfinite_weights,
@@ -220,7 +220,7 @@ class Reader:
         inputs: what arrived at the tap with those other weights.
     """
 
-    tensors: CheckpointTensors
+    tensors: StoredTensors
     source: Source
     structure: Structure
     calls: Calls
@@ -230,7 +230,7 @@ class Reader:
     inputs: list[AttentionInputs]
 
     @classmethod
-    def of(cls, tensors: CheckpointTensors, attention: Attention | None) -> Reader:
+    def of(cls, tensors: StoredTensors, attention: Attention | None) -> Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = tensors.model
         source = Source.of_transformers(model, attention)

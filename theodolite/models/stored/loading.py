@@ -1,4 +1,4 @@
-"""Weights and tokenizer from a folder or the hub: safetensors only, whole, finite, and no code of a checkpoint.
+"""Weights and tokenizer from a folder, a GGUF file or the hub: no pickle, whole, finite, and no code of a checkpoint.
 
 What is opened is verified in `open.py`; nothing here knows of heads.
 """
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import transformers
@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
 
-from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.models.guard import MAKING
 from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored, load_factored
@@ -37,7 +37,8 @@ from theodolite.system.checkpoint_folders import (
     ADAPTER_FILES,
     adapter_in,
     at_home,
-    local_folder,
+    is_gguf,
+    local_checkpoint,
     refuse_index,
     weight_files,
 )
@@ -93,35 +94,56 @@ class Checkpoint:
     """A checkpoint's place.
 
     Attributes:
-        place: its folder or its name on the hub.
-        folder: the folder, or None of one on the hub.
+        place: its folder, its GGUF file (the first of several) or its name on the hub.
+        local: the folder or file, or None of one on the hub.
         id: what it is called.
         revision: of the hub: the commit, or what was asked for as long as that is not known.
     """
 
     place: str | Path
-    folder: Path | None
+    local: Path | None
     id: str
     revision: str | None
 
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
         """Find the checkpoint that a user names; None: the embedded model."""
-        place = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-        name = embedded.NAME if path_or_id is None else str(place)
-        return cls(place, local_folder(place), name, revision)
+        named = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
+        name = embedded.NAME if path_or_id is None else str(named)
+        local = local_checkpoint(named)
+        return cls(named if local is None else local, local, name, revision)
 
     def of_one_commit(self) -> Checkpoint:
         """Fix the revision to the commit that it is now; errors as of `commit_of`."""
-        return self if self.folder else replace(self, revision=commit_of(str(self.place), self.revision))
+        return self if self.local else replace(self, revision=commit_of(str(self.place), self.revision))
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> dict[str, Any]:
-        """Return its id, and its commit or the hash of its files; `show_progress` as in `hash_checkpoint`."""
-        if self.folder:
-            return {"id": self.id, "revision": None, "sha256": hash_checkpoint(self.folder, show_progress)}
-        return {"id": self.id, "revision": self.revision, "sha256": None}
+        """Return its id, its commit or the hash of its files, and how a GGUF file stores its weights.
+
+        `show_progress` as in `hash_checkpoint`.
+        """
+        if self.local is None:
+            return {"id": self.id, "revision": self.revision, "sha256": None}
+        stored = gguf_module().GgufFile.read(self.local).quantisation() if is_gguf(self.local) else {}
+        digest = hash_checkpoint(self.local, show_progress)
+        return {"id": self.id, "revision": None, "sha256": digest, "stored": stored}
+
+
+def gguf_module() -> Any:
+    """Import what reads GGUF files.
+
+    Raises:
+        UsageError: the extra is not installed.
+    """
+    try:
+        from theodolite.models.stored import gguf
+    except ImportError as error:
+        raise UsageError(
+            f'cannot read GGUF files ({first_line(error)}): pip install "theodolite[gguf]"'
+        ) from error
+    return gguf
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
@@ -200,6 +222,8 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
 
 def config_of(source: str | Path, revision: str | None) -> Any:
     """Read the config of a checkpoint, but not which code computes its attention: it may name a download."""
+    if is_gguf(source):
+        return gguf_module().gguf_config(Path(source))
     path = Path(source) / CONFIG_NAME
     # The one number for which a config takes memory as soon as it is made: a name for each label.
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # `AutoConfig` says what is wrong
@@ -245,7 +269,7 @@ def on_meta(
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
     folder = Path(source)
-    if folder.is_dir():
+    if folder.exists():
         held = sum(path.stat().st_size for path in weight_files(folder))
         wanted = sum(parameter.numel() for parameter in model.parameters())
         if wanted > 8 * held:
@@ -255,17 +279,39 @@ def on_meta(
     return model
 
 
+def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model on the meta device as `from_pretrained` has it before it loads a tensor; it is changed."""
+    model.config._experts_implementation = "eager"  # the others take no matrices with rows repeated
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that buffers only are computed
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    with MAKING:
+        model.initialize_weights()
+    return model.eval().requires_grad_(False)
+
+
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
     """Load the model of a checkpoint's own architecture, all of whose tensors are there.
 
     Raises:
-        UsageError: the config asks for more than the files hold; a factored checkpoint and a `device_map`.
+        UsageError: the config asks for more than the files hold; a factored checkpoint or a GGUF file, and a
+            `device_map`.
         WorkError: tensors of the model are missing, or of layers that its config does not have are there.
     """
     architecture = architecture_of(source, config)
     folder = Path(source)
+    if is_gguf(source):
+        if device_map is not None:
+            raise UsageError(f"{source} is a GGUF file, and goes to one device: leave out --device-map")
+        tensors = gguf_tensors(folder, architecture, config, dtype)
+        tensors.load(lambda name: True, "the model")
+        tensors.model.tie_weights()
+        return tensors.model
     adapter = adapter_in(folder)
     if (adapter or has_adapter(source, revision)) and not is_peft_available():
         raise UsageError(
@@ -311,6 +357,32 @@ def load(
     return model if adapter is None else with_adapter_merged(model, adapter)
 
 
+class StoredTensors(Protocol):
+    """A model without its weights, and the tensors that are put into it, some at a time.
+
+    Attributes:
+        model: the skeleton.
+        dtype: in which tensors are loaded.
+    """
+
+    @property
+    def model(self) -> PreTrainedModel: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+
+    def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
+        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them."""
+
+
+def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
+    """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
+    wanted = torch.float32 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
+    tensors: StoredTensors = gguf_module().GgufTensors.of(
+        path, build_skeleton(on_meta(path, architecture, config, wanted))
+    )
+    return tensors
+
+
 def has_adapter(source: str | Path, revision: str | None) -> bool:
     """Tell whether an adapter is beside the weights: `transformers` then loads both, if it finds PEFT."""
     return file_of(source, "adapter_config.json", revision) is not None
@@ -334,7 +406,11 @@ def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[st
 def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
     """Load the checkpoint's tokenizer, or None where it has none."""
     try:
+        if is_gguf(source):
+            return gguf_module().gguf_tokenizer(Path(source))
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except TheodoliteError:
+        raise
     except BaseException as error:
         # A panic of Rust is no `Exception`.
         if not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException":
@@ -367,10 +443,12 @@ def hash_checkpoint(
 ) -> str:
     """Hash config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
 
+    Of a GGUF file it is the hash of the file; of several, that of their bytes one after the other.
+
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
     digest, done = hashlib.sha256(), 0
-    paths = [folder / "config.json", *weight_files(folder)]
+    paths = weight_files(folder) if is_gguf(folder) else [folder / "config.json", *weight_files(folder)]
     if adapter := adapter_in(folder):
         paths += [adapter / name for name in ADAPTER_FILES]
     total = sum(path.stat().st_size for path in paths)

@@ -1,0 +1,141 @@
+"""Tokens with massive activations: left out, named, counted, and what the numbers would be with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.measure.test_uncertainty import CONTEXTS, LENGTH, WIDTH, hidden
+from theodolite.accumulate.massive import MassiveTokens, massive_tokens, with_massive, without
+from theodolite.accumulate.means import Means, Sample
+from theodolite.accumulate.outliers import OutlierCounts
+from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
+from theodolite.accumulate.sums import SavedState
+from theodolite.measure.catalogue import declared
+from theodolite.measure.contexts import context_columns
+from theodolite.measure.geometry import stream_columns
+from theodolite.measure.massive import massive_table, with_massive_table
+from theodolite.measure.position import position_columns
+from theodolite.theory.unbiased import Jackknifed
+
+SAMPLE = Sample(torch.arange(CONTEXTS), torch.tensor([0]), torch.tensor([1]))
+LABELS = torch.arange(CONTEXTS) // 16
+TEXT = slice(1, LENGTH)
+
+
+def states(h: torch.Tensor, leaving_out: bool = True, order: tuple[int, ...] = (0, 16, 32, 48)):
+    """States of all accumulators, from batches of 16 contexts that are read in any order and merged."""
+    layers = len(h)
+
+    def new():
+        means = Means(layers, LENGTH, WIDTH, SAMPLE)
+        moments, sketches = SecondMoments(layers, WIDTH), MomentSketches(layers, WIDTH, CONTEXTS)
+        return {
+            "means": means,
+            "residual": moments,
+            "sketches": sketches,
+            "massive": MassiveTokens(layers, WIDTH, means),
+            "outliers": OutlierCounts(layers, WIDTH, CONTEXTS),
+        }
+
+    whole = new()
+    for start in order:
+        part = new()
+        for layer in range(layers):
+            batch = h[layer, start : start + 16]
+            marked = massive_tokens(batch, TEXT) if leaving_out else None
+            part["means"].update(layer, batch, start, marked)
+            for first, rows in without(batch, marked, TEXT):
+                centred = Centred.of(rows)
+                part["residual"].update_centred(layer, centred)
+                part["sketches"].update_centred(layer, centred, start + first)
+            if marked is not None:
+                ids = torch.arange(LENGTH).expand(16, -1) + 100
+                part["massive"].update(layer, batch, marked, ids, start)
+            part["outliers"].update(layer, batch, start)
+        for name, sums in whole.items():
+            sums.merge(SavedState(part[name].state()))
+    return {name: sums.state() for name, sums in whole.items()}
+
+
+def columns(found: dict) -> dict[str, Jackknifed]:
+    means, residual = found["means"], found["residual"]
+    numbers = position_columns(means, residual, found["sketches"])
+    numbers |= context_columns(means, residual, SAMPLE, LABELS) | stream_columns(means, found["outliers"])
+    return {name: values for name, values in numbers.items() if isinstance(values, Jackknifed)}
+
+
+def with_outliers() -> torch.Tensor:
+    h = hidden(0)
+    h[1, 5, 4, 2], h[1, 40, 1, 3], h[1, 40, 9, 3] = 5e4, -9e4, 7e4
+    h[1, :, 0, 3] = 3e4  # the first position is apart anyway
+    return h
+
+
+def test_they_are_named_and_counted():
+    """Oracle: where they were planted."""
+    found = states(with_outliers(), order=(32, 0, 48, 16))
+    assert found["massive"]["count"].tolist() == [0, 3]
+    table = massive_table(found["massive"], lambda token: f"<{token}>")
+    assert table.to_dict("list") == {
+        "layer": [1, 1, 1],
+        "context": [5, 40, 40],
+        "position": [4, 1, 9],
+        "token": ["<104>", "<101>", "<109>"],
+        "dimension": [2, 3, 3],
+        "value": [5e4, -9e4, 7e4],
+    }
+
+
+def test_numbers_are_those_of_the_other_tokens():
+    """Oracle: numpy's means, moments and norms of all tokens but these."""
+    h = with_outliers()
+    found = states(h)
+    x = h[1].double().numpy()
+    kept = np.ones((CONTEXTS, LENGTH), bool)
+    kept[[5, 40, 40], [4, 1, 9]] = kept[:, 0] = False
+    sums = found["means"]["position_sum"][1].sum(0).numpy()
+    np.testing.assert_allclose(sums[1:], (x * kept[..., None]).sum(0)[1:], rtol=1e-6, atol=1e-5)
+    assert found["means"]["readers"][1].sum(0).tolist()[1:] == kept.sum(0).tolist()[1:]
+    rows = x[kept]
+    covariance = np.cov(rows.T, ddof=0) * len(rows)
+    np.testing.assert_allclose(found["residual"]["moment"][1], covariance, rtol=1e-4, atol=1e-2)
+    assert float(columns(found)["norm"].value[1]) == pytest.approx(np.linalg.norm(rows, axis=1).mean())
+    collapse = [
+        np.linalg.norm(c[k] - c[k].mean(0)) / np.linalg.norm(c[k]) for c, k in zip(x, kept, strict=True)
+    ]
+    assert float(columns(found)["rank_collapse"].value[1]) == pytest.approx(np.mean(collapse))
+    half = np.arange(LENGTH - 1) // 4 % 2
+    own = kept[40, 1:] & (half == 0)
+    np.testing.assert_allclose(found["means"]["context_mean"][1, 0, 40], x[40, 1:][own].mean(0), rtol=1e-6)
+
+
+def test_with_them_the_numbers_are_those_of_all_tokens():
+    """Oracle: the same accumulators, nothing left out."""
+    h = with_outliers()
+    found, plain = states(h), states(h, leaving_out=False)
+    means, residual = with_massive(found["means"], found["residual"], found["massive"])
+    for name in ("position_sum", "readers", "context_mean", "context_tokens"):
+        torch.testing.assert_close(means[name], plain["means"][name], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(residual["moment"], plain["residual"]["moment"], rtol=1e-4, atol=1.0)
+    made = with_massive_table(
+        found["massive"], found["means"], found["residual"], found["sketches"], SAMPLE, LABELS
+    )
+    assert made["layer"].tolist() == [1]
+    for name in ("relative_norm", "position_energy", "similarity_within", "incoherence_random"):
+        expected = float(columns(plain)[name].value[1])
+        assert made[name][0] == pytest.approx(expected, rel=1e-3, nan_ok=True), name
+
+
+def test_one_context_of_outliers_moves_no_number():
+    """Oracle: the numbers before; the issue's own bound of two standard errors."""
+    before = columns(states(hidden(0)))
+    h = hidden(0)
+    h[:, 20, 3] = 3e4 * torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+    after = columns(states(h))
+    for name, one in after.items():
+        if declared("layers")[name].error and not name.startswith("massive_activations"):
+            moved = (one.value - before[name].value).abs()
+            allowed = 2 * before[name].error.nan_to_num(0) + 1e-9
+            assert (moved.nan_to_num(0) <= allowed).all(), name
