@@ -55,7 +55,7 @@ from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.outliers import Thresholds, outlier_features
 from theodolite.theory.outliers import outlier_dimensions as large_dimensions
-from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, ratio, together
+from theodolite.theory.unbiased import Jackknifed, combined, product, ratio
 
 HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id"]
 """What a head, and a sink, is found again by; which token comes first does not matter."""
@@ -195,8 +195,10 @@ def tags(reference: Run, other: Run) -> Survival:
         ]
         for name in ("tag_direction", "tag_by_group")
     )
-    table["cosine"] = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
-    kept, turned, table["cosine_margin"] = kept_directions(groups[0], groups[1])
+    cosine = directions_kept(groups[0], groups[1])
+    plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
+    table["cosine"] = torch.where(cosine.value.isfinite(), cosine.value, plain).numpy()
+    kept, turned, table["cosine_margin"] = decided(ALONG, cosine)
     table = statuses(table, TAGGED, _contexts(reference))
     status = table["status"].to_numpy()
     is_gone = table["cosine"].notna() | (statuses(table, LEAST_SHARE, name="share")["status"] == LOST)
@@ -249,21 +251,18 @@ def tags(reference: Run, other: Run) -> Survival:
     )
 
 
-def kept_directions(
+def directions_kept(
     before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
-) -> tuple[Flags, Flags, Floats]:
-    """Mark where half of the squared length of a direction lies along the old one, and where less; with the margin.
+) -> Jackknifed:
+    """Estimate the cosine of each tag's directions in both models by products of different groups of contexts.
 
-    By the cosine, without the bias that the jackknife finds. `before` and `after` are sums along the directions by
-    group of contexts; NaN of a tag that has none.
+    What the directions owe to the contexts they were seen in adds nothing. `before` and `after` are sums along the
+    directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
     """
-    cosine = leaving_out(
-        lambda used: torch.cosine_similarity(
-            *(torch.einsum("g,tgd->td", used, sums.double()) for sums in (before, after)), dim=1, eps=0
-        ),
-        GROUPS,
-    )
-    return decided(ALONG, cosine.corrected())
+    u, v = (sums.double().transpose(0, 1) for sums in (before, after))
+    own, others = product(u), product(v)
+    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), own, others)
+    return cosine.where(own.above_noise() & others.above_noise())
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
@@ -360,13 +359,13 @@ def positions(reference: Run, other: Run) -> Survival:
             side = by_group(side, value_of(run, column_name), without(run, f"layers.{column_name}"), name)
         sides.append(side)
     table = join(sides[0], sides[1], ["layer"], list(names))
-    least = value_of(reference, "relative_norm_floor")
-    overlaps = overlap(reference, other)
-    kept, turned, table["overlap_margin"] = decided(A_HALF, overlaps.corrected())
+    floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
+    overlaps, owed = overlap(reference, other), overlap_bias(reference, other)
+    kept, turned, table["overlap_margin"] = decided(A_HALF, overlaps, bias=owed)
     table["overlap"] = overlaps.value.numpy()
     table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
-    table = statuses(table, least, _contexts(reference)).assign(least=least)
-    norms, is_unit = table["status"], table["before"] >= least
+    table = statuses(table, floors[0], _contexts(reference)).assign(least=floors[0])
+    norms, is_unit = table["status"], table["before"] >= floors[0]
     status = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
     table["status"] = np.where(is_unit, status, norms)
     norm, rank = (
@@ -374,7 +373,7 @@ def positions(reference: Run, other: Run) -> Survival:
         for name, column_name in (("value", "relative_norm"), ("rank", "rank"))
     )
     table = table.rename(columns={end: f"relative_norm_{end}" for end in ENDS})
-    has_basis = is_unit | (table["relative_norm_after"] >= value_of(other, "relative_norm_floor"))
+    has_basis = is_unit | (table["relative_norm_after"] >= floors[1])
     table = shown(table)[has_basis].reset_index(drop=True)
     return Survival(
         "positional basis",
@@ -417,25 +416,47 @@ def overlap(first: Run, second: Run) -> Jackknifed:
 
     With what it is without each group of contexts, which both runs read.
     """
-    directions = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
-    left_out = [run.arrays[f"positional_directions{WITHOUT}"].double() for run in (first, second)]
+    one, two = (_directions(run, _ranks(first)) for run in (first, second))
+    return Jackknifed(_overlaps(one.value, two.value), _overlaps(one.without, two.without))
 
-    def of_layer(layer: int, k: int) -> Jackknifed:
-        pairs = [directions[0][layer, :k], directions[1][layer, :k]], [one[:, layer, :k] for one in left_out]
-        return Jackknifed(*((one @ other.mT).square().sum(dim=(-2, -1)) / k for one, other in pairs))
 
-    layers = [of_layer(layer, k) for layer, k in enumerate(_leading(first))]
-    return together([{"overlap": layer} for layer in layers])["overlap"]
+def overlap_bias(first: Run, second: Run) -> Floats:
+    """Bound what `overlap` owes to the contexts: how far sampling moves the directions of both runs, in the mean.
+
+    What both owe to the same contexts makes them more alike, and what only one does less alike.
+    """
+    moved = []
+    for run in (first, second):
+        directions = _directions(run, _ranks(first))
+        # Without a group, directions move by a (G − 1)th of what they are off.
+        apart = 1 - _overlaps(directions.without, directions.value)
+        moved.append((len(apart) - 1) * apart.mean(dim=0))
+    return ((moved[0] + moved[1]) / 2).numpy()
+
+
+def _directions(run: Run, ranks: Tensor) -> Jackknifed:
+    """Return a run's leading directions, (layers, ≤ 20, d), as many of each layer as `ranks` says and zeros behind."""
+    without = run.arrays[f"positional_directions{WITHOUT}"].double()
+    whole = torch.linalg.svd(_bases(run)[0], full_matrices=False).Vh[:, : without.shape[2]]
+    kept = (torch.arange(without.shape[2]) < ranks[:, None]).unsqueeze(-1)
+    return Jackknifed(whole * kept, without * kept)
+
+
+def _overlaps(
+    one: Float[Tensor, "... layers most width"], two: Float[Tensor, "... layers most width"]
+) -> Tensor:
+    count = (one != 0).any(dim=-1).sum(dim=-1)
+    return (one @ two.mT).square().sum(dim=(-2, -1)) / count
 
 
 def chance_overlap(run: Run) -> float:
     """Compute the mean over layers of `overlap` with random directions, k/d."""
-    return float(np.mean(_leading(run))) / need(run, "positional_basis").shape[2]
+    return float(_ranks(run).double().mean()) / need(run, "positional_basis").shape[2]
 
 
-def _leading(run: Run) -> list[int]:
+def _ranks(run: Run) -> Tensor:
     """Return the rank of every layer's positional basis, 1 at least."""
-    return np.maximum(np.nan_to_num(value_of(run, "rank")).astype(int), 1).tolist()
+    return torch.from_numpy(np.nan_to_num(value_of(run, "rank"))).long().clamp_min(1)
 
 
 def head_outputs(reference: Run, other: Run) -> Survival:

@@ -184,8 +184,7 @@ class Survival:
     def family(self) -> Estimate:
         """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
 
-        Then the interval goes from where all undecided ones are lost to where all of them survive, and further by the
-        one in twenty of the decided ones that is wrong on average; what chance
+        Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
         would keep is taken off both the units and those that survive. Where units have weights, which ones there are
         and what they weigh is itself known from these contexts only: the score test's interval of a share of so many
         contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with half a context (Yates).
@@ -202,9 +201,7 @@ class Survival:
             return Estimate.exact(low)
         if not self.contexts:
             return Estimate((low + high) / 2)
-        # Of the decided units one in twenty is wrong on average (`decided`).
-        wrong = (1 - CONFIDENCE) * (survived + lost) / ((survived + lost + unknown) or math.nan)
-        error = ((high - low) / 2 + wrong) / SIGMAS
+        error = (high - low) / 2 / SIGMAS
         if self.weight:
             limit = NEARLY_ALL.limit
             error += math.sqrt(limit * (1 - limit) / self.contexts) + 0.5 / self.contexts / SIGMAS
@@ -313,7 +310,7 @@ def margins(errors: npt.ArrayLike, n: npt.ArrayLike) -> Floats:
 
 
 def decided(
-    criterion: Criterion, numbers: Jackknifed, of: Flags | None = None
+    criterion: Criterion, numbers: Jackknifed, of: Flags | None = None, bias: Floats | float = 0.0
 ) -> tuple[Flags, Flags, Floats]:
     """Mark the units for which a criterion holds, and fails; with half the widths of their intervals.
 
@@ -323,16 +320,17 @@ def decided(
 
     Args:
         of: which units are a family; None: all. The others are not decided.
+        bias: how far off a number may be besides, by which intervals are wider.
     """
     values, errors, n = numbers.value.numpy(), numbers.error.numpy(), len(numbers.without)
     of = np.ones(values.shape, dtype=bool) if of is None else of
-    beyond = np.abs(criterion.beyond(values[of]))
+    beyond = (np.abs(criterion.beyond(values)) - bias)[of]
     with np.errstate(divide="ignore", invalid="ignore"):
-        distances = np.where(errors[of] == 0, np.inf, beyond / errors[of])
+        distances = np.where(errors[of] == 0, np.inf, beyond.clip(min=0) / errors[of])
     chances = np.sort(2 * stats.t.sf(np.nan_to_num(distances, posinf=np.inf), n - 1))
     enough = chances <= (1 - CONFIDENCE) * np.arange(1, len(chances) + 1) / max(len(chances), 1)
     share = (np.flatnonzero(enough)[-1] + 1) / len(chances) if enough.any() else 1 / max(len(chances), 1)
-    margins = sigmas(n, 1 / share) * errors
+    margins = sigmas(n, 1 / share) * errors + bias
     holds, fails = criterion.decided(values, margins)
     return holds & of, fails & of, margins
 
