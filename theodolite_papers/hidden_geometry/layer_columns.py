@@ -188,6 +188,11 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
     )
 
 
+def hidden_in(hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> str:
+    """Word where a number is at the noise floor."""
+    return AT_FLOOR if len(hidden) == 1 else f"{AT_FLOOR} in {hidden.sum()} of {counted(len(hidden), each)}"
+
+
 def unless_hidden(verdict: Verdict, hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> Verdict:
     """Say in how many layers a number is at the noise floor; where that is half of them, leave the verdict undecided.
 
@@ -195,7 +200,7 @@ def unless_hidden(verdict: Verdict, hidden: Bool[np.ndarray, " parts"], each: st
     """
     if not hidden.any():
         return verdict
-    floor = AT_FLOOR if len(hidden) == 1 else f"{AT_FLOOR} in {hidden.sum()} of {counted(len(hidden), each)}"
+    floor = hidden_in(hidden, each)
     if hidden.all():
         evidence = verdict.evidence.replace(NO_NUMBER, floor) or floor
         return Verdict(verdict.claim, UNDECIDED, evidence, withheld=floor)
@@ -319,19 +324,11 @@ def smooth_verdict(outcome: Outcome, run: Run, key: str = "smooth", least: int =
     return unless_hidden(verdict, hidden)
 
 
-def significant_norms(run: Run) -> tuple[Estimates, Bool[np.ndarray, " layers"]]:
-    """Return the relative norms, and which are not above the noise floor: these are unknown to half of it at least."""
+def judge_significant(outcome: Outcome, run: Run) -> None:
+    """Judge the relative norms of all layers; one that noise alone reaches is uncertain by half of that at least."""
     norms, floor = layer_estimates(run, "relative_norm"), value_of(run, "relative_norm_floor")
     hidden = norms.values <= floor
     errors = np.where(hidden, np.fmax(error_of(run, "relative_norm"), floor / 2), norms.errors)
-    return replace(norms, errors=errors), hidden
-
-
-def judge_significant(outcome: Outcome, run: Run) -> None:
-    """Judge the relative norms of all layers."""
-    norms, hidden = significant_norms(run)
-    verdict = outcome.verdict("significant", norms)
-    floor = (
-        f"; at the noise floor in {hidden.sum()} of {counted(len(hidden), 'layer')}" if hidden.any() else ""
-    )
-    outcome.verdicts.append(replace(verdict, evidence=verdict.evidence + floor))
+    verdict = outcome.verdict("significant", replace(norms, errors=errors))
+    evidence = verdict.evidence + (f"; {hidden_in(hidden)}" if hidden.any() else "")
+    outcome.verdicts.append(replace(verdict, evidence=evidence))

@@ -21,7 +21,7 @@ from torch import Tensor
 from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Estimate, Floats
-from theodolite.judging import HOLDS, Criterion, judge, unless_explained
+from theodolite.judging import HOLDS, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import column, evenly, head_grid, need, need_column
@@ -350,20 +350,20 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
         "random": percent(median["diagonal_random"]),
     }
     aligned = outcome.verdict("low-rank", low_rank.tolist(), **words)
-    if aligned.answer == HOLDS:
-        explanation = _noise_explains(table, corner, low_rank, outcome.criterion("low-rank"))
-        aligned = unless_explained(aligned, HOLDS, explanation)
-    outcome.verdicts.append(aligned)
+    outcome.verdicts.append(
+        unless_explained(aligned, HOLDS, _noise_explains(outcome, table, corner, low_rank))
+    )
     outcome.judge("diagonal", (table["diagonal_ratio"] >= TIMES).tolist(), **words)
     outcome.judge("concentrated", concentrated.tolist(), **words)
 
 
-def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series, criterion: Criterion) -> str:
+def _noise_explains(outcome: Outcome, table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
     """Word what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"
     beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
+    criterion = outcome.criterion("low-rank")
     if judge("", "", share_of_heads(beyond.tolist(), criterion), criterion).answer == HOLDS:
         return ""
     return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
