@@ -25,9 +25,9 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.estimates import Estimate, Estimates
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
+from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
-from theodolite.passes.run import WITHOUT
 from theodolite.report.data import (
     OF_GROUPS,
     error_of,

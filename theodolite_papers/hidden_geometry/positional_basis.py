@@ -14,7 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import Run
-from theodolite.comparison.parts import overlap
+from theodolite.comparison.parts import chance_overlap, overlap
 from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
@@ -127,7 +127,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
         rank, share = (layer_average(run, each)[0] for each in ("rank_screenot", "low_frequency_10"))
         outcome.read(f"mean ScreeNOT rank on {name}", shown(rank), rank_printed)
         outcome.read(f"share of energy at K = 10 on {name}", shown(share), share_printed)
-    shared, chance = overlap(first, second)
+    shared, chance = overlap(first, second).value.numpy(), chance_overlap(first)
     outcome.read(
         "overlap of the leading positional directions, as many as the rank",
         f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
