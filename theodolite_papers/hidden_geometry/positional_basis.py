@@ -185,7 +185,8 @@ def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
         # A head without weights to multiply has no norm of them either.
         there = table["frobenius_squared"].notna() if name == "PWPᵀ" else of_heads.isfinite()
         hidden = ~of_heads.isfinite().numpy()[there]
-        estimate = Estimate.mean(of_heads[of_heads.isfinite()], "heads")
+        known = of_heads[of_heads.isfinite()]
+        estimate = Estimate.mean(known, "heads") if len(known) else Estimate(math.nan)
     verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
     return unless_hidden(verdict, hidden, over.removesuffix("s"))
 
