@@ -19,7 +19,7 @@ from theodolite.sinks.ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
 from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others, traced
 from theodolite_papers.experiment import Study
 
-IDS = planted.contexts(6)
+IDS = planted.contexts(16)
 CORPUS = Corpus("planted", IDS, torch.full((len(IDS),), -1), [], 0)
 
 
@@ -55,7 +55,7 @@ def test_an_ablated_head_is_judged(model, run):
     changes = outcome.tables["changes"].set_index(["ablation", "measure"])["change"]
     assert changes["tag ablated", "η² in layer 1"] < -0.3
     assert changes["tag ablated", "η² in layer 4"] > -0.05  # layer 2 takes this tag out again by itself
-    assert outcome.readings[0].here == "L0H1, in 3 contexts"  # the other three are for choosing
+    assert outcome.readings[0].here == "L0H1, in 8 contexts"  # the other eight are for choosing
     assert all(exhibit.figure.data for exhibit in outcome.exhibits)
     assert isinstance(outcome.tables["changes"], pd.DataFrame)
 
