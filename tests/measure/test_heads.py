@@ -41,15 +41,18 @@ def test_sinks_are_ordered_by_head_and_by_how_often_they_are_one():
     """Written by hand: layer, head, token, first; contexts, sinks, sum of positions."""
     sums = {
         "keys": torch.tensor([[1, 0, 5, 0], [0, 1, 7, 1], [0, 1, 3, 0], [0, 1, 9, 0]]),
-        "contexts": torch.tensor([2.0, 5, 5, 1]),
+        "contexts": torch.tensor([[2.0, 0], [3, 2], [3, 2], [0, 1]]),
         "sinks": torch.tensor([4.0, 5, 5, 1]),
         "positions": torch.tensor([10.0, 0, 15, 6]),
     }
-    table = sinks_table(joined({"sink_tokens": sums}) | {"contexts": torch.tensor([5.0])}, "t{}".format)
+    contexts = {"contexts": torch.tensor([[3.0, 2]])}
+    table, arrays = sinks_table(joined({"sink_tokens": sums}) | contexts, "t{}".format)
     assert table["token"].tolist() == ["t3", "t7", "t9", "t5"]
     assert table["first"].tolist() == [False, True, False, False]
     assert table["share"].tolist() == pytest.approx([1, 1, 0.2, 0.4])
     assert table["position"].tolist() == [3.0, 0.0, 6.0, 2.5]
+    without = [[1, 1, 0.5, 0], [1, 1, 0, 2 / 3]]
+    torch.testing.assert_close(arrays["sinks.share.without"], torch.tensor(without))
 
 
 def test_an_example_shows_the_head_that_pays_most():

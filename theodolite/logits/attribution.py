@@ -64,8 +64,8 @@ class PatternPass(Hooks):
     one less. "induction" is mean attention from the second copy to the token after the first, "previous" from
     all but the first position to the one before, "same" from the second copy to the same token of the first.
 
-    State: scores and errors (L, patterns, H), means over the sequences and their standard errors; NaN where there is no
-    room for two copies of two tokens, and of heads that are not.
+    State: scores (L, patterns, H), means over the sequences, and without (L, patterns, H, sequences), what they are
+    without each; NaN where there is no room for two copies of two tokens, and of heads that are not.
     """
 
     def __init__(self, model: OpenModel, length: int, seed: int) -> None:
@@ -74,16 +74,17 @@ class PatternPass(Hooks):
         self.total = model.layers
         self.notes: dict[str, Any] = {}
         size = (model.layers, len(PATTERNS), model.heads)
-        self._scores, self._errors = torch.full((2, *size), torch.nan, dtype=torch.float64)
+        self._scores = torch.full(size, torch.nan, dtype=torch.float64)
+        self._without = self._scores.unsqueeze(-1).repeat(1, 1, 1, scored_sequences(length))
 
     def state(self) -> State:
-        """Return the scores and their errors."""
-        return {"scores": self._scores, "errors": self._errors}
+        """Return the scores, of all sequences and without each."""
+        return {"scores": self._scores, "without": self._without}
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""
         self._scores.copy_(state["scores"])
-        self._errors.copy_(state["errors"])
+        self._without.copy_(state["without"])
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
@@ -98,9 +99,10 @@ class PatternPass(Hooks):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Score the heads of a layer as the model runs."""
         scores = scores_by_context(inputs, self.patterns)
-        contexts, _, heads = scores.shape
+        sequences, _, heads = scores.shape
+        without = (scores.sum(dim=0) - scores) / (sequences - 1)
         self._scores[layer, :, :heads] = scores.mean(dim=0)
-        self._errors[layer, :, :heads] = scores.std(dim=0) / contexts**0.5
+        self._without[layer, :, :heads] = without.permute(1, 2, 0)
         self._progress.report(layer + 1)
         return attend(inputs)
 

@@ -256,7 +256,7 @@ def layer_numbers(
         Jackknifed(exact[i], sketched.without[:, i] * exact[i] / sketched.value[i]) for i in (0, 1)
     )
     energy, square = product(tiled.flatten(1)), largest_square(tiled)
-    lengths, near = _lengths(basis.p, grid)
+    lengths, near = squared_lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     return {
         **_ranks(basis),
@@ -337,8 +337,8 @@ def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> Floa
     return functional.normalize(matrix.T @ vectors, dim=0) if rows <= width else vectors
 
 
-def _lengths(
-    p: Float[Tensor, "groups positions width"], grid: Grid | None
+def squared_lengths(
+    p: Float[Tensor, "groups positions width"], grid: Grid | None = None
 ) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
     """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
 

@@ -21,10 +21,11 @@ from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
+from theodolite.measure.column import WITHOUT
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.models.weights.head_weights import EXACT
-from theodolite.passes.run import WITHOUT, Run
+from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
 
 
@@ -75,6 +76,9 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
             continue
         made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
+        if isinstance(made, tuple):
+            made, of_rows = made
+            arrays |= of_rows
         if isinstance(made, pd.DataFrame):
             tables[one.columns[0].table] = made
             continue

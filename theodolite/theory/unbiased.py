@@ -46,7 +46,8 @@ class Jackknifed:
     @property
     def error(self) -> Tensor:
         """The standard error √((G − 1)/G Σ (θ_g − mean θ_g)²), with G − 1 degrees of freedom."""
-        return self.without.std(dim=0, correction=0) * math.sqrt(len(self.without) - 1)
+        deviations = self.without - self.without.mean(dim=0)
+        return deviations.square().mean(dim=0).sqrt() * math.sqrt(len(self.without) - 1)
 
     def about(self, value: Tensor, error: Tensor) -> Jackknifed:
         """Return another value and error, with the deviations scaled to that error; of none, the first has one."""
@@ -79,6 +80,12 @@ class Jackknifed:
     def above_noise(self, errors: float = 2.0) -> Tensor:
         """Tell what is above 0 by so many standard errors."""
         return self.value > errors * self.error
+
+
+def ratio(parts: Float[Tensor, "groups ..."], wholes: Float[Tensor, "groups ..."]) -> Jackknifed:
+    """Compute Σb/Σt over groups, and without each."""
+    b, t = parts.sum(dim=0), wholes.sum(dim=0)
+    return Jackknifed(b / t, (b - parts) / (t - wholes))
 
 
 def combined(function: Callable[..., Tensor], *parts: Jackknifed) -> Jackknifed:
