@@ -232,6 +232,18 @@ def mean_and_pos(
     return mean, position_mean - mean
 
 
+def means_of_first(
+    state: State, layer: int, groups: Int[Tensor, " groups"], trailing: int = 0, leading: int = 1
+) -> tuple[Float[Tensor, " width"], Float[Tensor, "positions width"]]:
+    """Return μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
+    readers = state["readers"][layer, groups]
+    first = (readers > 0).double().argmax(dim=0)
+    place = torch.arange(len(first))
+    readers, sums = readers[first, place], state["position_sum"][layer, groups[first], place]
+    mean, pos = mean_and_pos(sums, readers, slice(leading, len(first) - trailing))
+    return mean, pos * (readers > 0)[:, None]
+
+
 def means_of_halves(
     state: State, trailing: int = 0, leading: int = 1
 ) -> tuple[Float[Tensor, "2 layers width"], Float[Tensor, "2 layers positions width"]]:

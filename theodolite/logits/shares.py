@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.means import mean_and_pos
+from theodolite.accumulate.means import means_of_first
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
@@ -139,20 +139,17 @@ class SharesPass:
         needed, index = torch.cat(sides).unique(return_inverse=True)
         # For positions that a group lacks, those after it: none of them is of the other side, or the context's own.
         chains = [filled[(n + torch.arange(0, max(groups - 2, 1), 2)) % groups] for n in needed]
-        mean, pos = zip(*(self._mean_and_pos(layer, chain) for chain in chains), strict=True)
+        mean, pos = zip(
+            *(
+                means_of_first(self.means, layer, chain, self.trailing, self.corpus.leading)
+                for chain in chains
+            ),
+            strict=True,
+        )
         pos = torch.stack([of_read(each, read, self.trailing) for each in pos])
         return decompose_by_groups(
             layer_pass.stream, torch.stack(mean), pos, *index.chunk(2), self.corpus.leading
         )
-
-    def _mean_and_pos(self, layer: int, groups: Int[Tensor, " groups"]) -> tuple[Tensor, Tensor]:
-        """Compute μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
-        readers = self.means["readers"][layer, groups]
-        first = (readers > 0).double().argmax(dim=0)
-        place = torch.arange(len(first))
-        readers, sums = readers[first, place], self.means["position_sum"][layer, groups[first], place]
-        mean, pos = mean_and_pos(sums, readers, slice(self.corpus.leading, len(first) - self.trailing))
-        return mean, pos * (readers > 0)[:, None]
 
 
 def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:
