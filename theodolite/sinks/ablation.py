@@ -229,7 +229,7 @@ def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
 
 def _eta(groups: Catches, hidden: Tensor) -> Tensor:
     """Compute η² of the whole grouping; NaN where there is nothing to compare."""
-    pairs = released(groups.to(hidden.device), hidden)["head_pairs"][0].cpu()
+    pairs = released(groups.to(hidden.device), hidden)["head_squares"][0].cpu()
     return torch.where(pairs[1] > 0, pairs[0] / pairs[1], torch.nan)
 
 

@@ -14,33 +14,36 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Int
+from jaxtyping import Float64, Int
 from torch import Tensor
 
-from theodolite import Corpus, Run, constituents
+from theodolite import Run, constituents
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.judging import untestable
 from theodolite.logits.attribution import CONTEXTS, repeated_patterns
-from theodolite.logits.constituents import whole_positional_basis
-from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
 from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.measure.position import CUTOFFS
 from theodolite.models.prompts import REPEATED, prompt_ids
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.models.token_texts import token_texts
+from theodolite.models.weights.head_weights import HeadWeights, no_head_matrix
 from theodolite.report.data import blocks, evenly, heads_per_block, provenance
 from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
-from theodolite.theory.decomposition import PARTS, decompose_around
+from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS, unless_hidden
+from theodolite_papers.hidden_geometry.layer_columns import (
+    LEAST_UNSMOOTH_POSITIONS,
+    Basis,
+    bases_by_group,
+    unless_hidden,
+)
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
@@ -261,71 +264,46 @@ SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 """Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
 
 
-class _PositionalLogits:
-    """Mean over contexts of every layer's logits between pos + μ and pos + μ."""
-
-    def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
-        self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)
-        self.heads, self.shown = heads, shown
-        self.logits: dict[int, Floats] = {}
-        self.refused: dict[int, str] = {}
-
-    def add(self, layer_pass: LayerPass) -> None:
-        """Add the contexts of a pass."""
-        parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
-        try:
-            dtype = working_dtype(layer_pass.stream)
-            split = split_queries_and_keys(layer_pass, parts, dtype, check_all=False)
-        except WorkError as error:
-            self.refused[layer_pass.layer] = str(error)
-            return
-        mean, pos = PARTS.index("mean"), PARTS.index("pos")
-        repeat = split.query.shape[2] // split.key.shape[2]
-        query = (split.query[mean] + split.query[pos])[:, self.heads][:, :, self.shown]
-        key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
-        logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
-        added = logits.double().cpu().numpy()
-        self.logits[layer_pass.layer] = self.logits.get(layer_pass.layer, 0.0) + added
-
-
-def _sampled(study: Study) -> Tensor:
-    """Draw a sample of the run's contexts; random ones of their length, where the text is not at hand."""
-    seed = study.provenance["seed"]
-    if study.corpus is not None:
-        return study.corpus.contexts[sample_of(study.corpus, seed)]
-    length = whole_positional_basis(study.run).shape[1]
-    vocabulary = study.require_model().required_vocabulary()
-    return Corpus.random_tokens(vocabulary, length, SPLIT_CONTEXTS, seed).contexts
+def positional_logits(
+    p: Basis, weights: HeadWeights, heads: list[int], shown: list[int]
+) -> Float64[Tensor, "heads shown shown"]:
+    """Average P_g W P_hᵀ over pairs of different groups, W = W_q W_kᵀ · scaling; of one group alone, P W Pᵀ."""
+    w_q, w_k = (each[heads].double().cpu() for each in (weights.w_q, weights.w_k))
+    query, key = (torch.einsum("gtd,hde->hgte", p[:, shown], each) for each in (w_q, w_k))
+    whole = query.sum(dim=1) @ key.sum(dim=1).mT
+    if len(p) > 1:
+        whole = (whole - (query @ key.mT).sum(dim=1)) / (len(p) * (len(p) - 1))
+    return whole * weights.scaling
 
 
 @declared("geometry/figure19")
 def figure_19(study: Study, outcome: Outcome) -> None:
     run, model = study.run, study.require_model()
-    positions = run.arrays["positional_basis"].shape[1] - 1
-    heads = evenly(model.heads, SHOWN_HEADS)
-    shown = [1 + place for place in evenly(positions, SHOWN_POSITIONS)]
-    sums = _PositionalLogits(run, heads, shown)
-    sample = _sampled(study)
-    for batch in sample.split(max(1, TOKENS_A_PASS // sample.shape[1])):
-        visit_layers(model, batch, range(model.layers), sums.add)
-    if not sums.logits:
-        raise UsageError(f"no layer of this model can be split: {next(iter(sums.refused.values()))}")
-    layers = sorted(sums.logits)
-    columns = [f"pwp_low_frequency_{k}" for k in CUTOFFS]
+    basis = run.arrays["positional_basis"][:, 1:].double()
+    positions, heads = basis.shape[1], evenly(model.heads, SHOWN_HEADS)
+    shown, bases = evenly(positions, SHOWN_POSITIONS), bases_by_group(study) or list(basis[:, None])
+    tiles, refused = {}, {}
+    for block in evenly(model.layers, SHOWN_LAYERS):
+        try:
+            logits = positional_logits(bases[block], model.head_weights(block), heads, shown)
+        except WorkError as error:
+            refused[block] = str(error)
+            continue
+        tiles[f"block {block}"] = drawing.positional_tiles(logits.numpy())
+    if not tiles:
+        raise no_head_matrix(model.id)
     with_weights = run.heads[run.heads["frobenius_squared"].notna()]
     shares = with_weights["pwp_low_frequency_10"].to_numpy(np.float64)
     what = "share of energy at K = 10 of PWPᵀ, median over heads"
     outcome.read(what, number(float(pd.Series(shares).median())), "“visibly discontinuous”")
-    if sums.refused:
-        reason = next(iter(sums.refused.values()))
-        outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
+    if refused:
+        outcome.read("blocks without a query-key matrix", f"{len(refused)}: {next(iter(refused.values()))}")
     judge_rough(outcome, study, shares, positions)
+    columns = [f"pwp_low_frequency_{k}" for k in CUTOFFS]
     outcome.tables["smoothness"] = run.heads[["layer", "head", *columns]]
-    chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
-    tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
-    names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
-    drawn = by_name("block", blocks, lambda place: drawing.weight_maps(tiles[place], names, len(shown)))
-    outcome.draw("positional-logits", drawn, contexts=counted(len(sample), "context"))
+    names, pictures = [f"head {head}" for head in heads], list(tiles.values())
+    drawn = by_name("block", [*tiles], lambda place: drawing.weight_maps(pictures[place], names, len(shown)))
+    outcome.draw("positional-logits", drawn)
 
 
 def judge_rough(outcome: Outcome, study: Study, shares: Floats, positions: int) -> None:

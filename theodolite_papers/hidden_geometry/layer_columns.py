@@ -29,7 +29,9 @@ from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import (
+    AT_FLOOR,
     OF_GROUPS,
+    at_floor,
     error_of,
     layer_average,
     layer_estimates,
@@ -39,7 +41,7 @@ from theodolite.report.data import (
 )
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, with_error
-from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, stacked
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
 READING = "reading contexts by group"
@@ -104,7 +106,6 @@ def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
     return study.cached(f"basis by group of {sha256}", read)
 
 
-AT_FLOOR = "at the noise floor"
 WITHOUT_TEXT = (
     f"estimated between groups of contexts: pass the model and the text, of {GROUPS} contexts or more"
 )
@@ -163,14 +164,6 @@ def mean_of(layers: Estimates) -> Estimate:
     """Average over the layers that are known, as `layer_average` does."""
     mean, _, error = mean_over_layers(layers.values, layers.errors)
     return Estimate(mean, error, *OF_GROUPS)
-
-
-def stacked(rows: Iterable[Jackknifed]) -> Jackknifed:
-    """Stack the numbers of layers."""
-    rows = list(rows)
-    return Jackknifed(
-        torch.stack([row.value for row in rows]), torch.stack([row.without for row in rows], dim=1)
-    )
 
 
 def jackknifed(run: Run, name: str) -> Jackknifed:
@@ -250,7 +243,7 @@ def energy_within_rank(study: Study) -> Estimates | None:
         return Jackknifed(curve.value[int(rank) - 1], curve.without[:, int(rank) - 1])
 
     ranks = value_of(study.run, "rank")
-    return estimates_of(stacked(of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)))
+    return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
 
 
 def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
@@ -326,9 +319,9 @@ def smooth_verdict(outcome: Outcome, run: Run, key: str = "smooth", least: int =
 
 def judge_significant(outcome: Outcome, run: Run) -> None:
     """Judge the relative norms of all layers; one that noise alone reaches is uncertain by half of that at least."""
-    norms, floor = layer_estimates(run, "relative_norm"), value_of(run, "relative_norm_floor")
-    hidden = norms.values <= floor
-    errors = np.where(hidden, np.fmax(error_of(run, "relative_norm"), floor / 2), norms.errors)
+    norms, errors = layer_estimates(run, "relative_norm"), error_of(run, "relative_norm")
+    hidden = at_floor(run, "relative_norm")
+    errors = np.where(hidden, np.fmax(errors, value_of(run, "relative_norm_floor") / 2), errors)
     verdict = outcome.verdict("significant", replace(norms, errors=errors))
     evidence = verdict.evidence + (f"; {hidden_in(hidden)}" if hidden.any() else "")
     outcome.verdicts.append(replace(verdict, evidence=evidence))

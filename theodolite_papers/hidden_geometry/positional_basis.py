@@ -31,7 +31,7 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing import geometry
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
-from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, together
+from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, stacked, together
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import layer_columns
@@ -46,7 +46,6 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     leading_of_others,
     mean_of,
     shown,
-    stacked,
     unless_hidden,
 )
 
@@ -158,8 +157,8 @@ def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
         outcome.cannot_judge("rank", why)
     else:
         here, other = (layer_columns.found_ranks(run) for run in (first, second))
-        changes, errors = other.values - here.values, np.hypot(here.errors, other.errors)
-        hidden = np.isnan(changes)
+        changes = other.values - here.values
+        errors, hidden = np.hypot(error_of(first, "rank"), error_of(second, "rank")), np.isnan(changes)
         means = (mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
         words = dict(zip(("here", "other"), means, strict=True))
         change = mean_of(replace(here, values=changes, errors=errors))
@@ -186,7 +185,8 @@ def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
         # A head without weights to multiply has no norm of them either.
         there = table["frobenius_squared"].notna() if name == "PWPᵀ" else of_heads.isfinite()
         hidden = ~of_heads.isfinite().numpy()[there]
-        estimate = Estimate.mean(of_heads[of_heads.isfinite()], "heads")
+        known = of_heads[of_heads.isfinite()]
+        estimate = Estimate.mean(known, "heads") if len(known) else Estimate(math.nan)
     verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
     return unless_hidden(verdict, hidden, over.removesuffix("s"))
 
@@ -347,7 +347,7 @@ def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> 
     outcome.read("roughness of the curve on these two (random order: 1)", means["roughness"], "“continuous”")
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
     columns = {name: each.values for name, each in estimates.items()}
-    columns |= {f"{name}_se": each.errors for name, each in estimates.items()}
+    columns |= {f"{name}_se": numbers.error.numpy() for name, numbers in shape.items()}
     outcome.tables["shape"] = pd.DataFrame({"layer": range(len(rough.values))} | columns)
 
 
@@ -364,7 +364,7 @@ def principal_components(study: Study, outcome: Outcome) -> None:
 
 def scale_growth(bases: list[Basis]) -> Estimate:
     """Estimate the largest scale over that of layer 0; NaN where the latter is at the noise floor."""
-    squares = stacked(largest_square(p) for p in bases)
+    squares = stacked([largest_square(p) for p in bases])
     growth = combined(lambda scales: scales.max() / scales[0], squares.root()).corrected()
     return estimate_of(growth.where(squares.above_noise()[0]))
 

@@ -22,7 +22,7 @@ from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
-from theodolite.theory.unbiased import combined, leaving_out
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
@@ -30,6 +30,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
     WITHOUT_TEXT,
+    Basis,
     bases_by_group,
     energy_within,
     estimates_of,
@@ -38,7 +39,6 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     mean_of,
     shown,
     smooth_verdict,
-    stacked,
     unless_hidden,
 )
 
@@ -118,6 +118,11 @@ def spike(gram: Tensor) -> Tensor:
     return 1 - 2 * gram.diagonal(distance).sum() / (squares[distance:] + squares[:-distance]).sum()
 
 
+def spike_between(p: Basis) -> Jackknifed:
+    """Estimate the spike by products of different groups; NaN at the noise floor."""
+    return leaving_out(lambda used: spike(gram_between(p, used)), len(p)).where(is_seen(p))
+
+
 def directions_needed(shares: Tensor) -> Tensor:
     """Count the leading directions that hold 0.9 of the energy, of which 1, 2, … hold `shares`."""
     return (shares < ENERGY).sum().double() + 1
@@ -143,13 +148,9 @@ def learned_measures(study: Study) -> dict[str, Estimates]:
     """Estimate the numbers of `DIFFERENCES` of every layer; NaN at the noise floor; without the text the last alone."""
     learned = {"low_frequency_10": layer_estimates(study.run, "low_frequency_10")}
     if bases := bases_by_group(study):
-        spikes = [leaving_out(lambda used, p=p: spike(gram_between(p, used)), len(p)) for p in bases]
-        seen = [is_seen(p) for p in bases]
-        needed = [combined(directions_needed, energy_within(p)) for p in bases]
-        for name, numbers in (("spike", spikes), ("directions", needed)):
-            learned[name] = estimates_of(
-                stacked(each.where(above) for each, above in zip(numbers, seen, strict=True))
-            )
+        learned["spike"] = estimates_of(stacked([spike_between(p) for p in bases]))
+        needed = [combined(directions_needed, energy_within(p)).where(is_seen(p)) for p in bases]
+        learned["directions"] = estimates_of(stacked(needed))
     return learned
 
 

@@ -22,7 +22,7 @@ from theodolite.measure.position import squared_lengths
 from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
-from theodolite.theory.unbiased import Jackknifed, leaving_out
+from theodolite.theory.unbiased import Jackknifed, leaving_out, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry.layer_columns import (
@@ -32,7 +32,6 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     estimates_of,
     gram_between,
     shown,
-    stacked,
     unless_hidden,
 )
 
@@ -346,7 +345,7 @@ def _judge_approximation(
     chosen = [bases[layer] for layer in layers]
     values, errors = np.array([premise_of(p, moderate) for p in chosen]).T
     premise = Estimates(values, errors, *OF_GROUPS)
-    near = estimates_of(stacked(attained_over_none(p, moderate) for p in chosen))
+    near = estimates_of(stacked([attained_over_none(p, moderate) for p in chosen]))
     for name, of_layers, paper in (
         ("bound", values, "“moderate k and m”"),
         ("attained", near.values, "“G ≈”"),

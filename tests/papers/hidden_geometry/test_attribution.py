@@ -13,6 +13,7 @@ import transformers
 
 from tests.calls import call
 from tests.logits.test_attribution import planted  # noqa: F401  (a fixture)
+from tests.papers.hidden_geometry.planted import drawn
 from tests.papers.shared import answers, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -20,7 +21,6 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
 from theodolite.models.prompts import Focus
-from theodolite.models.query_key_parts import visit_layers
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce
@@ -28,9 +28,9 @@ from theodolite_papers.hidden_geometry import addition
 from theodolite_papers.hidden_geometry import attribution as experiment
 from theodolite_papers.hidden_geometry.attribution import (
     _judge_mean,
-    _PositionalLogits,
     _retained_rows,
     judge_rough,
+    positional_logits,
     share_grids,
 )
 
@@ -231,24 +231,19 @@ def test_what_is_kept_with_the_mean_within_pos(surveyed):
 
 
 def test_positional_logits_are_those_of_the_weights(surveyed):
-    """Oracle: GPT-2's first block by hand: pos + μ through the norm at each token's scale, and c_attn."""
+    """Oracle: GPT-2's c_attn by hand, between the bases of two groups."""
     run, model, corpus = surveyed("gpt2")
-    sums = _PositionalLogits(run, [1, 3], list(range(1, LENGTH)))
-    for batch in corpus.contexts.split(5):
-        visit_layers(model, batch, range(model.layers), sums.add)
-    transformer = model.hf.transformer
-    block, width = transformer.h[0], model.width
-    with torch.no_grad():
-        h = (transformer.wte(corpus.contexts) + transformer.wpe(torch.arange(LENGTH))).double()
-        scale = (h.var(-1, correction=0, keepdim=True) + block.ln_1.eps).sqrt()
-        both = (run.arrays["mean"][0] + run.arrays["positional_basis"][0]).double()
-        entered = (both - both.mean(-1, keepdim=True)) / scale * block.ln_1.weight.double()
-        projected = entered @ block.attn.c_attn.weight.double()
-    query, key = (
-        projected[..., side * width : (side + 1) * width].unflatten(-1, (model.heads, -1)) for side in (0, 1)
+    width, heads = model.width, [1, 3]
+    weights = model.hf.transformer.h[1].attn.c_attn.weight.detach().double()
+    w_q, w_k = (
+        weights[:, side * width : (side + 1) * width].unflatten(1, (model.heads, -1))[:, heads]
+        for side in (0, 1)
     )
-    logits = torch.einsum("cihd,cjhd->hij", query, key)[[1, 3], 1:, 1:] / model.head_width**0.5
-    np.testing.assert_allclose(sums.logits[0], logits.numpy(), rtol=1e-4, atol=1e-4)
+    one, other = drawn(1, LENGTH - 1, width), drawn(2, LENGTH - 1, width)
+    logits = [torch.einsum("td,dhe,fhe,sf->hts", a, w_q, w_k, b) for a, b in ((one, other), (other, one))]
+    expected = sum(logits) / 2 / model.head_width**0.5
+    got = positional_logits(torch.stack([one, other]), model.head_weights(1), heads, list(range(LENGTH - 1)))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     outcome = Study(run, model, corpus).outcome(EXPERIMENTS["geometry/figure19"])
     np.testing.assert_array_equal(
         outcome.tables["smoothness"]["pwp_low_frequency_3"], run.heads["pwp_low_frequency_3"]
