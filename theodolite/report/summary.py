@@ -108,10 +108,11 @@ def _position(run: Run) -> Iterator[str | Finding]:
         )
     if (smooth := health.check(run, findings.SMOOTHNESS)) is not None:
         yield smooth
-        yield (
-            f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
-            f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
-        )
+        if layer_mean(run, "low_frequency_10") is not None:
+            yield (
+                f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
+                f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
+            )
 
 
 def _context(run: Run) -> Iterator[str | Finding]:
