@@ -334,7 +334,7 @@ def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
 
 
-TOPICS: dict[str, Callable[[Run], Iterator[str]]] = {
+TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
     "Position": _position,
     "Context": _context,
     "Localization": _localization,
