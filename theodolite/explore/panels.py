@@ -344,8 +344,8 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
     if agreement is None or regimes is None:
         return f"Predicted regime, not measured here: {predicted}."
     return (
-        f"Predicted regime: {predicted}. Measured on the text: {regimes[row.name]}, ρ {number(row['propagation'], 2)}. Over all "
-        f"heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
+        f"Predicted regime: {predicted}. Measured on the text: {regimes[row.name]}, ρ {number(row['propagation'], 2)}. "
+        f"Over all heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
         f"({agreement})."
     )
 
