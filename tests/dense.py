@@ -156,26 +156,32 @@ def _lengths(inner: np.ndarray, farthest: float) -> tuple[np.ndarray, np.ndarray
 def _frequencies(
     name: str, p: np.ndarray, scales: np.ndarray, grid: tuple[int, int] | None
 ) -> dict[str, float]:
-    groups, length, _ = p.shape
+    rows = p * scales[:, None, :, None]
+    return {f"{name}_{k}": share for k, share in shares_of_frequencies(rows, rows, grid).items()}
+
+
+def shares_of_frequencies(
+    left: np.ndarray, right: np.ndarray, grid: tuple[int, int] | None = None
+) -> dict[int, float]:
+    """Shares of the energy of A Bᵀ in its lowest frequencies; (G, T, d) of each group, or so for each use of groups."""
+    groups, length = left.shape[-3:-1]
+    left, right = (np.broadcast_to(side, (groups + 1, *side.shape[-3:])) for side in (left, right))
     sizes = grid or (length,)
     cutoffs = (1, 3, 5, 10)
     values = []
-    for use, scale in zip((None, *range(groups)), scales, strict=True):
-        some = p if use is None else np.delete(p, use, axis=0)
-        rows = some * scale[:, None]
-        products = np.einsum("atd,bsd->abts", rows, rows).reshape(len(rows), len(rows), *sizes, *sizes)
+    for use in range(groups + 1):
+        a, b = (np.delete(side[use], use - 1, axis=0) if use else side[use] for side in (left, right))
+        products = np.einsum("atd,bsd->abts", a, b).reshape(len(a), len(a), *sizes, *sizes)
         spectra = dctn(products, type=2, norm="ortho", axes=range(2, products.ndim))
         energies = []
         for k in (length, *cutoffs):
-            corner = spectra[(..., *[slice(k)] * (2 * len(sizes)))].reshape(len(rows), len(rows), -1)
+            corner = spectra[(..., *[slice(k)] * (2 * len(sizes)))].reshape(len(a), len(a), -1)
             energies.append(_over_groups(np.einsum("abi,dci->abcd", corner, corner), 4))
         values.append(energies)
     whole, *corners = np.array(values).T
     above = whole[0] > 2 * _error(whole[1:])
     shares = [_corrected(corner[0] / whole[0], corner[1:] / whole[1:]) for corner in corners]
-    return {
-        f"{name}_{k}": float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)
-    }
+    return {k: float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)}
 
 
 def context_columns(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -263,11 +269,22 @@ def outlier_table(dense: Dense) -> dict[str, np.ndarray]:
     return dict(zip(names, np.array(rows, dtype=float).reshape(-1, len(names)).T, strict=True))
 
 
+def jackknife(parts, wholes) -> float:
+    """Error of Σ parts / Σ wholes over contexts: each of eight groups of neighbours left out; NaN of fewer contexts."""
+    contexts = len(parts)
+    if contexts < 8:
+        return math.nan
+    group = np.arange(contexts) * 8 // contexts
+    with np.errstate(invalid="ignore"):
+        left = [np.sum(np.array(parts)[group != g]) / np.sum(np.array(wholes)[group != g]) for g in range(8)]
+    return math.sqrt(7 / 8 * ((np.array(left) - np.mean(left)) ** 2).sum())
+
+
 def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.ndarray]:
     """The measured part of the heads table, (L · H) values a column."""
     layers, contexts, heads, length, _ = dense.attention.shape
     names = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
-    columns = {name: np.zeros((layers, heads)) for name in (*names, "entropy_se", "previous_token_se")}
+    columns = {name: np.zeros((layers, heads)) for name in (*names, *(f"{name}_se" for name in names))}
     least = min(16, length / 4)
     for layer in range(layers):
         for head in range(heads):
@@ -285,16 +302,17 @@ def head_columns(dense: Dense, ids: np.ndarray, causal: bool) -> dict[str, np.nd
                 first.append(0 in sinks)
                 later.append(any(s > 0 for s in sinks))
                 previous += [p[i, i - 1] for i in range(1, length)]
+                same.append([])
                 for i in range(length):
                     equal = [j for j in range(i) if ids[context, j] == ids[context, i]]
                     if equal:
-                        same.append(sum(p[i, j] for j in equal))
-            values = (entropy, first, later, learned, previous, same)
-            for name, value in zip(names, values, strict=True):
-                columns[name][layer, head] = np.mean(value) if value else math.nan
-            of_context = np.mean(np.reshape(previous, (contexts, -1)), axis=1)
-            for name, value in (("entropy", entropy), ("previous_token", of_context)):
-                columns[name + "_se"][layer, head] = np.std(value, ddof=1) / math.sqrt(contexts)
+                        same[-1].append(sum(p[i, j] for j in equal))
+            values = (entropy, first, later, learned, np.reshape(previous, (contexts, -1)).mean(1))
+            sums = [(value, np.ones(contexts)) for value in values]
+            sums.append(([sum(own) for own in same], [len(own) for own in same]))
+            for name, (parts, wholes) in zip(names, sums, strict=True):
+                columns[name][layer, head] = np.sum(parts) / np.sum(wholes) if np.sum(wholes) else math.nan
+                columns[name + "_se"][layer, head] = jackknife(parts, wholes)
     return {name: value.reshape(-1) for name, value in columns.items()}
 
 

@@ -33,6 +33,7 @@ UNTESTABLE: Answer = "not testable here"
 OPEN = (UNDECIDED, UNTESTABLE)
 
 NO_ERROR = "not decided: its standard error is not known"
+NO_NUMBER = "no number in this run"
 
 
 Rule = Literal["number", "most", "all", "mixed", "not", ""]
@@ -169,7 +170,7 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
     if not isinstance(estimate, Estimate):
         estimate = Estimate(estimate)
     if not math.isfinite(estimate.value):
-        return untestable(claim, f"{what}: no number in this run; {criterion}")
+        return untestable(claim, f"{what}: {NO_NUMBER}; {criterion}")
     evidence = f"{what}: {estimate}; {criterion}"
     if estimate.n == 1:
         return untestable(claim, f"{evidence}; an interval needs two {estimate.of} or more")
@@ -193,7 +194,7 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     values, margins = np.where(np.isfinite(layers.values), layers.values, np.nan), layers.shared_margins
     known = np.isfinite(values)
     if not known.any():
-        return untestable(claim, f"{what}: no number in this run; {criterion}")
+        return untestable(claim, f"{what}: {NO_NUMBER}; {criterion}")
     if layers.n == 1 and layers.errors is not None:
         return untestable(claim, f"{what}; {criterion}; an interval needs two {layers.of} or more")
     holds, fails = criterion.decided(values, margins)
@@ -258,11 +259,8 @@ def contexts_needed(verdict: Verdict, contexts: int) -> str:
     of its criterion may be on either side of it, and one whose error rests on other things needs more of those.
     """
     rows = [part for part in verdict.parts if isinstance(part, Judged)]
-    if (
-        verdict.answer != UNDECIDED
-        or verdict.withheld
-        or not all(row.of.endswith("contexts") for row in rows)
-    ):
+    of_contexts = contexts > 0 and all(row.of.endswith("contexts") for row in rows)
+    if verdict.answer != UNDECIDED or verdict.withheld or not of_contexts:
         return ""
     sides: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:

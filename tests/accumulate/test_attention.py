@@ -19,20 +19,23 @@ def tokens() -> torch.Tensor:
 
 def measured(inputs: AttentionInputs) -> tuple[AttentionStatistics, torch.Tensor]:
     contexts = len(inputs.query)
-    statistics = AttentionStatistics(1, HEADS, LENGTH, examples=min(2, contexts))
+    statistics = AttentionStatistics(1, HEADS, LENGTH, contexts, examples=min(2, contexts))
     output = statistics.update(0, inputs, Tokens.of(tokens()[:contexts], torch.device("cpu")), 0)
     return statistics, output
 
 
-def pairs(paid, able):
-    """Σ over contexts of a score, of the queries that could have it, and of their products, written out."""
-    able = torch.as_tensor(able, dtype=paid.dtype).expand_as(paid)
-    return torch.stack([paid, able, paid**2, paid * able, able**2], dim=-1).sum(0)
+def grouped(by_context):
+    """Sums by group of contexts, eight ranges of them, written out."""
+    sums = torch.zeros(8, *by_context.shape[1:], dtype=torch.float64)
+    for context, values in enumerate(by_context.double()):
+        sums[context * 8 // len(by_context)] += values
+    return sums
 
 
 def sink_tokens(state):
     """Key → contexts, sinks and the sum of their positions."""
-    keys, *counts = part_of(state, "sink_tokens").values()
+    keys, contexts, *counts = part_of(state, "sink_tokens").values()
+    counts = [contexts.sum(dim=1), *counts]
     return dict(zip(map(tuple, keys.tolist()), torch.stack(counts, dim=1).tolist(), strict=True))
 
 
@@ -50,14 +53,19 @@ def test_output_and_statistics_equal_the_dense_ones(kind):
     eligible = (weights > 0).sum(-2) - 1 >= 16
     sums = {
         "entropy": expected["entropy"].sum(0),
-        "learned": learned.sum((0, 2)),
+        "total_entropy": grouped(expected["entropy"].sum(-1)),
+        "learned": grouped(learned.sum(2)),
+        "contexts": grouped(torch.ones(len(ids[: len(weights)]))),
         "largest_logit": expected["largest"].amax((0, 2)),
         "log_sum_exp": lse.where(lse.isfinite(), 0).sum((0, 2)),
         "received": expected["received"].sum(0),
-        "previous": pairs(previous, LENGTH - 1),
-        "same": pairs(same, equal.any(-1).sum(-1)[:, None]),
+        "previous": grouped(previous),
+        "previous_queries": grouped(torch.full((len(weights),), LENGTH - 1)),
+        "same": grouped(same),
+        "same_queries": grouped(equal.any(-1).sum(-1)),
         "sink": expected["sinks"].sum(0).double(),
-        "sink_later": expected["sinks"][..., 1:].any(-1).sum(0).double(),
+        "sink_first": grouped(expected["sinks"][..., 0]),
+        "sink_later": grouped(expected["sinks"][..., 1:].any(-1)),
         "visible_keys": (weights[0, 0] > 0).sum(-1).double(),
         "example_received": (expected["received"][:2] * eligible[:2]).max(dim=1).values,
     }
@@ -93,10 +101,10 @@ def test_a_token_that_is_a_sink_twice_is_in_one_context():
     sink = torch.zeros(2, 1, 6, dtype=torch.bool)
     sink[0, 0, [0, 2, 4]] = sink[1, 0, 2] = True
     ids = torch.tensor([[7, 1, 7, 1, 7, 1], [1, 1, 7, 1, 1, 1]])
-    whole, first, second = (AttentionStatistics(1, 1, 6, 0) for _ in range(3))
-    whole._sinks(0, sink, ids)
-    first._sinks(0, sink[:1], ids[:1])
-    second._sinks(0, sink[1:], ids[1:])
+    whole, first, second = (AttentionStatistics(1, 1, 6, 2, 0) for _ in range(3))
+    whole._sinks(0, sink, ids, 0)
+    first._sinks(0, sink[:1], ids[:1], 0)
+    second._sinks(0, sink[1:], ids[1:], 1)
     first.merge(second)
     for one in (whole, first):
         assert sink_tokens(one.state()) == {(0, 0, 7, 0): [2, 3, 8], (0, 0, 7, 1): [1, 1, 0]}

@@ -8,12 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
 from theodolite.accumulate.sums import KeyedSums, SavedState, cache_sized_groups, each_part
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -195,35 +193,6 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     other = MomentSketches(1, 48, 8)
     other.update(0, h[3:], 3)
     assert not torch.allclose(other.state()["sketch"][0, 4], whole.state()["sketch"][0, 4], rtol=1e-3)
-
-
-def test_a_small_spread_of_entropies_keeps_its_digits_in_parts():
-    """Oracle: numpy's standard deviation of the contexts' means; from sums of squares three digits would be left."""
-    contexts, heads, length = 9, 2, 12
-    noise = torch.randn(contexts, heads, length, 4, generator=torch.Generator().manual_seed(4))
-    query = torch.ones(contexts, heads, length, 4, dtype=torch.float64) + 1e-3 * noise
-    ids = torch.arange(length).repeat(contexts, 1)
-
-    def seen(part: slice) -> AttentionStatistics:
-        statistics = AttentionStatistics(1, heads, length, 0)
-        own = query[part]
-        inputs = AttentionInputs(own, own, own, 1.0, causal=True)
-        statistics.update(0, inputs, Tokens.of(ids[part], torch.device("cpu")), 0)
-        return statistics
-
-    merged = seen(slice(0, 2))
-    merged.merge(seen(slice(2, 3)))
-    merged.merge(AttentionStatistics(1, heads, length, 0))
-    merged.merge(seen(slice(3, 9)))
-    logits = (query @ query.mT).numpy()
-    logits[..., np.triu(np.ones((length, length), dtype=bool), 1)] = -np.inf
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    entropies = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1).mean(-1)
-    expected = length**2 * contexts * entropies.var(axis=0)
-    assert (entropies.std(axis=0) < 1e-5).all()
-    np.testing.assert_allclose(merged.state()["entropy_spread"][0], expected, rtol=1e-7)
-    np.testing.assert_allclose(seen(slice(None)).state()["entropy_spread"][0], expected, rtol=1e-7)
 
 
 Batch = list[tuple[tuple[int, int], int]]

@@ -9,12 +9,14 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.report.synthetic import leading_in_halves, make_run, make_survey
+from tests.report.synthetic import leading_in_groups, make_run, make_survey
 from theodolite.accumulate.means import decomposed_means
 from theodolite.comparison import compare
-from theodolite.comparison.parts import A_HALF, kept_directions, overlap_margins, squared_cosines
-from theodolite.measure.uncertainty import array_errors
+from theodolite.comparison.parts import A_HALF, ALONG, directions_kept, overlap, overlap_bias
+from theodolite.comparison.survival import decided
+from theodolite.measure.uncertainty import positional_directions
 from theodolite.passes.run import Run
+from theodolite.theory.unbiased import Jackknifed
 
 TRIALS, WIDTH = 200, 32
 
@@ -30,20 +32,11 @@ def answers(cosine: float, noise: float, shared: float) -> tuple[float, float]:
     old, new = np.eye(WIDTH)[0], cosine * np.eye(WIDTH)[0] + (1 - cosine**2) ** 0.5 * np.eye(WIDTH)[1]
     one, two = generator.normal(size=(2, TRIALS, 8, WIDTH)) * noise * (8 / WIDTH) ** 0.5
     by_group = old + one, new + shared * one + (1 - shared**2) ** 0.5 * two
-    whole, turned = [], []
-    halves = np.array([[(row >> place) % 2 for place in range(8)] for row in range(256)])
-    halves = halves[halves.sum(1) == 4]
-    for sums in by_group:
-        unit = sums.sum(1) / np.linalg.norm(sums.sum(1), axis=1, keepdims=True)
-        of_halves = np.einsum("hg,ngd->nhd", halves, sums)
-        of_halves /= np.linalg.norm(of_halves, axis=2, keepdims=True)
-        whole.append(unit)
-        # All 70 halves: what the 14 balanced ones estimate.
-        turned.append(np.sqrt(((of_halves - unit[:, None]) ** 2).sum(2).mean(1)))
-    table = pd.DataFrame({"cosine": (whole[0] * whole[1]).sum(1)})
-    table["direction_se_before"], table["direction_se_after"] = turned
-    kept, lost = kept_directions(table, *(torch.from_numpy(sums) for sums in by_group))[1:]
-    return float(kept.mean()), float(lost.mean())
+    cosine = directions_kept(*(torch.from_numpy(sums) for sums in by_group))
+    # Each tag is a family of its own.
+    families = [Jackknifed(cosine.value[[n]], cosine.without[:, [n]]) for n in range(TRIALS)]
+    kept, lost, _ = np.mean([decided(ALONG, one) for one in families], axis=0)[:, 0]
+    return float(kept), float(lost)
 
 
 @pytest.mark.parametrize(("noise", "shared"), [(0.05, 1.0), (0.2, 0.0), (0.5, 0.7), (1.0, 0.0)])
@@ -69,9 +62,17 @@ def test_a_basis_whose_directions_sampling_moves_is_not_decided(error, status):
         order = np.arange(len(v))
         order[: k // 3], order[k : k + k // 3] = np.arange(k, k + k // 3), np.arange(k // 3)
         turned[layer, 1:] = u[:, : len(s)] * s @ v[order][: len(s)]
-    errors = {"subspace_error": torch.full((len(rank), 20), error, dtype=torch.float64)}
-    arrays = [{"positional_basis": of, "subspace_of_half": leading_in_halves(of)} for of in (basis, turned)]
-    runs = [replace(first, arrays=first.arrays | errors | own) for own in arrays]
+    runs = []
+    for of in (basis, turned):
+        without = leading_in_groups(of).double()
+        if of is turned:  # longer and shorter ones: overlaps that differ by so much
+            without *= 1 + torch.tensor([1.0, -1] * 4)[:, None, None, None] * error / 2 / 7**0.5
+        runs.append(
+            replace(
+                first,
+                arrays=first.arrays | {"positional_basis": of, "positional_directions.without": without},
+            )
+        )
     table = compare(*runs).part("positional basis").table
     assert table["overlap"].to_numpy() == pytest.approx(1 - rank // 3 / rank)
     assert (table["status"] == status).all()
@@ -91,12 +92,11 @@ def bases(true: float, noise: float, shared: float, seed: int) -> tuple[Run, Run
             "position_sum": torch.from_numpy(8 * (waves @ directions / 20**0.5 + own))[None],
             "readers": torch.full((1, 8, positions), 8.0, dtype=torch.float64),
             "contexts": torch.full((1, 8), 8.0, dtype=torch.float64),
-            "context_mean": torch.zeros(1, 4, width, dtype=torch.float64),
-            "context_tokens": torch.full((1, 4), positions - 1.0, dtype=torch.float64),
+            "context_mean": torch.zeros(1, 2, 4, width, dtype=torch.float64),
+            "context_tokens": torch.full((1, 2, 4), positions // 4 - 1.0, dtype=torch.float64),
         }
-        counts = torch.zeros(1, 8, width, dtype=torch.float64)
         pos = decomposed_means(means)[1]
-        arrays = array_errors(means, {"outlier": counts}, pos)
+        arrays = positional_directions(means, pos)
         layers = pd.DataFrame({"rank": [float(rank)]})
         runs.append(replace(make_run(), layers=layers, arrays=arrays | {"positional_basis": pos.float()}))
     return runs[0], runs[1]
@@ -106,9 +106,9 @@ def kept(true: float, noise: float, shared: float, trials: int = 20) -> tuple[fl
     """How often directions that overlap so much are said to be kept, and to be lost."""
     found = []
     for seed in range(trials):
-        cosines = squared_cosines(*(runs := bases(true, noise, shared, seed)))
-        found.append(A_HALF.decided(float(cosines[0].mean()), overlap_margins(cosines, *runs)[0]))
-    is_kept, is_lost = np.mean(found, axis=0, dtype=float)
+        runs = bases(true, noise, shared, seed)
+        found.append(decided(A_HALF, overlap(*runs), bias=overlap_bias(*runs))[:2])
+    is_kept, is_lost = np.mean(found, axis=0, dtype=float)[:, 0]
     return float(is_kept), float(is_lost)
 
 

@@ -15,12 +15,42 @@ from scipy import stats
 
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import kept_places
-from theodolite.comparison.survival import Change, Survival, expected_by_chance, join, share_error, statuses
+from theodolite.comparison.survival import (
+    Change,
+    Survival,
+    by_group,
+    decided,
+    expected_by_chance,
+    join,
+    shown,
+    statuses,
+)
+from theodolite.judging import Criterion
 from theodolite.passes.run import Run
+from theodolite.theory.unbiased import Jackknifed
 
 SHARES = st.floats(0, 1, width=32)
-CONTEXTS = 10_000
-"""As many as make Student's t a normal one."""
+T7 = stats.t.ppf(0.975, 7)
+"""Errors on either side of the 95 % interval from eight groups."""
+
+
+def joined(before: torch.Tensor, after: torch.Tensor) -> pd.DataFrame:
+    """A joined table of numbers by group, (8, units) each, of which a unit's number is the mean."""
+    sides = []
+    for values in (before, after):
+        without = (values.sum(0) - values) / 7
+        frame = pd.DataFrame({"unit": range(values.shape[1])})
+        sides.append(by_group(frame, values.mean(0).numpy(), without))
+    return join(sides[0], sides[1], ["unit"], ["value"])
+
+
+def one_unit(before: float, after: float, error: float) -> pd.DataFrame:
+    """A unit, and the error of what is after."""
+    signs = torch.tensor([1.0, -1] * 4, dtype=torch.float64)[:, None]
+    unit = pd.DataFrame({"unit": [0]})
+    left_out = (torch.full((8, 1), before).double(), after + signs * error / 7**0.5)
+    sides = [by_group(unit, [value], own) for value, own in zip((before, after), left_out, strict=True)]
+    return join(sides[0], sides[1], ["unit"], ["value"])
 
 
 @pytest.mark.parametrize(
@@ -29,56 +59,91 @@ CONTEXTS = 10_000
         (0.4, 0.4, 0.0, "survived"),
         (0.4, 0.2, 0.0, "survived"),  # just half
         (0.4, 0.19, 0.0, "lost"),
-        (0.4, 0.19, 0.2, "undecided"),  # less than half, but within two errors
-        (0.4, 0.0, 0.09, "lost"),
-        (0.4, 0.0, 0.11, "undecided"),  # half of it is within two errors of nothing
-        (0.4, 0.3, 0.11, "undecided"),  # more than half, but within two errors of half
+        (0.4, 0.19, 0.2, "undecided"),  # less than half, but within the interval
+        (0.4, 0.0, 0.08, "lost"),
+        (0.4, 0.0, 0.09, "undecided"),  # half of it is within 2.36 errors of nothing
+        (0.4, 0.3, 0.09, "undecided"),  # more than half, but within the interval of half
         (0.4, 0.9, 0.0, "survived"),
         (0.012, 0.007, 0.0, "survived"),  # half is left, though it is below the least
         (0.0, 0.4, 0.0, "new"),
-        (0.0, 0.4, 0.11, "undecided"),
+        (0.0, 0.4, 0.18, "undecided"),
         (0.009, 0.4, 0.0, "new"),
         (0.009, 0.012, 0.0, "undecided"),  # there all the time, and never clearly
         (0.4, 0.0, np.nan, "undecided"),  # nobody knows the error
     ],
 )
 def test_fates_by_hand(before, after, error, fate):
-    table = pd.DataFrame({"before": [before], "after": [after], "se": [error]})
-    assert statuses(table, 0.01, CONTEXTS).tolist() == [fate]
-    if error == 0:  # so it is where no errors are known
-        assert statuses(table.drop(columns="se"), 0.01).tolist() == [fate]
+    assert statuses(one_unit(before, after, error), 0.01)["status"].tolist() == [fate]
 
 
 @given(SHARES, SHARES, st.floats(0, 1, width=32))
 def test_fates_mirror_each_other(before, after, error):
     """What one direction calls lost the other calls new, above the least."""
-    there = statuses(pd.DataFrame({"before": [before], "after": [after], "se": [error]}), 0.01, CONTEXTS)[0]
-    back = statuses(pd.DataFrame({"before": [after], "after": [before], "se": [error]}), 0.01, CONTEXTS)[0]
+    table = one_unit(before, after, error)
+    back = table.rename(
+        columns=lambda name: name.replace("before", "x").replace("after", "before").replace("x", "after")
+    )
+    there, back = (statuses(one, 0.01)["status"][0] for one in (table, back))
     if before >= 0.01 and after < 0.01:
         assert (there == "lost") == (back == "new")
     if before == after >= 0.01 and error == 0:
         assert there == back == "survived"
 
 
+def test_what_both_models_owe_to_the_contexts_is_no_error():
+    """Oracle: s/√8 of the groups' differences; a share that varies much between contexts, and is halved in each."""
+    before = torch.rand(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    for factor, fate in ((0.6, "survived"), (0.4, "lost")):
+        table = statuses(joined(before, factor * before), 0.01)
+        expected = (1 - factor) * before.std(0) / 8**0.5
+        np.testing.assert_allclose(table["se"], expected)
+        clear = T7 * 0.1 * before.std(0) / 8**0.5 < 0.1 * before.mean(0)
+        assert clear.all()
+        assert (table["status"] == fate).all()
+
+
+def test_it_is_said_how_many_contexts_would_decide():
+    """Oracle: an interval as long as 1/√n, and one of 64 contexts that is twice as long as the distance to half."""
+    table = statuses(one_unit(0.4, 0.3, 0.1 * 2 / T7 * 0.99), 0.01, contexts=64)
+    assert table["contexts_needed"].tolist() == [251]  # 64 · (2 · 0.99)² = 250.9
+    assert statuses(one_unit(0.4, 0.3, 0.11), 0.01, contexts=64)["contexts_needed"].isna().all()
+
+
+def test_of_what_is_decided_one_in_twenty_is_wrong():
+    """Oracle: 200 families of 40 numbers, half of them at the limit itself, where each answer is wrong."""
+    generator = np.random.default_rng(0)
+    truth = np.repeat([0.0, 2.0], 20)
+    wrong = []
+    for _ in range(200):
+        groups = torch.from_numpy(truth + generator.normal(size=(8, 40)))
+        numbers = Jackknifed(groups.mean(0), (groups.sum(0) - groups) / 7)
+        holds, fails, _ = decided(Criterion("at least", 0.0, ""), numbers)
+        wrong.append((holds | fails)[:20].sum() / max((holds | fails).sum(), 1))
+        assert holds[20:].mean() > 0.7
+    assert np.mean(wrong) <= 0.05
+
+
 def test_a_join_has_every_key_of_either_table_once():
-    """Oracle: dictionaries by key; a missing row is 0, an infinite error is not known."""
-    before = {(1, "a"): (0.5, 3.0), (0, "b"): (np.nan, 4.0)}
-    after = {(1, "a"): (0.25, 4.0), (2, "c"): (1.0, np.inf)}
+    """Oracle: dictionaries by key; a missing row is 0."""
+    before = {(1, "a"): 0.5, (0, "b"): np.nan}
+    after = {(1, "a"): 0.25, (2, "c"): 1.0}
 
     def table(rows):
-        return pd.DataFrame(
-            [(*key, *values) for key, values in rows.items()], columns=[*key, "value", "error"]
+        values = list(rows.values())
+        return by_group(
+            pd.DataFrame(list(rows), columns=["layer", "kind"]), values, torch.tensor([values] * 8)
         )
 
     key = ["layer", "kind"]
-    joined = join(table(before), table(after), key, {"value": "error", "absent": ""})
-    assert list(joined[key].itertuples(index=False, name=None)) == sorted({*before, *after})
-    for row in joined.to_dict("records"):
-        (v, e), (w, f) = (side.get((row["layer"], row["kind"]), (0.0, 0.0)) for side in (before, after))
-        expected = v, w, w - v, np.nan if np.isinf(f) else np.hypot(e, f)
-        np.testing.assert_array_equal([row[end] for end in ("before", "after", "difference", "se")], expected)
+    table_of_both = join(table(before), table(after), key, ["value", "absent"])
+    assert list(table_of_both[key].itertuples(index=False, name=None)) == sorted({*before, *after})
+    for row in table_of_both.to_dict("records"):
+        v, w = (side.get((row["layer"], row["kind"]), 0.0) for side in (before, after))
+        np.testing.assert_array_equal([row[end] for end in ("before", "after", "difference")], [v, w, w - v])
+        assert row["value.3_before"] == v or np.isnan(v)
         assert np.isnan(row["absent_before"]) == ((row["layer"], row["kind"]) in before)
-    none = join(table(before), table(after).iloc[:0].astype(object), key, {"value": ""}, texts=["error"])
+    assert not [name for name in shown(table_of_both) if "." in name]
+    none = join(table(before), table(after).iloc[:0].astype(object), key, ["value"], texts=["error"])
     assert none["after"].eq(0).all()
     assert none["error_after"].isna().all()
 
@@ -202,15 +267,15 @@ def test_without_known_errors_a_part_is_not_decided_unless_one_model_is_compared
     assert replace(some, table=same.assign(difference=0.1)).of_one_model().answer == "not decided"
 
 
-def family_of(before: np.ndarray, after: np.ndarray, contexts: int, **options) -> Survival:
-    """Of units that are in these shares of the contexts."""
-    table = pd.DataFrame({"before": before, "after": after})
-    table["se"] = np.hypot(*(share_error(table[side], contexts) for side in ("before", "after")))
-    table["status"] = statuses(table, 0.01, contexts)
+def family_of(before: np.ndarray, after: np.ndarray, **options) -> Survival:
+    """Of units that are in these contexts, (contexts, units) of 0 and 1."""
+    contexts, units = before.shape
+    sides = (torch.from_numpy(one.reshape(8, -1, units).mean(1)) for one in (before, after))
+    table = statuses(joined(*sides), 0.01)
     return replace(part(["lost"]), table=table, contexts=contexts, **options)
 
 
-@pytest.mark.parametrize(("contexts", "together"), [(2, True), (8, False), (64, True)])
+@pytest.mark.parametrize(("contexts", "together"), [(8, True), (8, False), (64, True)])
 def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
     """A unit in half of the contexts, of 12; of two 40 % is left, so that 83 % survive: "holds" in one case of 20.
 
@@ -221,7 +286,8 @@ def test_what_lost_most_of_its_units_hardly_ever_keeps_them(contexts, together):
     holds, survived, trials = 0, 0, 200
     for _ in range(trials):
         draws = generator.random((2, contexts, 1 if together else 12))
-        family = family_of(*(draws < true[:, None]).mean(axis=1), contexts)
+        draws = np.broadcast_to(draws, (2, contexts, 12))
+        family = family_of(*(draws < true[:, None]).astype(float))
         survived += family.table["status"][0] == "survived"
         holds += family.answer == "holds"
     assert holds <= 0.05 * trials
@@ -236,10 +302,10 @@ def test_one_heavy_unit_does_not_keep_what_rare_ones_lose(contexts, rare, share)
     assert 1 / true.sum() < 0.9  # what is left
     holds, trials = 0, 100
     for _ in range(trials):
-        before = (generator.random((contexts, rare + 1)) < true).mean(axis=0)
+        before = (generator.random((contexts, rare + 1)) < true).astype(float)
         after = np.where(np.arange(rare + 1) == 0, before, 0.0)
-        seen, by = before >= 0.01, {"weight": "before", "least": 0.01}
-        holds += family_of(before[seen], after[seen], contexts, **by).answer == "holds"
+        seen, by = before.mean(axis=0) >= 0.01, {"weight": "before", "least": 0.01}
+        holds += family_of(before[:, seen], after[:, seen], **by).answer == "holds"
     assert holds <= 0.05 * trials
 
 

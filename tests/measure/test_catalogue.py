@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from theodolite.judging import Criterion
 from theodolite.measure import catalogue
-from theodolite.measure.column import Column
+from theodolite.measure.column import WITHOUT, Column
 from theodolite.measure.tags import TRACED_HEADS
-from theodolite.passes.run import TABLES, WITHOUT, Run
+from theodolite.passes.run import TABLES, Run
 
 
 def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
@@ -32,10 +33,20 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
     without = {
-        f"layers.{name}{WITHOUT}" for name, column in catalogue.declared("layers").items() if column.error
+        f"{table}.{name}{WITHOUT}"
+        for table in ("layers", "heads")
+        for name, column in catalogue.declared(table).items()
+        if column.error
     }
     assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays()) | without
     assert {"layers.norm.without", "layers.rank.without"} <= set(surveyed.arrays)
+    for name in set(surveyed.arrays) & without:
+        table, column, _ = name.split(".")
+        assert surveyed.arrays[name].shape[1] == len(getattr(surveyed, table)), name
+        error = (
+            surveyed.arrays[name].double().std(dim=0, correction=0) * (len(surveyed.arrays[name]) - 1) ** 0.5
+        )
+        np.testing.assert_allclose(error, getattr(surveyed, table)[f"{column}_se"], rtol=1e-3, atol=1e-4)
     for measure in catalogue.built_in_extra():
         for column in measure.declared:
             assert getattr(surveyed, column.table)[column.name].notna().all(), column

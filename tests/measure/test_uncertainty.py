@@ -12,10 +12,10 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.contexts import context_columns
 from theodolite.measure.geometry import stream_columns
-from theodolite.measure.outliers import outliers_table
+from theodolite.measure.outliers import outliers_table, typical_sizes
 from theodolite.measure.position import largest_eigenvalue, position_columns
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
-from theodolite.measure.uncertainty import array_errors, balanced_halves, half_sample_error
+from theodolite.measure.uncertainty import balanced_halves, half_sample_error, positional_directions
 from theodolite.theory.unbiased import Jackknifed, leaving_out
 
 CONTEXTS, LENGTH, WIDTH = 64, 18, 12
@@ -177,48 +177,52 @@ def test_too_few_contexts_say_nothing():
     assert few["norm"].value.isfinite().all()
 
 
-def test_errors_of_large_values_are_those_of_eight_groups():
-    """Oracle: s/√8 of the groups' shares and counts, written out."""
-    generator = torch.Generator().manual_seed(0)
+def test_large_values_have_the_errors_of_eight_groups():
+    """Oracle: s/√8 of the groups' counts, and sizes of the tokens without each group, written out."""
     h = hidden(0)
-    h[1, :, 1:, 3] = torch.where(torch.rand(CONTEXTS, 1, generator=generator) < 0.3, 9.0, 0.1)
     h[1, 5, 4:9, 7] = 1e6
     h[1, 40, 0, 7] = 1e6
     (means, _, _, outliers), *_ = states(h)
-    found = array_errors(means, outliers, decomposed_means(means)[1])
-    groups = h[1].reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
-    is_large = (groups[:, :, 1:].abs() >= 6).double().mean(dim=(1, 2))
-    torch.testing.assert_close(found["outlier_share_by_group"][1], is_large.float())
-    table = outliers_table(outliers, means).set_index(["layer", "dimension"])
-    for name, place in (("massive_se", groups[:, :, 1:]), ("massive_first_se", groups[:, :, :1])):
+    groups = h[1].double().reshape(8, CONTEXTS // 8, LENGTH, WIDTH)
+    table, arrays = outliers_table(outliers, means)
+    row = table.index[(table["layer"] == 1) & (table["dimension"] == 7)][0]
+    for name, place in (("massive", groups[:, :, 1:]), ("massive_first", groups[:, :, :1])):
         counts = (place[..., 7] > 1e5).double().sum(dim=(1, 2))
-        assert table[name][1, 7] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
-    assert table["massive_se"][1, 7] == pytest.approx(5.0)
+        assert table[f"{name}_se"][row] == pytest.approx(float(8 * counts.std(correction=1) / 8**0.5))
+        np.testing.assert_allclose(
+            arrays[f"outliers.{name}.without"][:, row], (counts.sum() - counts) * 8 / 7
+        )
+    assert table["massive_se"][row] == pytest.approx(5.0)
+    sizes = typical_sizes(outliers)
+    for group in range(8):
+        left = groups[np.arange(8) != group][:, :, 1:].abs().log().mean(dim=(0, 1, 2)).exp()
+        torch.testing.assert_close(sizes["typical_magnitude.without"][group, 1], left.float())
+    whole = groups[:, :, 1:].abs().log().mean(dim=(0, 1, 2)).exp()
+    torch.testing.assert_close(sizes["typical_magnitude"][1], whole.float())
 
 
-def test_what_sampling_moves_of_directions_is_known():
-    """Oracle: how far the directions of fresh corpora lie from those of the population, by dense SVD."""
-    waves = torch.cos(torch.pi / LENGTH * (torch.arange(LENGTH)[:, None] + 0.5) * torch.arange(1, 4))
-    truth = waves @ torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    true = torch.linalg.svd((truth[1:] - truth[1:].mean(0)).double()).Vh
-    moved, told = [], []
-    for seed in range(40):
-        h = hidden(seed)
-        (means, _, _, outliers), *_ = states(h)
-        told.append(array_errors(means, outliers, decomposed_means(means)[1])["subspace_error"][0, :3])
-        basis = h[0].double().mean(0)[1:]
-        own = torch.linalg.svd(basis - basis.mean(0)).Vh
-        moved.append(torch.stack([1 - (true[:k] @ own[:k].T).square().sum() / k for k in (1, 2, 3)]))
-    ratio = torch.stack(told).mean(0) / torch.stack(moved).mean(0)
-    assert ((ratio > 0.75) & (ratio < 1.33)).all(), ratio
+@pytest.mark.parametrize("width", [WIDTH, 40])
+def test_leading_directions_are_those_of_the_other_groups(width):
+    """Oracle: the SVD of the mean of the contexts of seven groups; P is tall in one case and wide in the other."""
+    h = hidden(0, width=width)
+    (means, _, _, _), *_ = states(h)
+    found = positional_directions(means, decomposed_means(means)[1])["positional_directions.without"].double()
+    assert found.shape == (8, 2, min(20, LENGTH - 1, width), width)
+    for group in range(8):
+        own = h[0, np.arange(CONTEXTS) // 8 != group].double().mean(0)[1:]
+        expected = torch.linalg.svd(own - own.mean(0)).Vh[:3]
+        torch.testing.assert_close(
+            (found[group, 0, :3] @ expected.T).abs(), torch.eye(3).double(), rtol=0, atol=2e-3
+        )
 
 
-def test_few_contexts_have_no_errors_of_arrays():
+def test_few_contexts_have_nothing_without_a_group():
     (means, _, _, outliers), *_ = states(hidden(0, contexts=7))
-    found = array_errors(means, outliers, decomposed_means(means)[1])
-    by_group = found.pop("outlier_share_by_group")
-    assert by_group.isnan().any(dim=1).all()  # a group is empty
-    assert all(values.isnan().all() for values in found.values())
+    _, arrays = outliers_table(outliers, means)
+    arrays |= typical_sizes(outliers) | positional_directions(means, decomposed_means(means)[1])
+    left_out = [values for name, values in arrays.items() if name.endswith(".without")]
+    assert len(left_out) == 4
+    assert all(values.isnan().all() for values in left_out)
 
 
 def test_batches_with_ties_are_scipys():

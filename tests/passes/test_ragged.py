@@ -105,11 +105,8 @@ def test_columns_of_heads_are_over_all_tokens(model, run, alone, corpus):
         for head in range(heads):
             per_context = [own.attention[layer, 0, head] for own in alone]
             entropies = [-(p * np.log(np.where(p > 1e-15, p, 1))).sum(1) for p in per_context]
-            everything = np.concatenate(entropies)
-            columns["entropy"].append(everything.mean())
-            residuals = np.array([(own - everything.mean()).sum() for own in entropies])
-            count = len(residuals)
-            errors.append(math.sqrt((residuals**2).sum() * count / (count - 1)) / len(everything))
+            columns["entropy"].append(np.concatenate(entropies).mean())
+            errors.append(dense.jackknife([own.sum() for own in entropies], [len(own) for own in entropies]))
             columns["previous_token"].append(np.concatenate([np.diagonal(p, -1) for p in per_context]).mean())
             shares = []
             for p in per_context:

@@ -11,6 +11,7 @@ import torch
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.measure.catalogue import declared
+from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import SCHEMA_VERSION, Run
 
 HOSTILE = ["<script>alert(1)</script>", "</script>", "<!--", "\"quoted\" & 'single'", "%{x}<b>bold</b>"]
@@ -44,8 +45,7 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
     run = make_run(blocks=blocks, heads=heads, seed=seed, **sizes)
     parts = _constituents(np.random.default_rng(seed + 1), blocks * heads, heads)
     scores = dict.fromkeys(("previous_token_se", "same_token_se", "induction_se"), 0.01)
-    share = run.arrays["outlier_share"]
-    return replace(
+    run = replace(
         run,
         layers=_with_errors(_with_clusters(run.layers)),
         massive=_massive(),
@@ -54,15 +54,10 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         ),
         heads=_with_positional(run.heads.assign(**_coarse_shares(parts), **scores), seed),
         outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
-        arrays=run.arrays
-        | {
-            "outlier_share_by_group": share[:, None].expand(-1, 8, -1).contiguous(),
-            "subspace_error": torch.full((len(share), 20), 0.001, dtype=torch.float64),
-            "subspace_of_half": leading_in_halves(run.arrays["positional_basis"]),
-        },
         constituents=parts,
         attribution=_attribution(blocks, heads),
     )
+    return with_groups(run)
 
 
 def _massive() -> pd.DataFrame:
@@ -71,10 +66,47 @@ def _massive() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "context", "position", "token", "dimension", "value"])
 
 
-def leading_in_halves(basis: torch.Tensor) -> torch.Tensor:
-    """Leading directions of a positional basis, the same in each of seven halves of the contexts."""
-    directions = torch.linalg.svd(basis[:, 1:].double(), full_matrices=False).Vh[:, None, :20]
-    return directions.expand(-1, 7, -1, -1).half()
+def with_groups(run: Run, **errors: float) -> Run:
+    """With what its numbers are without each of eight groups, where these do not differ; or have such errors.
+
+    `errors`: by column.
+    """
+    measured = {"layers": ("rank", "relative_norm", "low_frequency_10", "similarity_within")}
+    measured |= {
+        "heads": [role.column for role in ROLES if role.column in run.heads] + ["entropy", "propagation"]
+    }
+    measured |= {"sinks": ("share",), "outliers": ("massive", "massive_first")}
+    arrays = {
+        f"{table}.{name}.without": without_groups(getattr(run, table)[name], errors.get(name, 0.0))
+        for table, names in measured.items()
+        for name in names
+    }
+    typical = (
+        1 + 9 * run.arrays["outlier_share"] + 0.01 * torch.arange(run.arrays["outlier_share"].shape[1]).cos()
+    )
+    return replace(
+        run,
+        arrays=run.arrays
+        | arrays
+        | {
+            "typical_magnitude": typical,
+            "typical_magnitude.without": typical.expand(8, -1, -1).contiguous(),
+            "positional_directions.without": leading_in_groups(run.arrays["positional_basis"]),
+        },
+    )
+
+
+def without_groups(values, error: float = 0.0) -> torch.Tensor:
+    """Numbers (8, rows) without each of eight groups, of which the jackknife makes this error."""
+    values = torch.tensor(np.asarray(values, dtype=np.float64))
+    signs = torch.tensor([1.0, -1] * 4, dtype=torch.float64)
+    return values + signs[:, None] * error / 7**0.5
+
+
+def leading_in_groups(basis: torch.Tensor) -> torch.Tensor:
+    """Leading directions of a positional basis, the same without each of eight groups of contexts."""
+    directions = torch.linalg.svd(basis[:, 1:].double(), full_matrices=False).Vh[None, :, :20]
+    return directions.expand(8, -1, -1, -1).half()
 
 
 def weights_only(run: Run) -> Run:

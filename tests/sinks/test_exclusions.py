@@ -94,7 +94,7 @@ def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
     counts.update(0, hidden, 0)
     contexts = torch.full((1, 8), 100 / 8, dtype=torch.float64)
     means = {"contexts": contexts, "readers": contexts[:, :, None].expand(1, 8, 101)}
-    table = outliers_table(counts.state(), means)
+    table, _ = outliers_table(counts.state(), means)
     corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
     run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
     assert table["massive"].tolist() == [100]

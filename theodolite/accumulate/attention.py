@@ -14,18 +14,18 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import (
-    PAIRS,
     KeyedSums,
     LayerSums,
-    Mergeable,
+    cache_sized_groups,
     each_part,
     include,
-    pair_sums,
     placed,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.sinks import ReceivedAttention
 from theodolite.attention.summary import AttentionSummary, last_query, summarise, weights_at
+from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import largest_singular_value
 
 SCORES = ("previous", "same")
@@ -68,47 +68,56 @@ class Tokens:
 class AttentionStatistics(LayerSums):
     """Sums over contexts of entropy, received attention, propagation, sinks and head scores.
 
-    State: contexts (L); readers (L, T), how many of them have a position; visible_keys (L, T) that a query sees;
-    entropy (L, H, T) nats; received (L, H, T) mean
-    attention a key gets; propagates and last_sees (L, H, T) counts for the last query before trailing special
-    tokens; sink (L, H, T) counts of contexts; sink_later (L, H), and with trailing special tokens sink_last (L,
-    H), contexts with a sink among these, with more than one leading token sink_registers (L, H) likewise; previous,
-    same (L, H, PAIRS) sums over contexts of what queries pay the token before, or earlier equal ones, and of how many
-    queries have such a token, and of their products; learned (L, H) sums; largest_logit (L, H) maxima over the keys
-    that queries see, −∞ before the first context; log_sum_exp (L, H) sums, 0 of a query that sees no key;
-    squared_lengths (L), squared_entropy and entropy_spread (L, H): sums over contexts of their squared lengths, and
-    weighted by these of their mean entropies, and of the squared deviations from the mean so weighted; gram_norm (L)
-    the largest ‖XXᵀ‖₂ of a context's input X; example_received and
-    example_head (L, E, T) for the first E contexts; sink_tokens, keyed by layer, head, token and whether it is first:
-    contexts, sinks and the sum of their positions; a token may be a sink at several positions of a context.
+    State: readers (L, T), how many contexts have a position; visible_keys (L, T) that a query sees; entropy (L, H, T)
+    nats; received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query
+    before trailing special tokens; sink (L, H, T) counts of contexts; largest_logit (L, H) maxima over the keys
+    that queries see, −∞ before the first context; log_sum_exp (L, H) sums, 0 of a query that sees no key; gram_norm (L)
+    the largest ‖XXᵀ‖₂ of a context's input X; example_received and example_head (L, E, T) for the first E contexts.
 
-    `trailing` is how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
+    By group of contexts, of which numbers have their errors: contexts, queries, previous_queries and same_queries
+    (L, G), how many queries there are, with a token before them, and with an earlier equal one; previous and same
+    (L, G, H), what these pay; total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
+    sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last, with more than one leading
+    token sink_registers; sink_tokens, keyed by layer, head, token and whether it is first: contexts (G), sinks and the
+    sum of their positions; a token may be a sink at several positions of a context.
+
+    `corpus_contexts` is how many contexts the whole corpus has,
+    `trailing` how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
     how many before it: those from position 1 on (an image's registers) are no later sinks. A layer
     with fewer heads than H has the first rows; one that does not attend is never updated, and its contexts stay 0.
     """
 
     def __init__(
-        self, layers: int, heads: int, length: int, examples: int, trailing: int = 0, leading: int = 1
+        self,
+        layers: int,
+        heads: int,
+        length: int,
+        corpus_contexts: int,
+        examples: int,
+        trailing: int = 0,
+        leading: int = 1,
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
-        by_head = ["sink_later", "learned", "squared_entropy", "entropy_spread"]
-        by_head += ["largest_logit", "log_sum_exp"]
-        by_head += ["sink_last"] if trailing else []
-        by_head += ["sink_registers"] if leading > 1 else []
-        shapes: dict[str, tuple[int, ...]] = {"contexts": (), "squared_lengths": ()}
-        shapes |= dict.fromkeys(by_position, (heads, length)) | dict.fromkeys(by_head, (heads,))
-        shapes |= dict.fromkeys(SCORES, (heads, PAIRS))
-        self._of_heads = frozenset((*by_position, *by_head, *SCORES))
+        by_group = ["total_entropy", "total_propagates", "total_last_sees", "learned", *SCORES]
+        by_group += ["sink_first", "sink_later"]
+        by_group += ["sink_last"] if trailing else []
+        by_group += ["sink_registers"] if leading > 1 else []
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(by_position, (heads, length))
+        shapes |= dict.fromkeys(("largest_logit", "log_sum_exp"), (heads,))
+        shapes |= dict.fromkeys(by_group, (GROUPS, heads))
+        shapes |= dict.fromkeys(("contexts", "queries", *(f"{name}_queries" for name in SCORES)), (GROUPS,))
+        self._of_heads = frozenset((*by_position, *by_group, "largest_logit", "log_sum_exp"))
         self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
         shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
-        sink_tokens = KeyedSums(4, dict.fromkeys(("contexts", "sinks", "positions"), ()))
+        sink_tokens = KeyedSums(4, {"contexts": (GROUPS,), "sinks": (), "positions": ()})
         maxima = ("gram_norm", "visible_keys", "largest_logit")
         super().__init__(layers, shapes, maxima, {"sink_tokens": sink_tokens})
         for largest in self._tensors["largest_logit"]:
             largest.fill_(-torch.inf)
         self.length, self.examples = length, examples
         self.trailing, self.leading = trailing, leading
+        self.groups = Groups(corpus_contexts)
 
     def update(
         self, layer: int, inputs: AttentionInputs, tokens: Tokens, first_context: int
@@ -118,17 +127,20 @@ class AttentionStatistics(LayerSums):
         value, device = inputs.value, inputs.value.device
         output = value.new_empty(batch, length, heads, value.shape[-1])
 
-        def work(part: slice) -> dict[str, Tensor]:
+        def work(place: tuple[int, slice]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            _, part = place
             return _statistics(inputs.of_contexts(part), tokens, part, output[part], self.trailing)
 
-        parts = each_part(work, batch, device)
-        received = ReceivedAttention.of(inputs, torch.cat([sums.pop("received") for sums in parts]))
-        for sums in parts:
-            self._between(layer, sums["squared_lengths"], sums["squared_entropy"])
+        places = list(cache_sized_groups(self.groups, first_context, batch, device))
+        parts = parallel_map(work, places)
+        received = ReceivedAttention.of(inputs, torch.cat([sums.pop("received") for sums, _ in parts]))
+        for (group, _), (sums, of_group) in zip(places, parts, strict=True):
             for name, sum_ in sums.items():
                 self.add(name, layer, sum_)
+            for name, sum_ in of_group.items():
+                self.add(name, layer, sum_, group)
         self.add("received", layer, received.mean.sum(dim=0))
-        self._sinks(layer, received.sinks, tokens.ids)
+        self._sinks(layer, received.sinks, tokens.ids, first_context)
         self._examples(layer, received.mean * received.candidate, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         return output
@@ -141,21 +153,12 @@ class AttentionStatistics(LayerSums):
                 whole[..., place] = value[..., source]
             value = whole
         if name in self._of_heads:
-            include(self.at(name, layer, value.device)[: len(value)], value, maximum=name in self.maxima)
+            total = self.at(name, layer, value.device)
+            total = total if group is None else total[group]
+            of_heads = total[: len(value)] if name in self._by_position else total[..., : value.shape[-1]]
+            include(of_heads, value, maximum=name in self.maxima)
         else:
             super().add(name, layer, value, group)
-
-    def _between(self, layer: int, weight: Tensor, weighted: Float[Tensor, " heads"]) -> None:
-        """Add to the spread of entropies what the distance between the old and the new contexts' means adds.
-
-        By the formula of Chan, Golub & LeVeque (1979). The mean of the squares less the square of the mean would keep
-        few digits of a small spread, and other ones in every order.
-        """
-        weight_before = self.at("squared_lengths", layer, weighted.device)
-        weighted_before = self.at("squared_entropy", layer, weighted.device)[: len(weighted)]
-        difference = weighted / weight.clamp_min(1) - weighted_before / weight_before.clamp_min(1)
-        shared = weight_before * weight / (weight_before + weight).clamp_min(1)
-        self.add("entropy_spread", layer, difference.square() * shared)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Update the largest ‖XXᵀ‖₂ = ‖X‖₂² over contexts, X the attention module's input."""
@@ -168,22 +171,27 @@ class AttentionStatistics(LayerSums):
             self.add("gram_norm", layer, norm)
 
     def _sinks(
-        self, layer: int, sink: Bool[Tensor, "batch heads keys"], ids: Int[Tensor, "batch keys"]
+        self,
+        layer: int,
+        sink: Bool[Tensor, "batch heads keys"],
+        ids: Int[Tensor, "batch keys"],
+        first_context: int,
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         end = sink.shape[-1] - self.trailing
-        self.add("sink_later", layer, sink[:, :, max(1, self.leading) : end].any(dim=-1).sum(dim=0))
-        if self.trailing:
-            self.add("sink_last", layer, sink[:, :, end:].any(dim=-1).sum(dim=0))
-        if self.leading > 1:
-            self.add("sink_registers", layer, sink[:, :, 1 : self.leading].any(dim=-1).sum(dim=0))
+        kinds = {"first": slice(0, 1), "later": slice(max(1, self.leading), end)}
+        kinds |= {"last": slice(end, None)} if self.trailing else {}
+        kinds |= {"registers": slice(1, self.leading)} if self.leading > 1 else {}
+        for group, part in self.groups.parts(first_context, len(sink)):
+            for kind, keys in kinds.items():
+                self.add(f"sink_{kind}", layer, sink[part, :, keys].any(dim=-1).sum(dim=0), group)
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)
         sums = self.keyed["sink_tokens"]
         rows = sums.rows(keys)
         sums.add(rows, {"sinks": torch.ones(len(rows)), "positions": position})
-        sums.count_contexts(rows, context)
+        sums.count_contexts(rows, first_context + context, self.groups)
 
     def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
         for context in range(first_context, min(first_context + len(received), self.examples)):
@@ -191,52 +199,45 @@ class AttentionStatistics(LayerSums):
             self.at("example_received", layer, received.device)[context, : len(largest)] = largest
             self.at("example_head", layer, received.device)[context, : len(largest)] = head.double()
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
-        for layer in range(self.layers):
-            device = self._tensors["entropy"][layer].device
-            weight, weighted = (
-                state[name][layer].to(device) for name in ("squared_lengths", "squared_entropy")
-            )
-            self._between(layer, weight, weighted)
-        super().merge(other)
-
 
 def _statistics(
     inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor, trailing: int
-) -> dict[str, Tensor]:
-    """Sum over the contexts of one part, and by context what each key received; `output` is written."""
-    device = output.device
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sum over the contexts of one part, and by context what each key received; `output` is written.
+
+    Then what is summed by group of contexts.
+    """
     none = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
     scores = HeadScores(tokens, part, none)
     summary = summarise(inputs, output, scores.visit, scores.visit_whole)
     visible, propagates = last_query(inputs, trailing)
-    entropy, log_sum_exp = summary.entropy.double(), summary.log_sum_exp.double()
-    means = entropy.mean(dim=-1)
-    contexts = torch.tensor(float(len(entropy)), dtype=torch.float64, device=device)
-    square = entropy.shape[-1] ** 2
+    entropy, log_sum_exp = summary.entropy.double().sum(dim=0), summary.log_sum_exp.double()
+    contexts = torch.tensor(float(len(output)), dtype=torch.float64, device=output.device)
+    length = entropy.shape[-1]
     sums = {
-        "contexts": contexts,
-        "readers": contexts.expand(entropy.shape[-1]),
-        "entropy": entropy.sum(dim=0),
-        "squared_lengths": contexts * square,
-        "squared_entropy": means.sum(dim=0) * square,
-        "entropy_spread": (means - means.mean(dim=0)).square().sum(dim=0) * square,
+        "readers": contexts.expand(length),
+        "entropy": entropy,
         "propagates": propagates.double().sum(dim=0),
-        "last_sees": visible.double().sum(dim=0).to(device),
+        "last_sees": visible.double().sum(dim=0).to(output.device),
         "received": summary.mass,
         "largest_logit": summary.largest.double().amax(dim=(0, 2)),
         "log_sum_exp": log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0).sum(dim=(0, 2)),
     }
-    queries = torch.full((len(output),), entropy.shape[-1] - 1), tokens.repeated[part]
-    for name, paid, able in zip(SCORES, scores.sums.unbind(dim=2), queries, strict=True):
-        sums[name] = pair_sums(paid, able.to(paid)[:, None]).sum(dim=0)
-    learned = summary.learned
-    sums["learned"] = (
-        torch.zeros_like(sums["squared_entropy"]) if learned is None else learned.double().sum(dim=(0, 2))
+    learned = (
+        torch.zeros_like(entropy[:, 0])
+        if summary.learned is None
+        else summary.learned.double().sum(dim=(0, 2))
     )
-    return sums
+    of_group = {
+        "contexts": contexts,
+        "queries": contexts * length,
+        "previous_queries": contexts * (length - 1),
+        "same_queries": tokens.repeated[part].sum().to(contexts),
+        "learned": learned,
+        **{f"total_{name}": sums[name].sum(dim=-1) for name in ("entropy", "propagates", "last_sees")},
+        **dict(zip(SCORES, scores.sums.sum(dim=0).unbind(dim=-1), strict=True)),
+    }
+    return sums, of_group
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import LayerSums, cache_sized_groups
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.theory.outliers import Thresholds, massive_activations
+from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
 PUBLISHED = Thresholds()
 """A survey counts by the published thresholds; `theodolite.sinks.outliers` lets the caller set them."""
@@ -77,8 +77,9 @@ class LargeValues(LayerSums):
 class OutlierCounts(LargeValues):
     """Count outliers and massive activations of the residual stream by the published thresholds.
 
-    State: outlier, massive, massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d),
-    contexts with a massive activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
+    State: tokens (N, G) after position 0 and log_magnitude (N, G, d), sums over these of ln |x|; outlier, massive,
+    massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d), contexts with a massive
+    activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
     tokens behind the text of every context massive_last, maximum_last of these, and with more than one `leading` token
     massive_registers, maximum_registers. `contexts` is how many the whole corpus has.
     """
@@ -88,7 +89,8 @@ class OutlierCounts(LargeValues):
         endings = [*(["last"] if trailing else []), *(["registers"] if leading > 1 else [])]
         counts = ("outlier", *MASSIVE_COUNTS, *(f"massive_{ending}" for ending in endings))
         maxima = (*MAXIMA, *(f"maximum_{ending}" for ending in endings))
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*counts, "log_magnitude"), (GROUPS, width))
+        shapes["tokens"] = (GROUPS,)
         super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
         self.groups = Groups(contexts)
         self.thresholds = PUBLISHED
@@ -97,6 +99,10 @@ class OutlierCounts(LargeValues):
         """Add one layer's hidden states of contexts `first_context …`."""
         for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
             magnitude = hidden[part].abs()
+            text = self.text(magnitude)
+            self.add("tokens", layer, text.new_tensor(text[..., 0].numel(), dtype=torch.float64), group)
+            sizes = log_magnitude(text).sum(dim=(0, 1), dtype=torch.float64)
+            self.add("log_magnitude", layer, sizes, group)
             if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:
                 massive = massive_activations(magnitude.unsqueeze(2), self.thresholds).squeeze(2)
                 self.add_massive(layer, massive, group=group)

@@ -16,14 +16,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional
 
-from theodolite.corpus.groups import Groups
+from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.system.processor import parallel_map
 
 Result = TypeVar("Result")
-
-PAIRS = 5
-"""Σ b, Σ t, Σ b², Σ b t, Σ t² over contexts: from them comes Σb/Σt with its error (`measure.ratios`)."""
 
 State = dict[str, Tensor]
 """What an accumulator saves and what the measures read: name → tensor, leading with layers."""
@@ -38,11 +36,6 @@ def part_of(state: State, name: str) -> State:
     """Take the state out again that `joined` was given under this name."""
     prefix = name + "."
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-
-
-def pair_sums(b: Tensor, t: Tensor) -> Tensor:
-    """Return b, t, b², b t and t², the terms of `PAIRS`, on a new last axis."""
-    return torch.stack(torch.broadcast_tensors(b, t, b * b, b * t, t * t), dim=-1)
 
 
 @runtime_checkable  # for the tests, which check annotations
@@ -157,10 +150,13 @@ class KeyedSums:
             else:
                 self._tensors[name].index_add_(0, rows, terms)
 
-    def count_contexts(self, rows: Int[Tensor, " some"], context: Int[Tensor, " some"]) -> None:
-        """Add 1 to `contexts` of each row for every context that it is seen in."""
-        once = torch.stack([context, rows], dim=1).unique(dim=0)[:, 1]
-        self.add(once, {"contexts": torch.ones(len(once))})
+    def count_contexts(
+        self, rows: Int[Tensor, " some"], context: Int[Tensor, " some"], groups: Groups | None = None
+    ) -> None:
+        """Add 1 to `contexts` of each row, and group if there are any, for every context that it is seen in."""
+        context, row = torch.stack([context, rows], dim=1).unique(dim=0).unbind(dim=1)
+        once = torch.ones(len(row)) if groups is None else functional.one_hot(groups.of(context), GROUPS)
+        self.add(row, {"contexts": once})
 
     def at(self, name: str) -> Tensor:
         """Return the tensor itself, (rows, *shape) and spare rows behind; change it in place."""

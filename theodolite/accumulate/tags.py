@@ -15,15 +15,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import PAIRS, KeyedSums, LayerSums, pair_sums
+from theodolite.accumulate.sums import KeyedSums, LayerSums
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
 FIRST, LATER, LEARNED_SINK, LOCAL = 0, 1, 2, 3
 """Kinds of sinks: position 0, a later token, a learned sink, a local sink."""
-
-CROSSED = 4
-"""Σ b b′, Σ b t′, Σ t b′, Σ t t′ with those of the layer that enters the block (′): a difference's error, paired."""
 
 SHIFTS = 4
 """By how many parts of a context, of one more, a grouping is shifted to see what one with its runs explains."""
@@ -50,33 +47,32 @@ class HeadOutputs:
 class Tags(LayerSums):
     """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
-    Sums by sink: contexts in which it is one; sinks; position; received attention; caught queries, those that could
+    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries, those that could
     be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
     by it the difference of their mean outputs (G, value_width), by group of contexts; by caught queries the sink's
     value vector (value_width), its length and the mean length of others.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
-    By both: pairs (2 + layers, PAIRS) of sums of squares, crossed (2 + layers, CROSSED) with those before the head;
-    chance (2 + layers), the sum of squares that a random grouping explains on average; chance_of_runs, the one in the
-    head's output that the grouping explains on average when it is shifted along the context.
+    By both: squares (G, 2 + layers, 2), sums of squares between the groups of tokens and in total, by group of
+    contexts; chance (2 + layers), the sum of squares that a random grouping explains on average; chance_of_runs, the
+    one in the head's output that the grouping explains on average when it is shifted along the context.
     """
 
     def __init__(self, layers: int, value_width: int, contexts: int) -> None:
         self._groups = Groups(contexts)
         places = 2 + layers
         both = {
-            "pairs": (places, PAIRS),
-            "crossed": (places, CROSSED),
+            "squares": (GROUPS, places, 2),
             "chance": (places,),
             "chance_of_runs": (),
         }
-        single = ("contexts", "sinks", "position", "received", "caught", "seen", "weight")
+        single = ("sinks", "position", "received", "caught", "seen", "weight")
         queries = ("catching", "first", "last")
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
             (*single, *queries, "value_length", "other_length"), ()
         )
-        shapes |= {"difference": (GROUPS, value_width), "value": (value_width,)}
+        shapes |= {"contexts": (GROUPS,), "difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
         super().__init__(layers, {}, keyed={"by_sink": self.by_sink, "by_head": self.by_head})
@@ -107,7 +103,7 @@ class Tags(LayerSums):
             heads, {name: sums.pop(f"head_{name}") for name in ("contexts", "moment", "chance_of_runs")}
         )
         self.by_sink.add(sinks, sums)
-        self.by_sink.count_contexts(sinks, torch.zeros_like(sinks))
+        self.by_sink.count_contexts(sinks, torch.full_like(sinks, context), self._groups)
         return sinks, heads
 
     def _in_group(self, values: Float[Tensor, "some width"], context: int) -> Tensor:
@@ -117,17 +113,13 @@ class Tags(LayerSums):
         return of_groups
 
     def add_place(
-        self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], before: dict[str, Tensor]
+        self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], context: int
     ) -> None:
-        """Add sums of squares at a place, HEAD_OUTPUT or 1 + residual layer, and products with those `before`."""
-        for sums, group_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
-            once, (b, t) = _of_rows(group_rows, squares[of + "pairs"])
-            _, (b_before, t_before) = _of_rows(group_rows, before[of + "pairs"])
-            sums.at("pairs")[once, place] += pair_sums(b, t)
-            sums.at("crossed")[once, place] += torch.stack(
-                [b * b_before, b * t_before, t * b_before, t * t_before], dim=1
-            )
-            sums.at("chance")[:, place].index_add_(0, group_rows, squares[of + "chance"].cpu())
+        """Add one context's sums of squares at a place, HEAD_OUTPUT or 1 + residual layer."""
+        group = int(self._groups.of(torch.tensor(context)))
+        for sums, of_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
+            sums.at("squares")[:, group, place].index_add_(0, of_rows, squares[of + "squares"].cpu())
+            sums.at("chance")[:, place].index_add_(0, of_rows, squares[of + "chance"].cpu())
 
 
 def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -177,7 +169,7 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
         "head_moment": moment,
         **_chance_of_runs(catches, centred, squares, metric),
     }
-    return sums_of_sink, _pairs(between, total, groups, whole_total, catches)
+    return sums_of_sink, _squares(between, total, groups, whole_total, catches)
 
 
 def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
@@ -219,10 +211,10 @@ def moved_along(catches: Catches) -> list[Catches]:
 
 def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict[str, Tensor]:
     """Compute one residual layer's and context's terms of `Tags.add_place`."""
-    return _pairs(*between_and_total(hidden.double(), catches), catches)
+    return _squares(*between_and_total(hidden.double(), catches), catches)
 
 
-def _pairs(
+def _squares(
     between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
 ) -> dict[str, Tensor]:
     """Collect sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
@@ -232,18 +224,9 @@ def _pairs(
     more = (filled + (uncaught > 0) - 1).clamp_min(0)
     split = (size > 0) & (size < tokens[catches.of])
     return {
-        "pairs": torch.stack([between, total], dim=1) * split.unsqueeze(1),
-        "head_pairs": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
+        "squares": torch.stack([between, total], dim=1) * split.unsqueeze(1),
+        "head_squares": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
         # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
         "chance": total * split / (tokens - 1).clamp_min(1)[catches.of],
         "head_chance": whole * more / (tokens - 1).clamp_min(1),
     }
-
-
-def _of_rows(
-    rows: Int[Tensor, " some"], pairs: Float[Tensor, "some 2"]
-) -> tuple[Int[Tensor, " once"], tuple[Tensor, Tensor]]:
-    """Add up one context's sums of squares by row: sinks of one row first, since a context is one observation."""
-    unique_rows, of = rows.unique(return_inverse=True)
-    b, t = torch.zeros(len(unique_rows), 2, dtype=torch.float64).index_add_(0, of, pairs.cpu()).unbind(dim=1)
-    return unique_rows, (b, t)

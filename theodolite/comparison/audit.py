@@ -18,13 +18,13 @@ import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss
 from theodolite.comparison.parts import MATCHED
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival, share_error
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Answer, Criterion, Verdict, combined, judge
 from theodolite.passes.run import Run
-from theodolite.report.data import column, error_of, mean_over_layers, provenance, value_of
+from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE
 from theodolite.system.wording import head_name, listed, percent, with_error
 
@@ -33,6 +33,7 @@ OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
 ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", HEAD_OUTPUTS, "spectra")
 """Parts in the order of the table of all parts; then the others."""
 
+SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
 SHAPE = {
     "layers": "layers",
@@ -203,8 +204,9 @@ def compare(
     Of models that differ in shape or tokenizer, heads are matched by what they do (`parts.matched_heads`), and
     compared; nothing else is.
 
-    A difference has the standard error √(a² + b²) of the two runs' own, as if each had read a text of its own; they
-    read the same one, so that the true error is mostly smaller. `docs/comparison.md` has the criteria.
+    A difference has the jackknife's standard error over the eight groups of contexts, the same ones in both runs: what
+    both owe to the text is in neither. Matched heads have the errors of both runs, √(a² + b²). `docs/comparison.md` has
+    the criteria.
 
     Args:
         reference, other: from `survey` or `Run.load`, of the same text.
@@ -249,30 +251,15 @@ def compare(
 
 def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
     """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
-    contexts = int(runs[0].provenance["corpus"]["contexts"])
-    shares = [values for run in runs if (values := column(run.heads, "propagation")) is not None]
-    measured = {
-        "localization": (
-            parts_of.mean_of("heads", "propagation"),
-            [(values, share_error(values, contexts)) for values in shares],
-            (contexts, "contexts"),
-        ),
-        "context": (
-            parts_of.mean_of("layers", "similarity_within"),
-            [(value_of(run, "similarity_within"), error_of(run, "similarity_within")) for run in runs],
-            (GROUPS, "groups of contexts"),
-        ),
-    }
     means = {}
-    for name, (title, sides, rests_on) in measured.items():
-        if len(sides) < len(runs):
-            continue
-        (before, _, first_error), (after, _, second_error) = (mean_over_layers(*side) for side in sides)
-        if math.isfinite(before) and math.isfinite(after):
-            estimate = Estimate(after - before, math.hypot(first_error, second_error), *rests_on)
+    for name, (table, measure) in SIMILAR_MEANS.items():
+        if change := parts_of.mean_change(*runs, table, measure):
+            estimate = Estimate(change.after - change.before, change.error, GROUPS, "groups of contexts")
             estimate = estimate if estimate.value else Estimate.exact(0.0)
-            verdict = judge(f"{name} is similar", f"change of the {title}", estimate, SIMILAR)
-            means[name] = Change(title, before, after, estimate.error), verdict
+            means[name] = (
+                change,
+                judge(f"{name} is similar", f"change of the {change.name}", estimate, SIMILAR),
+            )
     return means
 
 

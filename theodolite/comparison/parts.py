@@ -6,8 +6,6 @@ differ in shape or tokenizer only heads are compared, matched by what they do.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pandas as pd
 import torch
@@ -23,38 +21,41 @@ from theodolite.comparison.survival import (
     HALF,
     LEFT,
     LOST,
+    NEW,
     SIDES,
     SURVIVED,
     UNDECIDED,
     Change,
     Flags,
     Survival,
-    direction_margins,
+    by_group,
+    decided,
     expected_by_chance,
     join,
-    looks_of,
     margins,
-    share_error,
+    shown,
+    sides_of,
     status_of,
     statuses,
 )
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.patches import grid_described
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Floats, jackknife_error
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Criterion, judge
 from theodolite.logits.attribution import scored_sequences
 from theodolite.measure.catalogue import declared
-from theodolite.measure.geometry import OUTLIER_SHARE
+from theodolite.measure.column import WITHOUT
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.measure.rank_correlation import rank_correlation
-from theodolite.measure.ratios import ratio_by_context
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.passes.run import Run
-from theodolite.report.data import column, entropy_share, mean_over_layers, need, provenance, value_of
+from theodolite.report.data import column, entropy_share, need, provenance, value_of
 from theodolite.report.health import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.theory.outliers import Thresholds, outlier_features
+from theodolite.theory.outliers import outlier_dimensions as large_dimensions
+from theodolite.theory.unbiased import Jackknifed, combined, product, ratio
 
 HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id"]
 """What a head, and a sink, is found again by; which token comes first does not matter."""
@@ -78,6 +79,28 @@ def mean_of(table: str, name: str) -> str:
     return f"mean {declaration.title}" + (f" in {declaration.unit}" if declaration.unit else "")
 
 
+def without(run: Run, name: str) -> Tensor | None:
+    """Return what a column, TABLE.COLUMN, is without each group of contexts: (groups, rows); None: it is not known."""
+    return run.arrays.get(f"{name}{WITHOUT}")
+
+
+def mean_change(reference: Run, other: Run, table: str, name: str) -> Change | None:
+    """Compare the mean of a column over the rows that have it in both runs; None where there are none."""
+    sides = []
+    for run in (reference, other):
+        values, groups = column(getattr(run, table), name), without(run, f"{table}.{name}")
+        if values is None:
+            return None
+        groups = torch.full((GROUPS, len(values)), torch.nan) if groups is None else groups
+        sides.append(Jackknifed(torch.tensor(values), groups.double()))
+    known = torch.stack([side.value.isfinite() for side in sides]).all(dim=0)
+    return (
+        Change.of(mean_of(table, name), lambda values: values[known].nanmean(), *sides)
+        if known.any()
+        else None
+    )
+
+
 def _contexts(run: Run) -> int:
     return int(run.provenance["corpus"]["contexts"])
 
@@ -93,21 +116,21 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     for run in (reference, other):
         rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
         rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-        shares.append(
-            rows.groupby(SINK, as_index=False).agg(token=("token", "first"), value=("share", "sum"))
-        )
-    table = _joined_sinks(shares[0], shares[1], {"value": ""})
-    table = table[(table[list(SIDES)] >= LEAST_SHARE).any(axis=1)]
-    table = _strongest_first(_with_status(table, _contexts(reference)), *SIDES)
+        rows = by_group(rows, rows["share"], without(run, "sinks.share"))
+        sums = rows.filter(regex=r"^value").columns
+        shares.append(rows.groupby(SINK, as_index=False).agg({"token": "first"} | dict.fromkeys(sums, "sum")))
+    table = _joined_sinks(shares[0], shares[1], ["value"])
+    table = table[(table[list(SIDES)] >= LEAST_SHARE).any(axis=1)].reset_index(drop=True)
+    table = _strongest_first(statuses(table, LEAST_SHARE, _contexts(reference)), *SIDES)
     paired = None if places is None else kept_places(*places)
     together = "; all of them together by the share that is at the same place of the same context"
     return Survival(
         "sinks",
         "sink",
-        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it {BY_HALVES} (contexts taken as "
-        f"independent){'' if paired is None else together}",
-        table,
-        Change("sinks per context", table["before"].sum(), table["after"].sum()),
+        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it {BY_HALVES}"
+        f"{'' if paired is None else together}",
+        shown(table),
+        Change.of("sinks per context", torch.sum, *sides_of(table)),
         lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)",
         details=() if paired is None else (f"at the same place of the same context: {paired}",),
         weight="before",
@@ -120,7 +143,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
 def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
     """Estimate the share of the reference's sinks (of a layer, or all) that the other has at the same place.
 
-    With the standard error of a ratio of means over contexts, a few of which may be alike by chance
+    With the jackknife's error over contexts, a few of which may be alike by chance
     (`Estimate.floored`). Exact where every head writes the very same. None: there are no sinks.
     """
     places, others = (
@@ -135,20 +158,14 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     kept = places.merge(others, "left", PLACE, indicator=True)["_merge"] == "both"
     contexts = len(reference.arrays["loss"])
     counts = [np.bincount(places["context"], weights, contexts) for weights in (kept, np.ones(len(places)))]
-    share, error = map(float, ratio_by_context(*map(torch.from_numpy, counts)))
-    return Estimate(share, error if contexts > 1 else math.nan, contexts, "contexts").floored()
+    share = ratio(*map(torch.from_numpy, counts))
+    return Estimate(float(share.value), float(share.error), contexts, "contexts").floored()
 
 
-def _joined_sinks(before: pd.DataFrame, after: pd.DataFrame, values: dict[str, str]) -> pd.DataFrame:
+def _joined_sinks(before: pd.DataFrame, after: pd.DataFrame, values: list[str]) -> pd.DataFrame:
     table = join(before, after, SINK, values, texts=["token"])
     table.insert(len(SINK), "token", table.pop("token_before").fillna(table.pop("token_after")))
     return table
-
-
-def _with_status(table: pd.DataFrame, contexts: int) -> pd.DataFrame:
-    """Add the error of the change of shares of contexts, and the status of each sink."""
-    table = table.assign(se=np.hypot(*(share_error(table[side], contexts) for side in SIDES)))
-    return table.assign(status=statuses(table, LEAST_SHARE, contexts))
 
 
 def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
@@ -161,30 +178,30 @@ def tags(reference: Run, other: Run) -> Survival:
     traces = []
     for run in (reference, other):
         rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
-        # A tag whose error is not known, as of one context, is not certain.
-        rows["tag_se"] = rows["tag_se"].where(rows["tag"].isna() | rows["tag_se"].notna(), np.inf)
-        rows["direction_se"] = rows["direction_se"].fillna(np.inf)
-        # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
-        absent = dict.fromkeys(("tag", "tag_se", "released", "released_se", "tagged"), 0.0)
-        traces.append(rows[rows["kind"] != "learned"].fillna(absent).rename(columns={"tag": "value"}))
-    values = {"value": "tag_se", "released": "released_se"}
-    values |= dict.fromkeys(("share", "contexts", "row", "direction_se", "tagged"), "")
-    table = _joined_sinks(traces[0], traces[1], values)
+        for name, column_name in {"value": "tag", "released": "released", "share": "share"}.items():
+            rows = by_group(rows, rows[column_name], without(run, f"traces.{column_name}"), name)
+            # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
+            absent = rows[name].isna()
+            rows.loc[absent, [column for column in rows if column.split(".")[0] == name]] = 0.0
+        rows["tagged"] = rows["tagged"].fillna(0.0)
+        traces.append(rows[rows["kind"] != "learned"])
+    table = _joined_sinks(traces[0], traces[1], ["value", "released", "share", "row", "tagged"])
     is_unit = [table[side].ge(TAGGED) & table[f"share_{side}"].ge(LEAST_SHARE) for side in SIDES]
     table = table[is_unit[0] | is_unit[1]].reset_index(drop=True)
-    directions, by_group = (
+    directions, groups = (
         [
             _rows(run.arrays[name], table[f"row_{side}"])
             for run, side in zip((reference, other), SIDES, strict=True)
         ]
         for name in ("tag_direction", "tag_by_group")
     )
-    table["cosine"] = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0).numpy()
-    table["cosine_margin"], kept, turned = kept_directions(table, by_group[0], by_group[1])
-    contexts = table[["contexts_before", "contexts_after"]].replace(0, np.nan).min(axis=1)
-    status = statuses(table, TAGGED, contexts)
-    shares = pd.DataFrame({side: table[f"share_{side}"] for side in SIDES})
-    is_gone = table["cosine"].notna() | (_with_status(shares, _contexts(reference))["status"] == LOST)
+    cosine = directions_kept(groups[0], groups[1])
+    plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
+    table["cosine"] = torch.where(cosine.value.isfinite(), cosine.value, plain).numpy()
+    kept, turned, table["cosine_margin"] = decided(ALONG, cosine)
+    table = statuses(table, TAGGED, _contexts(reference))
+    status = table["status"].to_numpy()
+    is_gone = table["cosine"].notna() | (statuses(table, LEAST_SHARE, name="share")["status"] == LOST)
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
     table = _strongest_first(table, "tagged_before", "tagged_after")
@@ -204,8 +221,14 @@ def tags(reference: Run, other: Run) -> Survival:
         return f"(η² {number(row['before'])} → {number(row['after'])})"
 
     cosine = own["cosine"].median()
-    shown = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
-    shown += [*(f"released_{end}" for end in ENDS), "tagged_before", "tagged_after", "status"]
+    columns = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
+    columns += [
+        *(f"released_{end}" for end in ENDS),
+        "tagged_before",
+        "tagged_after",
+        "status",
+        "contexts_needed",
+    ]
     return Survival(
         "tags",
         "tag",
@@ -214,7 +237,7 @@ def tags(reference: Run, other: Run) -> Survival:
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
         "that is gone, if the sink is lost",
-        table[shown],
+        table[columns],
         mean("mean η² in the head's output", ""),
         change,
         details=(
@@ -228,18 +251,18 @@ def tags(reference: Run, other: Run) -> Survival:
     )
 
 
-def kept_directions(
-    table: pd.DataFrame, before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
-) -> tuple[Floats, Flags, Flags]:
-    """Compute half the 95 % interval's width of `cosine`; mark where half of its square is kept, or lost.
+def directions_kept(
+    before: Float[Tensor, "tags groups width"], after: Float[Tensor, "tags groups width"]
+) -> Jackknifed:
+    """Estimate the cosine of each tag's directions in both models by products of different groups of contexts.
 
-    `before` and `after` are sums along the directions by group of contexts; NaN of a tag that has none.
+    What the directions owe to the contexts they were seen in adds nothing. `before` and `after` are sums along the
+    directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
     """
-    halves = balanced_halves() @ before, balanced_halves() @ after
-    owed = (table["direction_se_before"] ** 2 + table["direction_se_after"] ** 2) / 2
-    cosines = torch.cosine_similarity(halves[0], halves[1], dim=2, eps=0)
-    margin = direction_margins(cosines.T, owed.replace(np.inf, np.nan).to_numpy())
-    return margin, *ALONG.decided(table["cosine"].to_numpy(), margin)
+    u, v = (sums.double().transpose(0, 1) for sums in (before, after))
+    own, others = product(u), product(v)
+    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), own, others)
+    return cosine.where(own.above_noise() & others.above_noise())
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
@@ -250,32 +273,48 @@ def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
-    """Compare outlier dimensions by residual layer: share of tokens with |x| ≥ 6, paired by context."""
-    runs = (reference, other)
-    shares = [need(run, "outlier_share").astype(np.float64) for run in runs]
-    layer, dimension = np.nonzero(np.maximum(*shares) >= OUTLIER_SHARE)
-    before, after = (share[layer, dimension] for share in shares)
-    table = pd.DataFrame({"layer": layer, "dimension": dimension, "before": before, "after": after})
-    old, new = (
-        balanced_halves()
-        @ torch.from_numpy(need(run, "outlier_share_by_group")[layer, :, dimension]).T.double()
-        / (GROUPS // 2)
+    """Compare outlier dimensions by residual layer: their typical size over that of the layer's median dimension.
+
+    By the rule from data (`theory.outliers`): the published one goes by absolute size, |x| ≥ 6, which all dimensions of
+    a model with a large stream have.
+    """
+    runs, level = (reference, other), Thresholds().level
+    sizes = []
+    for run in runs:
+        size = torch.from_numpy(need(run, "typical_magnitude")).double()
+        groups = run.arrays[f"typical_magnitude{WITHOUT}"].double()
+        sizes.append(
+            (size, *(values / values.median(dim=-1, keepdim=True).values for values in (size, groups)))
+        )
+    marked = [large_dimensions(size, level)[1] for size, _, _ in sizes]
+    layer, dimension = torch.nonzero(marked[0] | marked[1], as_tuple=True)
+    sides = [
+        by_group(
+            pd.DataFrame({"layer": layer, "dimension": dimension}),
+            value[layer, dimension].numpy(),
+            groups[:, layer, dimension],
+        )
+        for _, value, groups in sizes
+    ]
+    table = join(sides[0], sides[1], ["layer", "dimension"], ["value"])
+    # An outlier of one model is so many times the median there; in the other it may be as any dimension.
+    least = np.where(marked[0][layer, dimension], 0.0, np.inf)
+    table = statuses(table, least, _contexts(reference))
+    new = table["status"].eq(NEW) & marked[1][layer, dimension].numpy()
+    table["status"] = np.where(least == 0, table["status"], np.where(new, NEW, UNDECIDED))
+    published = [
+        int(outlier_features(torch.from_numpy(need(run, "outlier_share")), Thresholds()).sum())
         for run in runs
-    )
-    halves = (new - old, new - HALF * old, old - HALF * new)
-    error, of_left, of_new = (half_sample_error(of).numpy() for of in halves)
-    table = table.assign(difference=after - before, se=error)
-    table["status"] = statuses(table, OUTLIER_SHARE, GROUPS, (of_left, of_new))
-    units = [int((table[side] >= OUTLIER_SHARE).sum()) for side in SIDES]
+    ]
     return Survival(
         "outlier dimensions",
         "outlier dimension",
-        f"a dimension of a residual layer with |x| of 6 or more in at least {percent(OUTLIER_SHARE)} of the tokens "
-        f"past the first; it {BY_HALVES}",
-        table,
-        Change("outlier dimensions, summed over layers", *units),
-        weight="before",
-        least=OUTLIER_SHARE,
+        "a dimension of a residual layer whose typical size, exp E ln |x| over the tokens past the first, stands out "
+        f"from the layer's own dimensions ({percent(level)} of layers have one by chance); of its size over that of "
+        f"the median dimension, it {BY_HALVES}",
+        shown(table.assign(least=least)),
+        Change("outlier dimensions, summed over layers", *(int(of_run.sum()) for of_run in marked)),
+        details=(f"by the published rule (|x| ≥ 6) {published[0]} → {published[1]}",),
         contexts=_contexts(reference),
     )
 
@@ -284,22 +323,27 @@ def massive_activations(reference: Run, other: Run) -> Survival:
     """Compare massive activations by residual layer, dimension, and place: their number before and after."""
     sides = []
     for run in (reference, other):
-        places = []
-        for name, position in (("massive_first", "first"), ("massive", "later")):
-            rows = run.outliers[["layer", "dimension"]].assign(position=position, value=run.outliers[name])
-            # Infinite where it is not known: a missing row has none, in any half of the contexts.
-            places.append(rows.assign(error=run.outliers[f"{name}_se"].fillna(np.inf)))
+        places = [
+            by_group(
+                run.outliers[["layer", "dimension"]].assign(position=position),
+                run.outliers[name],
+                without(run, f"outliers.{name}"),
+            )
+            for name, position in (("massive_first", "first"), ("massive", "later"))
+        ]
         side = pd.concat(places, ignore_index=True).query("value > 0")
         sides.append(side.astype({"layer": int, "dimension": int}))
-    table = join(sides[0], sides[1], ["layer", "dimension", "position"], {"value": "error"})
+    table = statuses(
+        join(sides[0], sides[1], ["layer", "dimension", "position"], ["value"]), 1, _contexts(reference)
+    )
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
         "median; it survives where it has at least half as many, and is lost where it has fewer, each with the whole "
         "95 % interval",
-        table.assign(status=statuses(table, 1, GROUPS)),
-        Change("massive activations, summed over layers", table["before"].sum(), table["after"].sum()),
+        shown(table),
+        Change.of("massive activations, summed over layers", torch.sum, *sides_of(table)),
         least=1,
         contexts=_contexts(reference),
     )
@@ -307,23 +351,30 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
-    names = ("rank", "relative_norm", "low_frequency_10")
-    values = {name: "".join(declared("layers")[name].columns[1:]) for name in names}
-    table = join(reference.layers, other.layers, ["layer"], values)
-    cosines = squared_cosines(reference, other)
-    table["overlap"] = [of_layer.mean() for of_layer in cosines]
-    table["overlap_margin"] = overlap_margins(cosines, reference, other)
+    names = {"rank": "rank", "value": "relative_norm", "low_frequency_10": "low_frequency_10"}
+    sides = []
+    for run in (reference, other):
+        side = run.layers[["layer"]]
+        for name, column_name in names.items():
+            side = by_group(side, value_of(run, column_name), without(run, f"layers.{column_name}"), name)
+        sides.append(side)
+    table = join(sides[0], sides[1], ["layer"], list(names))
+    floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
+    overlaps, owed = overlap(reference, other), overlap_bias(reference, other)
+    kept, turned, table["overlap_margin"] = decided(A_HALF, overlaps, bias=owed)
+    table["overlap"] = overlaps.value.numpy()
     table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
-    norms = statuses(table.rename(columns=lambda name: name.removeprefix("relative_norm_")), 0.0, GROUPS)
-    kept, turned = A_HALF.decided(table["overlap"], table["overlap_margin"])
-    table["status"] = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
-    # The layers share contexts, so errors add up.
+    table = statuses(table, floors[0], _contexts(reference)).assign(least=floors[0])
+    norms, is_unit = table["status"], table["before"] >= floors[0]
+    status = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
+    table["status"] = np.where(is_unit, status, norms)
     norm, rank = (
-        Change(
-            mean_of("layers", name), *(mean_over_layers(table[f"{name}_{end}"])[0] for end in (*SIDES, "se"))
-        )
-        for name in ("relative_norm", "rank")
+        Change.of(mean_of("layers", column_name), torch.nanmean, *sides_of(table, name))
+        for name, column_name in (("value", "relative_norm"), ("rank", "rank"))
     )
+    table = table.rename(columns={end: f"relative_norm_{end}" for end in ENDS})
+    has_basis = is_unit | (table["relative_norm_after"] >= floors[1])
+    table = shown(table)[has_basis].reset_index(drop=True)
     return Survival(
         "positional basis",
         "layer",
@@ -337,7 +388,7 @@ def positions(reference: Run, other: Run) -> Survival:
         details=(
             rank,
             f"overlap of its leading directions {number(table['overlap'].mean(), 2)} (random: "
-            f"{number(_chance(cosines, reference), 2)})",
+            f"{number(chance_overlap(reference), 2)})",
             f"similarity of its Gram matrix (linear CKA) {number(table['curve'].mean(), 2)}",
         ),
         directions="overlap",
@@ -360,65 +411,83 @@ def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions 
     return float(crossed.square() / (own * others))
 
 
-def overlap(first: Run, second: Run) -> tuple[Floats, float]:
+def overlap(first: Run, second: Run) -> Jackknifed:
     """Compute ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
-    And its mean for random directions, k/d.
+    With what it is without each group of contexts, which both runs read.
     """
-    cosines = squared_cosines(first, second)
-    return np.array([of_layer.mean() for of_layer in cosines]), _chance(cosines, first)
+    one, two = (_directions(run, _ranks(first)) for run in (first, second))
+    return Jackknifed(_overlaps(one.value, two.value), _overlaps(one.without, two.without))
 
 
-def _chance(cosines: list[Floats], run: Run) -> float:
-    return float(np.mean([len(of_layer) for of_layer in cosines])) / need(run, "positional_basis").shape[2]
+def overlap_bias(first: Run, second: Run) -> Floats:
+    """Bound what `overlap` owes to the contexts: how far sampling moves the directions of both runs, in the mean.
+
+    What both owe to the same contexts makes them more alike, and what only one does less alike.
+    """
+    moved = []
+    for run in (first, second):
+        directions = _directions(run, _ranks(first))
+        # Without a group, directions move by a (G − 1)th of what they are off.
+        apart = 1 - _overlaps(directions.without, directions.value)
+        moved.append((len(apart) - 1) * apart.mean(dim=0))
+    return ((moved[0] + moved[1]) / 2).numpy()
 
 
-def squared_cosines(first: Run, second: Run) -> list[Floats]:
-    """Square the cosines of the principal angles between the leading directions of `overlap`, k per layer."""
-    ranks = np.maximum(np.nan_to_num(value_of(first, "rank")).astype(int), 1)
-    bases = [torch.linalg.svd(basis, full_matrices=False).Vh for basis in _bases(first, second)]
-    return [
-        torch.linalg.svdvals(before[:k] @ after[:k].T).square().numpy()
-        for before, after, k in zip(*bases, ranks, strict=True)
-    ]
+def _directions(run: Run, ranks: Tensor) -> Jackknifed:
+    """Return a run's leading directions, (layers, ≤ 20, d), as many of each layer as `ranks` says and zeros behind."""
+    without = run.arrays[f"positional_directions{WITHOUT}"].double()
+    whole = torch.linalg.svd(_bases(run)[0], full_matrices=False).Vh[:, : without.shape[2]]
+    kept = (torch.arange(without.shape[2]) < ranks[:, None]).unsqueeze(-1)
+    return Jackknifed(whole * kept, without * kept)
 
 
-def overlap_margins(cosines: list[Floats], *runs: Run) -> Floats:
-    """Compute `direction_margins` of `overlap` by layer; its sampling error is the `subspace_error` of the bases."""
-    halves, owed = [], []
-    for layer, k in enumerate(map(len, cosines)):
-        one, two = (run.arrays["subspace_of_half"][layer, :, :k].double() for run in runs)
-        halves.append((one @ two.mT).square().sum(dim=(1, 2)) / k)
-        owed.append(sum(float(run.arrays["subspace_error"][layer, k - 1]) for run in runs) / 2)
-    return direction_margins(torch.stack(halves, dim=1), np.array(owed))
+def _overlaps(
+    one: Float[Tensor, "... layers most width"], two: Float[Tensor, "... layers most width"]
+) -> Tensor:
+    count = (one != 0).any(dim=-1).sum(dim=-1)
+    return (one @ two.mT).square().sum(dim=(-2, -1)) / count
+
+
+def chance_overlap(run: Run) -> float:
+    """Compute the mean over layers of `overlap` with random directions, k/d."""
+    return float(_ranks(run).double().mean()) / need(run, "positional_basis").shape[2]
+
+
+def _ranks(run: Run) -> Tensor:
+    """Return the rank of every layer's positional basis, 1 at least."""
+    return torch.from_numpy(np.nan_to_num(value_of(run, "rank"))).long().clamp_min(1)
 
 
 def head_outputs(reference: Run, other: Run) -> Survival:
     """Compare what each head writes to the stream: 1 − ‖new − old‖²/‖old‖² is kept on the same tokens."""
-    # Squared lengths, summed over the tokens of each context: (heads of all layers, contexts).
+    # Squared lengths, summed over the tokens of each context: (contexts, heads of all layers).
     context = torch.unique(reference.arrays["context"], return_inverse=True)[1]
     layers, heads, tokens = reference.arrays["written"].shape[:3]
     contexts = int(context.max()) + 1
-    squares = torch.zeros(3, layers, heads, contexts, dtype=torch.float64)
+    squares = torch.zeros(3, contexts, layers, heads, dtype=torch.float64)
     for layer, (one, two) in enumerate(
         zip(reference.arrays["written"], other.arrays["written"], strict=True)
     ):
         for kind, values in enumerate((two.double() - one, one.double(), two.double())):
-            squares[kind, layer].index_add_(1, context, values.square().sum(dim=2))
-    changed, old, new = squares.flatten(1, 2)
-    lost, error = (values.numpy() for values in ratio_by_context(changed, old))
-    difference, before, after = ((sums.sum(dim=1) / tokens).sqrt().numpy() for sums in (changed, old, new))
+            squares[kind, :, layer].index_add_(0, context, values.square().sum(dim=2).T)
+    changed, old, new = squares.flatten(2)
+    difference, before, after = ((sums.sum(dim=0) / tokens).sqrt().numpy() for sums in (changed, old, new))
     writes = before > 0
-    kept = np.where(writes, 1 - lost, after > 0)  # of a head that wrote nothing, 1 if it writes now
+    left = combined(lambda lost: 1 - lost, ratio(changed, old))
+    # Of a head that wrote nothing, 1 if it writes now.
+    kept = np.where(writes, left.value.numpy(), after > 0)
+    survives, lost, _ = decided(A_HALF, left, writes)
     table = pd.DataFrame(np.ndindex(layers, heads), columns=HEAD).assign(
         before=writes.astype(float),
         after=kept,
         difference=kept - writes,
-        se=np.where(writes, error, 0.0),
+        se=np.where(writes, left.error.numpy(), 0.0),
         relative_difference=np.divide(difference, before, out=np.full(len(before), np.nan), where=writes),
         norm_before=before,
         norm_after=after,
         norm_difference=after - before,
+        status=np.where(writes, status_of(survives, lost), NEW),
     )
     table = table[writes | (after > 0)].reset_index(drop=True)
 
@@ -429,52 +498,50 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         return f"(retains {retained}; norm {number(row['norm_before'])} → {number(row['norm_after'])})"
 
     what = "‖new − old‖/‖old‖, mean over heads"
-    relative = _relative_difference(changed[writes], old[writes])
+    # ‖new − old‖/‖old‖ over all tokens, mean over the heads that write.
+    relative = combined(
+        lambda lost: lost.clamp_min(0).sqrt().mean(), ratio(changed[:, writes], old[:, writes])
+    )
+    change_of_outputs = Estimate(float(relative.value), float(relative.error), contexts, "contexts")
     return Survival(
         OUTPUTS,
         "head",
         f"what a head adds to the stream, o W_O, at {tokens} tokens past the first: it survives where at least "
         "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, each with the "
         "whole 95 % interval (over contexts)",
-        table.assign(status=statuses(table, 1.0, contexts)),
+        table,
         Change("mean norm of the outputs", before.mean(), after.mean()),
         change,
         verb=("keeps its output", "keep their output"),
         details=(f"median relative difference {number(table['relative_difference'].median())}",),
         least=1.0,
         contexts=contexts,
-        further=(judge("heads write nearly the same", what, relative, ALIKE),),
+        further=(judge("heads write nearly the same", what, change_of_outputs, ALIKE),),
     )
-
-
-def _relative_difference(
-    changed: Float[Tensor, "heads contexts"], old: Float[Tensor, "heads contexts"]
-) -> Estimate:
-    """Compute ‖new − old‖/‖old‖ over all tokens, mean over the heads that write, with the jackknife's error."""
-    if not len(old):
-        return Estimate(math.nan)
-    contexts, error = old.shape[1], math.nan
-    if contexts > 1:
-        changed_without, old_without = (sums.sum(dim=1, keepdim=True) - sums for sums in (changed, old))
-        left_out = (changed_without.clamp_min(0) / old_without).sqrt().nan_to_num().mean(dim=0)
-        error = float(jackknife_error(left_out))
-    value = (changed.sum(dim=1) / old.sum(dim=1)).sqrt().mean()
-    return Estimate(float(value), error, contexts, "contexts")
 
 
 def entropies(reference: Run, other: Run) -> Survival:
     """Compare mean attention entropy of every head, its share of the maximum, and propagation."""
-    runs, contexts = (reference, other), _contexts(reference)
-    heads = [run.heads.assign(share=_share(run)).rename(columns={"entropy": "value"}) for run in runs]
-    table = join(heads[0], heads[1], HEAD, {"value": "entropy_se", "share": "", "propagation": ""})
-    first, second = (table[f"share_{side}"].to_numpy() for side in SIDES)
-    known = table["difference"].notna()
-    looks = looks_of(int(known.sum()))
-    errors = [margins(entropy_share_error(run), contexts, looks) for run in runs]
-    kept, lost = similar_entropies(first, second, *errors)
+    heads = []
+    for run in (reference, other):
+        rows = by_group(run.heads, _values(run, "entropy"), without(run, "heads.entropy"))
+        share = _share(run)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            maximum = torch.from_numpy(rows["value"].to_numpy() / share)
+        groups = without(run, "heads.entropy")
+        heads.append(by_group(rows, share, None if groups is None else groups / maximum, "share"))
+    table = join(heads[0], heads[1], HEAD, ["value", "share", "propagation"])
+    table = table[table["difference"].notna()].reset_index(drop=True)
+    sides = sides_of(table, "share")
+    first, second = (side.value.numpy() for side in sides)
+    *similar, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
+    kept, lost = same_range(
+        similar, first, second, *(margins(side.error, len(side.without)) for side in sides)
+    )
     left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
-    table = table.drop(columns="share_difference").assign(left_range=left, status=status_of(kept, lost))
-    table = table[known].reset_index(drop=True)
+    moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))
+    table = shown(table).drop(columns=["share_difference", "share_se"], errors="ignore")
+    table = table.assign(left_range=left, status=status_of(kept, lost))
 
     def change(row: pd.Series) -> str:
         entered = f", now {row['left_range']}" if row["left_range"] else ""
@@ -487,27 +554,32 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
-        Change(mean_of("heads", "entropy"), table["before"].mean(), table["after"].mean()),
+        moved,
         change,
         verb=("keeps its entropy", "keep their entropy"),
-        by_chance=expected_by_chance(similar_entropies(first[known, None], second[known], 0.0, 0.0)[0]),
-        contexts=contexts,
+        by_chance=expected_by_chance(_similar(first[:, None], second)),
+        contexts=_contexts(reference),
     )
 
 
-def similar_entropies(
-    before: Floats, after: Floats, error: Floats | float, error_after: Floats | float
+def same_range(
+    similar: tuple[Flags, Flags], before: Floats, after: Floats, error: Floats, error_after: Floats
 ) -> tuple[Flags, Flags]:
-    """Decide whether entropies survive or are lost: by their change, and their place in `RANGES`.
+    """Decide whether entropies survive or are lost: by whether they are similar, and by their place in `RANGES`.
 
     `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
     """
-    kept, lost = A_TENTH.decided(after - before, np.hypot(error, error_after))
+    kept, lost = similar
     (low, high), (new_low, new_high) = (
         (range_of(share - margin), range_of(share + margin))
         for share, margin in ((before, error), (after, error_after))
     )
     return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
+
+
+def _similar(before: Floats, after: Floats) -> Flags:
+    """Tell whether entropies are similar, without regard to errors."""
+    return A_TENTH.met(after - before) & (range_of(before) == range_of(after))
 
 
 def range_of(share: Floats) -> np.ndarray:
@@ -519,9 +591,8 @@ def entropy_share_error(run: Run) -> Floats:
     """Return the standard error of each head's entropy as a share of the maximum."""
     entropy, error = _values(run, "entropy"), _values(run, "entropy_se")
     with np.errstate(divide="ignore", invalid="ignore"):
-        maximum = entropy / _share(run)
-    # A head whose entropy is 0 in every context has no error either, and no maximum that could be seen.
-    return np.where(entropy > 0, error / maximum, error)
+        # A head whose entropy is 0 in every context has no error either, and no maximum that could be seen.
+        return np.where(entropy > 0, error * _share(run) / entropy, error)
 
 
 def _share(run: Run) -> Floats:
@@ -541,18 +612,19 @@ def head_types(reference: Run, other: Run) -> Survival:
         if not any(role.column in run.heads for run in runs):
             continue
         one, two = (
-            run.heads[HEAD].assign(
-                value=np.nan_to_num(_values(run, role.column)), error=score_error(run, role)
+            by_group(
+                run.heads[HEAD],
+                np.nan_to_num(_values(run, role.column)),
+                without(run, f"heads.{role.column}"),
             )
             for run in runs
         )
-        table = join(one, two, HEAD, {"value": "error"})
+        table = join(one, two, HEAD, ["value"])
         table.insert(len(HEAD), "type", role.title)
         table.insert(len(HEAD) + 1, "least", role.threshold)
-        table["n"] = independent_scores(reference, role)
-        tables.append(table[(table[list(SIDES)] >= role.threshold).any(axis=1)])
+        table = table[(table[list(SIDES)] >= role.threshold).any(axis=1)].reset_index(drop=True)
+        tables.append(shown(statuses(table, role.threshold, _contexts(reference))))
     table = pd.concat(tables, ignore_index=True)
-    table["status"] = statuses(table, table["least"].to_numpy(), table.pop("n"))
     units = [int((table[side] >= table["least"]).sum()) for side in SIDES]
 
     def change(row: pd.Series) -> str:
@@ -571,16 +643,9 @@ def head_types(reference: Run, other: Run) -> Survival:
     )
 
 
-def score_error(run: Run, role: HeadRole) -> Floats:
-    """Return the standard error of each head's score in a role: the survey's, or at most that of a share."""
-    if role in PATTERN_ROLES:
-        return _values(run, f"{role.column}_se")
-    return share_error(_values(run, role.column), _contexts(run))
-
-
 def independent_scores(run: Run, role: HeadRole) -> int:
-    """Return the number of contexts, or of random sequences, that a score is the mean of."""
-    return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else _contexts(run)
+    """Return the number of groups of contexts, or of random sequences, that the error of a score rests on."""
+    return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else GROUPS
 
 
 def spectra(reference: Run, other: Run) -> Survival:
@@ -590,7 +655,7 @@ def spectra(reference: Run, other: Run) -> Survival:
     )
     titles = {"regime": "regime", "regime_data": "regime with the covariance of what the head reads"}
     regimes = [name for name in titles if name in one and name in two]
-    table = join(one, two, HEAD, dict.fromkeys(("frobenius", "trace", "r"), ""), texts=regimes)
+    table = join(one, two, HEAD, ["frobenius", "trace", "r"], texts=regimes)
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     before, after = first.to_numpy()[:, None], second.to_numpy()
@@ -643,13 +708,13 @@ def matched_heads(reference: Run, other: Run) -> Survival:
     first, second = _described(*runs)
     places, partners = matches(first.to_numpy(), second.to_numpy())
     before, after = (of_run.reset_index(drop=True) for of_run in (first.iloc[places], second.iloc[partners]))
-    # The runs may be of other tokens of the text, so that the fewer contexts count.
-    roles, looks = [role for role in ROLES if role.column in first], looks_of(len(first))
+    # The runs may be of other tokens of the text, so that the errors of both add up.
+    roles = [role for role in ROLES if role.column in first]
     independent = {role: min(independent_scores(run, role) for run in runs) for role in roles}
     errors = [
         pd.DataFrame(
-            {ENTROPY: margins(entropy_share_error(run), min(map(_contexts, runs)), looks)}
-            | {role.column: margins(score_error(run, role), n, looks) for role, n in independent.items()}
+            {ENTROPY: margins(entropy_share_error(run), GROUPS)}
+            | {role.column: margins(_values(run, f"{role.column}_se"), n) for role, n in independent.items()}
         ).iloc[of_run]
         for run, of_run in zip(runs, (places, partners), strict=True)
     ]
@@ -745,7 +810,8 @@ def _do_the_same(before: pd.DataFrame, after: pd.DataFrame, *errors: pd.DataFram
 
     `errors`: half the widths of the intervals of both.
     """
-    kept, lost = similar_entropies(*(frame[ENTROPY].to_numpy() for frame in (before, after, *errors)))
+    old, new, *own = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
+    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*own)), old, new, *own)
     for role in (role for role in ROLES if role.column in before):
         old, new, *margins_of = (frame[role.column].to_numpy() for frame in (before, after, *errors))
         enough, too_little = LEFT.decided(new - HALF * old, np.hypot(*margins_of))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from jaxtyping import Float
+import torch
+from scipy import stats
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import SIGMAS, Estimate, Floats, sigmas
+from theodolite.estimates import CONFIDENCE, SIGMAS, Estimate, Floats, sigmas
 from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
-from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.theory.unbiased import Jackknifed, combined
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
 HALF = 0.5
@@ -34,24 +36,40 @@ ENDS = (*SIDES, "difference", "se")
 Flags = npt.NDArray[np.bool_]
 
 
+def by_group(
+    frame: pd.DataFrame, value: npt.ArrayLike, without: Tensor | None, name: str = "value"
+) -> pd.DataFrame:
+    """Add a number of each row as `name`, and what it is without each group of contexts as `name.0`, `name.1`, …
+
+    Args:
+        without: of the run, (groups, rows); None: it is not known.
+    """
+    groups = np.full((GROUPS, len(frame)), np.nan) if without is None else without.double().numpy()
+    columns = {f"{name}.{group}": values for group, values in enumerate(groups)}
+    return frame.assign(**{name: np.asarray(value, dtype=np.float64)}, **columns)
+
+
 def join(
     before: pd.DataFrame,
     after: pd.DataFrame,
     key: Sequence[str],
-    values: Mapping[str, str],
+    values: Sequence[str],
     texts: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Join two tables by key: every key of either, with its values in both and the errors of their differences.
 
     Args:
         key: columns that both have.
-        values: column → that of its standard error, or none. They become `VALUE_before`, `VALUE_after`,
-            `VALUE_difference` and, where there is an error, `VALUE_se` of the difference; of the one called `value`
-            without the name. They are 0 where a table lacks the key, and NaN where it lacks the column. An infinite
-            error stands for one that is not known.
+        values: columns that become `VALUE_before`, `VALUE_after`, `VALUE_difference` and, where `by_group` made them,
+            `VALUE_se`, the standard error of the difference over the same groups; of the one called `value` without the
+            name. They are 0 where a table lacks the key, and NaN where it lacks the column.
         texts: columns that become `TEXT_before` and `TEXT_after`.
+
+    Returns:
+        Also `VALUE.GROUP_before` and so on, which `jackknifed` reads and `shown` drops.
     """
-    numbers = [name for name in dict.fromkeys([*values, *values.values()]) if name]
+    groups = [name for name in dict.fromkeys([*before, *after]) if name.rpartition(".")[0] in values]
+    numbers = [*values, *groups]
     sides = []
     for frame in (before, after):
         side = frame.reindex(columns=[*key, *numbers, *texts]).astype(dict.fromkeys(numbers, np.float64))
@@ -62,15 +80,31 @@ def join(
     for side, missing in zip(SIDES, ("right_only", "left_only"), strict=True):
         columns = [f"{name}_{side}" for name in numbers]
         table[columns] = table[columns].mask(table["_merge"] == missing, 0.0)
-    shown = list(key)
-    for name, error in values.items():
+    columns = list(key)
+    for name in values:
         table[f"{name}_difference"] = table[f"{name}_after"] - table[f"{name}_before"]
-        if error:
-            se = np.hypot(table[f"{error}_before"], table[f"{error}_after"])
-            table[f"{name}_se"] = se.replace(np.inf, np.nan)
-        shown += [f"{name}_{end}" for end in (ENDS if error else ENDS[:3])]
-    shown += [f"{name}_{side}" for name in texts for side in SIDES]
-    return table[shown].rename(columns=lambda name: name.removeprefix("value_"))
+        columns += [f"{name}_{end}" for end in ENDS[:3]]
+        if f"{name}.0" in groups:
+            table[f"{name}_se"] = combined(torch.sub, *sides_of(table, name)).error.numpy()
+            columns.append(f"{name}_se")
+    columns += [f"{name}_{side}" for name in [*texts, *groups] for side in SIDES]
+    return table[columns].rename(columns=lambda name: name.removeprefix("value_"))
+
+
+def sides_of(table: pd.DataFrame, name: str = "value") -> tuple[Jackknifed, Jackknifed]:
+    """Read a number of each unit in both runs off a joined table, with what it is without each group of contexts."""
+    sides = []
+    for side in SIDES:
+        own = f"{name}_{side}" if f"{name}_{side}" in table else side
+        without = [column for column in table if re.fullmatch(rf"{re.escape(name)}\.\d+_{side}", column)]
+        values = (table[own].to_numpy(np.float64), table[without].to_numpy(np.float64).T)
+        sides.append(Jackknifed(*map(torch.tensor, values)))
+    return sides[0], sides[1]
+
+
+def shown(table: pd.DataFrame) -> pd.DataFrame:
+    """Drop what numbers are without each group of contexts."""
+    return table[[name for name in table if not re.search(r"\.\d+_", name)]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +115,14 @@ class Change:
     before: float
     after: float
     error: float = math.nan
+
+    @classmethod
+    def of(cls, name: str, reduce: Callable[[Tensor], Tensor], *sides: Jackknifed) -> Change:
+        """Take a sum or mean over units before and after, the error over the groups that both runs read."""
+        before, after = (combined(reduce, side) for side in sides)
+        return cls(
+            name, float(before.value), float(after.value), float(combined(torch.sub, before, after).error)
+        )
 
     def __str__(self) -> str:
         within = self.error > 0 and abs(self.after - self.before) <= margins(self.error, GROUPS)
@@ -229,6 +271,19 @@ class Survival:
             if self.describe
         ]
 
+    @property
+    def needed(self) -> str:
+        """Say how many contexts would decide half of the undecided units; empty where nobody knows."""
+        if "contexts_needed" not in self.table:
+            return ""
+        needed = self.table.loc[self.table["status"] == UNDECIDED, "contexts_needed"].fillna(np.inf)
+        half = needed.sort_values().iloc[(len(needed) - 1) // 2]
+        return (
+            f"; about {number(float(f'{half:.2g}'))} contexts would decide half of them"
+            if half < np.inf
+            else ""
+        )
+
     def counts(self) -> str:
         """Word the counts: `31 of 34 sinks survive`, and how many are new or undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
@@ -239,75 +294,79 @@ class Survival:
             weights = self._of_reference(self.weight)
             text += f" ({percent(weights[0] / sum(weights))} by weight)"
         text += f", {new} new" if (new := self.count(NEW)) else ""
-        return f"{text}, {self.undecided} undecided (within the 95 % interval)" if self.undecided else text
+        return (
+            f"{text}, {self.undecided} undecided (within the 95 % interval{self.needed})"
+            if self.undecided
+            else text
+        )
 
 
-def margins(errors: npt.ArrayLike, n: npt.ArrayLike, looks: int = 1) -> Floats:
-    """Compute half the widths of 95 % intervals (Student's t of n things, or as many a row), `looks` sharing the 5 %.
+def margins(errors: npt.ArrayLike, n: npt.ArrayLike) -> Floats:
+    """Compute half the widths of 95 % intervals (Student's t of n things, or as many a row).
 
     NaN where the error is not known, or rests on one thing.
     """
-    return sigmas(n, looks) * np.asarray(errors, dtype=np.float64)
+    return sigmas(n) * np.asarray(errors, dtype=np.float64)
 
 
-def direction_margins(halves: Float[Tensor, "halves units"], owed: Floats) -> Floats:
-    """Compute half the width of the 95 % interval of the similarity, 0 to 1, of each unit's directions in two models.
+def decided(
+    criterion: Criterion, numbers: Jackknifed, of: Flags | None = None, bias: Floats | float = 0.0
+) -> tuple[Flags, Flags, Floats]:
+    """Mark the units for which a criterion holds, and fails; with half the widths of their intervals.
 
-    The error is that in balanced halves of the contexts, which both models read. What the directions owe to these
-    contexts makes them more alike in every half, and what only one model's do less alike.
+    Intervals are those of Student's t of as many groups, wider than 95 % by the share of units that they decide, so
+    that of all that is said to hold or fail one in twenty is wrong on average (Benjamini & Hochberg 1995; Benjamini &
+    Yekutieli 2005). Where the error is not known, nothing is decided.
 
-    `owed`, the share of the (squared) directions that is due to the contexts at most, is added.
+    Args:
+        of: which units are a family; None: all. The others are not decided.
+        bias: how far off a number may be besides, by which intervals are wider.
     """
-    return margins(half_sample_error(halves).numpy(), GROUPS, looks_of(len(owed))) + owed
-
-
-def looks_of(units: int) -> int:
-    """Count the intervals that share the 5 %: as many must err for a claim on nine tenths of the units to err."""
-    return int((1 - NEARLY_ALL.limit) * units + 1e-9) + 1
+    values, errors, n = numbers.value.numpy(), numbers.error.numpy(), len(numbers.without)
+    of = np.ones(values.shape, dtype=bool) if of is None else of
+    beyond = (np.abs(criterion.beyond(values)) - bias)[of]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distances = np.where(errors[of] == 0, np.inf, beyond.clip(min=0) / errors[of])
+    chances = np.sort(2 * stats.t.sf(np.nan_to_num(distances, posinf=np.inf), n - 1))
+    enough = chances <= (1 - CONFIDENCE) * np.arange(1, len(chances) + 1) / max(len(chances), 1)
+    share = (np.flatnonzero(enough)[-1] + 1) / len(chances) if enough.any() else 1 / max(len(chances), 1)
+    margins = sigmas(n, 1 / share) * errors + bias
+    holds, fails = criterion.decided(values, margins)
+    return holds & of, fails & of, margins
 
 
 def statuses(
-    changed: pd.DataFrame,
-    least: float | Floats,
-    n: npt.ArrayLike = 0,
-    errors: tuple[Floats, Floats] | None = None,
-) -> npt.NDArray[np.str_]:
-    """Decide the status of each unit by the rule of halves.
+    table: pd.DataFrame, least: float | Floats, contexts: int = 0, name: str = "value"
+) -> pd.DataFrame:
+    """Add the `status` of each unit of a joined table by the rule of halves, and `contexts_needed` to decide it.
 
     A unit of the reference has at least `least` before. It survives where at least half of that is left, and is lost
     where less is, each with the whole interval of after − before/2; else it is undecided. What has `least` after only
     is new where there was less than half of it before, with the whole interval, else undecided.
 
     Args:
-        changed: one row per unit, with `before` and `after`, 0 where it is absent; and `se`, the standard error of the
-            difference, which that of after − before/2 does not exceed. Without it these are facts about one text.
         least: what makes a unit.
-        n: how many contexts, or groups of them, the errors rest on, or how many in each row.
-        errors: of after − before/2 and of before − after/2, where they are known better than by `se`.
+        contexts: that both runs read.
+        name: of the number.
     """
-    before, after = (changed[side].to_numpy() for side in SIDES)
-    is_unit = before >= least
-    looks = looks_of(int(is_unit.sum()))
-    errors = errors or (changed.get("se", 0.0),) * 2
-    of_left, of_new = (margins(error, n, looks) if np.ndim(error) else 0.0 for error in errors)
-    of_reference = status_of(*LEFT.decided(after - HALF * before, of_left))
-    is_new = LEFT.decided(before - HALF * after, of_new)[1]
-    return np.where(is_unit, of_reference, np.where(is_new, NEW, UNDECIDED))
+    before, after = sides_of(table, name)
+    is_unit = before.value.numpy() >= least
+    left, beyond = (
+        combined(lambda one, other: one - HALF * other, *sides)
+        for sides in ((after, before), (before, after))
+    )
+    kept, lost, margin = decided(LEFT, left, is_unit)
+    _, is_new, _ = decided(LEFT, beyond, ~is_unit)
+    status = np.where(is_unit, status_of(kept, lost), np.where(is_new, NEW, UNDECIDED))
+    # Of a number within a standard error of the limit nobody knows on which side it will be.
+    distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
+    needed = np.where(status == UNDECIDED, contexts * np.square(margin / distance), np.nan)
+    return table.assign(status=status, contexts_needed=np.ceil(needed))
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
     """Name the status of each unit of the reference by what its intervals decide."""
     return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
-
-
-def share_error(shares: npt.ArrayLike, contexts: int) -> Floats:
-    """Bound the standard error of means over contexts of numbers between 0 and 1.
-
-    A mean s of such numbers has at most the variance s (1 − s)/n, that of a share. Two contexts on either side are
-    added (Agresti & Coull 1998): what all of a few contexts do is not certain.
-    """
-    s = (np.asarray(shares, dtype=np.float64) * contexts + 2) / (contexts + 4)
-    return np.asarray(np.sqrt(s * (1 - s) / (contexts + 4)))
 
 
 def expected_by_chance(holds: Flags) -> float:

@@ -134,14 +134,13 @@ class Subject:
 
 @known_state()
 def _measured(model: OpenModel, read: PromptPass) -> Run:
-    statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 0, read.trailing)
+    statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 1, 0, read.trailing)
     tokens = Tokens.of(read.ids[None], model.device)
     with torch.inference_mode():
         for layer, (inputs, _, _) in read.layers.items():
             statistics.update(layer, inputs, tokens, first_context=0)
     state = statistics.state()
-    # Of one context there are no errors.
-    columns = {name: values for name, values in head_columns(state).items() if not name.endswith("_se")}
+    columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
     empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}
     return Run(empty, heads_that_are(columns, model.heads_of), empty, empty, empty, arrays, {})

@@ -52,7 +52,9 @@ SHARE, BALANCE = (0.0, 1.0), (-1.0, 1.0)
 AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)
 """Ranges that many columns have."""
 
-HALVES = "balanced halves of 8 groups of neighbouring contexts"
+WITHOUT = ".without"
+"""Ending of an array (8, rows): what a column is without each of 8 groups of contexts, as TABLE.COLUMN.without."""
+
 LEFT_OUT = "each of 8 groups of neighbouring contexts left out in turn (jackknife)"
 
 

@@ -172,12 +172,13 @@ def pictures(
         torch.linspace(leading, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - leading)).round().long()
     )
     layers = [_pictures(*one, shown, order, leading, grid) for one in zip(pos, ctx, tokens, strict=True)]
-    readers = means["readers"][:, :, leading:].sum(dim=(1, 2))
     return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | {
         "cvec_position": sample.token_position,
         "gram_position": shown,
         "gram_label": labels[order],
-        "outlier_share": (outliers["outlier"].sum(dim=1) / readers[:, None]).float(),
+        "outlier_share": (
+            outliers["outlier"].sum(dim=1) / outliers["tokens"].sum(dim=1, keepdim=True)
+        ).float(),
     }
 
 

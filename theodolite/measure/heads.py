@@ -19,8 +19,10 @@ from theodolite.measure.column import (
     AMOUNT,
     ATTENTION,
     BEHAVIOUR,
+    LEFT_OUT,
     SHARE,
     SINKS,
+    WITHOUT,
     Array,
     Column,
     gives,
@@ -39,10 +41,10 @@ from theodolite.measure.head_roles import (
     HeadRole,
 )
 from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
-from theodolite.measure.ratios import ratio
+from theodolite.theory.unbiased import Jackknifed, ratio
 
 _head = partial(Column, "heads", range=SHARE)
-_BY_RATIO = "contexts, as that of a ratio of sums over them, to first order"
+_measured = partial(_head, error=LEFT_OUT)
 _SINK = (
     f"A key is a sink of a context where it gets more than {SINK_THRESHOLD} of the attention of the queries that see "
     "it on average; at least min(16, T/4), rounded up, other queries must see it."
@@ -51,20 +53,24 @@ _SINK = (
 
 def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
     """Declare the column of a role's score."""
-    return _head(role.column, role.meaning, formula, source, role.name, group=group, **more)
+    return _measured(role.column, role.meaning, formula, source, role.name, group=group, **more)
 
 
 @gives(*head_places("heads"))
 def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]) -> pd.DataFrame:
     """Drop the rows of heads that a layer does not have from a table with `layer` and `head`."""
-    most = max(heads_of)
     places = [(layer, head) for layer, heads in enumerate(heads_of) for head in range(heads)]
-    rows = pd.DataFrame(columns).iloc[[layer * most + head for layer, head in places]]
+    rows = pd.DataFrame(columns).iloc[head_rows(heads_of)]
     return pd.DataFrame(places, columns=["layer", "head"]).join(rows.reset_index(drop=True))
 
 
+def head_rows(heads_of: Sequence[int]) -> list[int]:
+    """List the rows of heads that there are, where every layer has as many rows as the one with the most heads."""
+    return [layer * max(heads_of) + head for layer, heads in enumerate(heads_of) for head in range(heads)]
+
+
 @gives(
-    _head(
+    _measured(
         "entropy",
         "Mean Shannon entropy of the head's attention rows. Low: a single key; high: near-uniform attention.",
         "Mean over queries; a learned sink column counts as an outcome.",
@@ -72,9 +78,8 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
         unit="nats",
         range=AMOUNT,
         group=ATTENTION,
-        error="contexts, taken as independent; of unlike lengths, to first order",
     ),
-    _head(
+    _measured(
         "propagation",
         "Share of the last query's keys that receive gradient (linearised softmax). 0: vanishing signal.",
         "Of the keys that contexts' last queries see, before special tokens at the end.",
@@ -83,14 +88,8 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
         group=ATTENTION,
         healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
     ),
-    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON, "Mean over queries at positions 1 … T − 1.", error=_BY_RATIO),
-    _of_role(
-        SAME_TOKEN,
-        BEHAVIOUR,
-        f"{SONG}, section 5",
-        "All earlier copies, over queries with one.",
-        error=_BY_RATIO,
-    ),
+    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON, "Mean over queries at positions 1 … T − 1."),
+    _of_role(SAME_TOKEN, BEHAVIOUR, f"{SONG}, section 5", "All earlier copies, over queries with one."),
     _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
     _of_role(LATER_SINK, SINKS, ZHANG, "A later key of the text, defined as `sink_first`."),
     _of_role(
@@ -102,7 +101,7 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
     _of_role(
         LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
     ),
-    _head(
+    _measured(
         "sink_registers",
         "Share of contexts in which a token between [CLS] and the patches of an image is a sink.",
         "Only of images with such tokens.",
@@ -111,32 +110,40 @@ def heads_that_are(columns: Mapping[str, Sequence[Any]], heads_of: Sequence[int]
         offered=False,
     ),
 )
-def head_columns(attention: State) -> dict[str, list[float]]:
+def head_columns(attention: State) -> dict[str, Jackknifed]:
     """Compute the measured columns of the heads table, L · H values each, layer by layer, from `AttentionStatistics`.
 
-    `entropy_se` is NaN of a single context; of contexts of unlike lengths it is to first order.
+    Errors are NaN below eight contexts.
     """
-    contexts = attention["contexts"].view(-1, 1)
-    queries = attention["readers"].sum(dim=-1, keepdim=True)
-    entropy = attention["entropy"].sum(dim=-1) / queries
-    weight = attention["squared_lengths"].view(-1, 1)
-    # About the mean over queries, of sums over contexts' queries: that of a ratio, to first order.
-    spread = attention["entropy_spread"] + weight * (attention["squared_entropy"] / weight - entropy).square()
-    independent = contexts / torch.where(contexts > 1, contexts - 1, torch.nan)
-    columns = {
-        "entropy": entropy,
-        "entropy_se": (spread * independent).sqrt() / queries,
-        "propagation": attention["propagates"].sum(dim=-1) / attention["last_sees"].sum(dim=-1),
-        "sink_first": attention["sink"][:, :, 0] / contexts,
-        "sink_later": attention["sink_later"] / contexts,
-        "sink_learned": attention["learned"] / queries,
+    sums = {
+        name: attention[name].unsqueeze(2)
+        for name in ("contexts", "queries", "previous_queries", "same_queries")
     }
-    for name, of in (("previous_token", "previous"), ("same_token", "same")):
-        columns[name], columns[f"{name}_se"] = ratio(attention[of])  # 0/0 = NaN: no token came twice
-    for name in ("sink_last", "sink_registers"):
-        if name in attention:
-            columns[name] = attention[name] / contexts
-    return {name: value.flatten().tolist() for name, value in columns.items()}
+    parts = {
+        "entropy": ("total_entropy", sums["queries"]),
+        "propagation": ("total_propagates", attention["total_last_sees"]),
+        "sink_first": ("sink_first", sums["contexts"]),
+        "sink_later": ("sink_later", sums["contexts"]),
+        "sink_learned": ("learned", sums["queries"]),
+        "previous_token": ("previous", sums["previous_queries"]),
+        "same_token": ("same", sums["same_queries"]),  # 0/0 = NaN: no token came twice
+        "sink_last": ("sink_last", sums["contexts"]),
+        "sink_registers": ("sink_registers", sums["contexts"]),
+    }
+    known = (attention["contexts"] > 0).all(dim=1).repeat_interleave(attention["entropy"].shape[1])
+    columns = {}
+    for name, (part, whole) in parts.items():
+        if part in attention:
+            values = ratio(attention[part].transpose(0, 1), whole.transpose(0, 1))
+            without = values.without.flatten(1)
+            columns[name] = Jackknifed(values.value.flatten(), torch.where(known, without, torch.nan))
+    return columns
+
+
+def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
+    """List the values of columns by name, and their standard errors by NAME_se."""
+    values = {name: one.value.tolist() for name, one in columns.items()}
+    return values | {f"{name}_se": one.error.tolist() for name, one in columns.items()}
 
 
 @gives(
@@ -145,14 +152,14 @@ def head_columns(attention: State) -> dict[str, list[float]]:
         BEHAVIOUR,
         OLSSON,
         "On ⌊T/2⌋ random tokens, twice: mean attention from the second copy to the token after the first.",
-        error="the random sequences",
+        error="each random sequence left out in turn (jackknife)",
     )
 )
-def induction_columns(patterns: State) -> dict[str, list[float]]:
-    """Return the induction score of every head and its error, L · H values each, from the state of a `PatternPass`."""
+def induction_columns(patterns: State) -> dict[str, Jackknifed]:
+    """Return the induction score of every head, L · H values, from the state of a `PatternPass`."""
     place = list(ATTENTION_PATTERNS).index("induction")
-    scores = {"induction": patterns["scores"], "induction_se": patterns["errors"]}
-    return {name: values[:, place].flatten().tolist() for name, values in scores.items()}
+    scores, without = (patterns[name][:, place].flatten(0, 1) for name in ("scores", "without"))
+    return {"induction": Jackknifed(scores, without.T)}
 
 
 @gives(
@@ -188,25 +195,32 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
     Column("sinks", "contexts", "In how many contexts it is a sink, at one position or at several."),
     Column("sinks", "share", "Their share of all contexts.", range=SHARE),
     Column("sinks", "position", "The mean position at which it is a sink."),
+    Array(f"sinks.share{WITHOUT}", "(8, rows of sinks)", "`share` without each of 8 groups of contexts."),
 )
-def sinks_table(attention: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Tabulate the tokens that became sinks: one row for each (layer, head, token, first or later position)."""
+def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """Tabulate the tokens that became sinks: one row for each (layer, head, token, first or later position).
+
+    With the array of what `share` is without each group of contexts.
+    """
     sums = part_of(attention, "sink_tokens")
     layer, head, token, first = sums["keys"].unbind(dim=1)
     in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
-    contexts = float(attention["contexts"].max())  # 0 of a layer that does not attend
+    contexts = attention["contexts"].amax(dim=0)  # 0 of a layer that does not attend
+    share = ratio(in_contexts.T, contexts[:, None])
     columns: dict[str, Tensor | list[str]] = {
         "layer": layer,
         "head": head,
         "token_id": token,
         "token": [text(number) for number in token.tolist()],
         "first": first.bool(),
-        "contexts": in_contexts,
-        "share": in_contexts / contexts,
+        "contexts": in_contexts.sum(dim=1),
+        "share": share.value,
         "position": (positions / sinks).double(),
     }
     order = ["layer", "head", "contexts", "token_id"]
-    return table_of(columns).sort_values(order, ascending=[True, True, False, True], ignore_index=True)
+    table = table_of(columns).sort_values(order, ascending=[True, True, False, True])
+    without = torch.where((contexts > 0).all(), share.without, torch.nan)[:, table.index.to_numpy(copy=True)]
+    return table.reset_index(drop=True), {f"sinks.share{WITHOUT}": without.float()}
 
 
 @gives(

@@ -1,8 +1,7 @@
-"""The outliers table: dimensions that are outliers of a layer, or carry a massive activation."""
+"""Dimensions that are outliers of a layer, or carry a massive activation, and the typical size of every dimension."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pandas as pd
@@ -11,13 +10,15 @@ from torch import Tensor
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.measure.column import HALVES, SHARE, Column, gives, table_of
+from theodolite.measure.column import LEFT_OUT, SHARE, WITHOUT, Array, Column, gives, table_of
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.publications import ZHANG
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error
+from theodolite.theory.outliers import typical_magnitude
+from theodolite.theory.unbiased import Jackknifed, ratio
 
 _outlier = partial(Column, "outliers")
 _massive = partial(_outlier, source=f"{ZHANG}, section 2")
+_COUNTED = ("massive", "massive_first")
 
 
 @gives(
@@ -31,41 +32,64 @@ _massive = partial(_outlier, source=f"{ZHANG}, section 2")
     ),
     _outlier("maximum", "The largest |x| of the text."),
     _outlier("maximum_first", "The largest |x| at position 0.", title="maximum, first token"),
-    _massive("massive", "Tokens with a massive activation in this dimension.", error=HALVES),
+    _massive("massive", "Tokens with a massive activation in this dimension.", error=LEFT_OUT),
     _massive(
         "massive_first",
         "First tokens with a massive activation in this dimension.",
         title="massive, first token",
-        error=HALVES,
+        error=LEFT_OUT,
     ),
     _massive("massive_contexts", "Contexts with at least one such token after the first."),
+    *(
+        Array(
+            f"outliers.{name}{WITHOUT}",
+            "(8, rows of outliers)",
+            f"`{name}` without each of 8 groups of contexts.",
+        )
+        for name in _COUNTED
+    ),
 )
-def outliers_table(outliers: State, means: State, leading: int = 1) -> pd.DataFrame:
-    """Tabulate each layer's dimensions that are outliers, or carry a massive activation.
+def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """Tabulate each layer's dimensions that are outliers, or carry a massive activation, from two accumulators.
 
-    Args:
-        outliers, means: states of `OutlierCounts` and `Means`.
-        leading: tokens apart before the others.
+    With the arrays of what the counts are without each group of contexts, as of all contexts.
     """
     sums = {name: outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS)}
-    tokens = means["readers"][:, :, leading:].sum(dim=(1, 2))
-    share = sums.pop("outlier") / tokens[:, None]
+    share = sums.pop("outlier") / outliers["tokens"].sum(dim=1, keepdim=True)
     notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in sums.values())]).any(dim=0)
     layer, dimension = rows = notable.nonzero(as_tuple=True)
     columns = {"layer": layer, "dimension": dimension, "share": share[rows]}
     columns |= {name: outliers[name][rows] for name in ("maximum", "maximum_first")}
     columns |= {name: count[rows].long() for name, count in sums.items()}
-    for name in ("massive", "massive_first"):
-        columns[f"{name}_se"] = _count_errors(outliers[name], means)[rows].double()
-    return table_of(columns)
-
-
-def _count_errors(counts: Tensor, means: State) -> Tensor:
-    """Compute standard errors (N, d) of counts of the whole corpus, in float32; NaN below eight contexts."""
     contexts = means["contexts"]
-    if not (contexts > 0).all():
-        return torch.full_like(counts.sum(dim=1), math.nan).float()
-    halves = balanced_halves()
-    of_halves = torch.einsum("hg,ngd->hnd", halves, counts.double())
-    scale = contexts.sum(dim=1, keepdim=True) / (contexts @ halves.T)
-    return half_sample_error(of_halves * scale.T.unsqueeze(2)).float()
+    total, known = contexts.sum(dim=1), (contexts > 0).all()
+    arrays = {}
+    for name in _COUNTED:
+        # Of all contexts: as many times the mean.
+        mean = ratio(outliers[name].transpose(0, 1), contexts.T[:, :, None])
+        count = Jackknifed(
+            *(values[..., layer, dimension] * total[layer] for values in (mean.value, mean.without))
+        )
+        count = Jackknifed(count.value, torch.where(known, count.without, torch.nan))
+        columns[f"{name}_se"] = count.error
+        arrays[f"outliers.{name}{WITHOUT}"] = count.without.float()
+    return table_of(columns), arrays
+
+
+@gives(
+    Array(
+        "typical_magnitude",
+        "(N, d)",
+        "Typical size of each dimension, exp E ln |x| over the tokens of the text.",
+    ),
+    Array(f"typical_magnitude{WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."),
+)
+def typical_sizes(outliers: State) -> dict[str, Tensor]:
+    """Compute the typical size of every dimension; without a group NaN below eight contexts."""
+    tokens = outliers["tokens"]
+    logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
+    without = torch.where((tokens > 0).all(), typical_magnitude(logs.without), torch.nan)
+    return {
+        "typical_magnitude": typical_magnitude(logs.value).float(),
+        f"typical_magnitude{WITHOUT}": without.float(),
+    }

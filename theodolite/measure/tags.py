@@ -12,12 +12,21 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT
-from theodolite.corpus.groups import GROUPS
-from theodolite.measure.column import SHARE, SIGNED, Array, Column, gives, head_places, table_of
+from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.measure.column import (
+    LEFT_OUT,
+    SHARE,
+    SIGNED,
+    WITHOUT,
+    Array,
+    Column,
+    gives,
+    head_places,
+    table_of,
+)
 from theodolite.measure.publications import ZHANG
-from theodolite.measure.ratios import difference, ratio
-from theodolite.measure.uncertainty import balanced_halves
 from theodolite.theory.outliers import MAD_TO_SD
+from theodolite.theory.unbiased import Jackknifed, combined, ratio
 
 KINDS = ("first", "later", "learned", "local")
 """Names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`."""
@@ -36,8 +45,6 @@ STRONGEST = 64
 TRACED_HEADS = "heads of a trace"
 """What declarations call the heads table of a trace."""
 
-_RATIO = "contexts, as that of a ratio of sums over them; empty where one context decides"
-
 
 def _tag_columns(table: str) -> tuple[Column, ...]:
     """Declare the columns that sinks and heads both have: where a tag lives."""
@@ -52,7 +59,7 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
             "(η²).",
             "Within contexts; empty where a sink catches every token or none.",
             f"{ZHANG}; η² is ours",
-            error=_RATIO,
+            error=LEFT_OUT,
             floor="tag_chance",
         ),
         share(
@@ -65,7 +72,7 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
         ),
         share("before", "η² in the residual stream that enters the head's block."),
         share("after", "η² in the residual stream that leaves the head's block."),
-        share("released", "The largest η² of all later layers.", error=_RATIO),
+        share("released", "The largest η² of all later layers.", error=LEFT_OUT),
         Column(table, "released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
         Column(
             table,
@@ -73,7 +80,7 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
             "`released` less `before`.",
             "Its error is for that layer alone; that it is the largest of several, the page of a trace accounts for.",
             range=SIGNED,
-            error=_RATIO,
+            error=LEFT_OUT,
         ),
         share("last", "η² in the last layer, before any final norm."),
     )
@@ -115,7 +122,8 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     turned = torch.cat(
         [_turned(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
     )
-    tagged = (sinks["caught"] * ratio(sinks["pairs"][:, HEAD_OUTPUT])[0]).nan_to_num(nan=-1.0)
+    between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
+    tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
     strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
     strongest = strongest[sinks["keys"][strongest, 0] == layer]
     of_strongest = w_o[sinks["keys"][strongest, 1].long()]
@@ -136,14 +144,16 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
 def _turned(
     by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
 ) -> Float[Tensor, " sinks"]:
-    """Compute the root mean square distance of halves' unit vectors from that of all contexts; lengths by `metric`.
+    """Compute the jackknife's error of each unit vector, over groups of contexts; lengths by `metric`.
 
-    A half differs from the whole by as much as the whole from the truth. NaN where a half has no direction.
+    NaN where without a group there is no direction.
     """
-    halves, whole = balanced_halves() @ by_group, by_group.sum(dim=1, keepdim=True)
-    product = ((halves @ metric) * whole).sum(dim=2)
-    lengths = [((vectors @ metric) * vectors).sum(dim=2) for vectors in (halves, whole)]
-    return (2 - 2 * product / (lengths[0] * lengths[1]).sqrt()).mean(dim=1).clamp_min(0).sqrt()
+    whole = by_group.sum(dim=1, keepdim=True)
+    without = whole - by_group
+    product = ((without @ metric) * whole).sum(dim=2)
+    lengths = [((vectors @ metric) * vectors).sum(dim=2) for vectors in (without, whole)]
+    distances = 2 - 2 * product / (lengths[0] * lengths[1]).sqrt()
+    return ((by_group.shape[1] - 1) * distances.mean(dim=1)).clamp_min(0).sqrt()
 
 
 _trace = partial(Column, "traces")
@@ -193,6 +203,14 @@ _trace = partial(Column, "traces")
         "the others.",
     ),
     Array("tag_by_group", "(≤ 64, 8, d)", "Of the first rows, the sums behind it by group of contexts."),
+    *(
+        Array(
+            f"traces.{name}{WITHOUT}",
+            "(8, rows of traces)",
+            f"`{name}` without each of 8 groups of contexts.",
+        )
+        for name in ("share", "tag", "released")
+    ),
     *_release_arrays("", "rows of traces"),
 )
 def traces(
@@ -202,8 +220,10 @@ def traces(
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
-    columns_of_tags, arrays = _tagged(sums)
-    sinks = sums["sinks"]
+    numbers, columns_of_tags, arrays = _tagged(sums, contexts)
+    sinks, in_contexts = sums["sinks"], sums["contexts"]
+    group = torch.bincount(Groups(contexts).of(torch.arange(contexts)), minlength=GROUPS)
+    numbers["share"] = ratio(in_contexts.T, group[:, None])
     direction = written["direction"]
     caught = sums["caught"] / (contexts * (length - 1))
     columns = {
@@ -212,8 +232,8 @@ def traces(
         "kind": [KINDS[k] for k in kind.tolist()],
         "token_id": token,
         "token": [text(t) if KINDS[k] in NAMED else "" for k, t in keys[:, 2:].tolist()],
-        "contexts": sums["contexts"].long(),
-        "share": sums["contexts"] / contexts,
+        "contexts": in_contexts.sum(dim=1).long(),
+        "share": numbers["share"].value,
         "position": sums["position"] / sinks,
         "received": sums["received"] / sinks,
         "caught": caught,
@@ -221,7 +241,7 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": written["direction_se"] if contexts >= GROUPS else torch.full_like(sinks, torch.nan),
+        "direction_se": torch.where(_known(contexts), written["direction_se"], torch.nan),
         "alignment": _cosine(direction, written["value"]),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
@@ -237,7 +257,11 @@ def traces(
     none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
     by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
     directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.float()}
-    return table.reset_index(drop=True), directions | sorted_arrays
+    without = {
+        f"traces.{name}{WITHOUT}": torch.where(_known(contexts), one.without[:, order], torch.nan).float()
+        for name, one in numbers.items()
+    }
+    return table.reset_index(drop=True), directions | without | sorted_arrays
 
 
 @gives(
@@ -258,7 +282,7 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
     """
     sums = part_of(state, "by_head")
     keys = sums["keys"].long()
-    columns_of_tags, arrays = _tagged(sums)
+    _, columns_of_tags, arrays = _tagged(sums, contexts)
     columns = {
         "layer": keys[:, 0],
         "head": keys[:, 1],
@@ -271,49 +295,57 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
     return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
 
 
-def _tagged(sums: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the columns of η² in the head's output and after it, and the arrays by residual layer, of a table."""
-    layers, pairs = sums["keys"][:, 0].long(), sums["pairs"]
-    before = pairs[torch.arange(len(layers)), 1 + layers].unsqueeze(1).expand_as(pairs)
-    eta, error = ratio(pairs)
-    chance = sums["chance"] / pairs[:, :, 1]
-    gain = [_from_entering(values, layers) for values in difference(pairs, before, sums["crossed"])]
+def _known(contexts: int) -> Tensor:
+    """Tell whether all groups have contexts: else no error is known."""
+    return torch.tensor(contexts >= GROUPS)
+
+
+def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], dict[str, Tensor]]:
+    """Compute `tag` and `released`, all columns of η² in the head's output and after it, and arrays by layer."""
+    layers = sums["keys"][:, 0].long()
+    rows = torch.arange(len(layers))
+    between, total = sums["squares"].transpose(0, 1).unbind(dim=3)
+    eta = ratio(between, total)
+    eta = Jackknifed(eta.value, torch.where(_known(contexts), eta.without, torch.nan))
+    chance = sums["chance"] / total.sum(dim=0)
     release = {
-        "release": _from_entering(eta, layers),
-        "release_se": _from_entering(error, layers),
+        "release": _from_entering(eta.value, layers),
+        "release_se": _from_entering(eta.error, layers),
         "release_chance": _from_entering(chance, layers),
     }
+    in_stream = release["release"]
+    later = torch.arange(in_stream.shape[1]) > layers[:, None]
+    best = torch.where(later, in_stream.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
+    tag, before, after, released, last = (
+        Jackknifed(eta.value[rows, place], eta.without[:, rows, place])
+        for place in (
+            torch.full_like(layers, HEAD_OUTPUT),
+            *(1 + HEAD_OUTPUT + layer for layer in (layers, layers + 1, best)),
+            torch.full_like(layers, eta.value.shape[1] - 1),
+        )
+    )
+    gain = combined(torch.sub, released, before)
     columns = {
-        "tag": eta[:, HEAD_OUTPUT],
-        "tag_se": error[:, HEAD_OUTPUT],
+        "tag": tag.value,
+        "tag_se": tag.error,
         "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["chance_of_runs"] / pairs[:, HEAD_OUTPUT, 1],
-        **_release_columns(release["release"], release["release_se"], gain, layers),
+        "tag_shifted": sums["chance_of_runs"] / total.sum(dim=0)[:, HEAD_OUTPUT],
+        "before": before.value,
+        "after": after.value,
+        "released": released.value,
+        "released_se": released.error,
+        "released_layer": torch.where(released.value.isnan(), -1, best),
+        "gain": gain.value,
+        "gain_se": gain.error,
+        "last": last.value,
     }
-    return columns, release
+    return {"tag": tag, "released": released}, columns, release
 
 
 def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
     """Return values by residual layer, NaN before the one that enters the row's block."""
     stream = values[:, 1 + HEAD_OUTPUT :]
     return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
-
-
-def _release_columns(release: Tensor, error: Tensor, gain: list[Tensor], layers: Tensor) -> dict[str, Tensor]:
-    """Return η² before the head, right after its block, at the most and how much more than before, and at the end."""
-    rows = torch.arange(len(layers))
-    later = torch.arange(release.shape[1]) > layers[:, None]
-    best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
-    return {
-        "before": release[rows, layers],
-        "after": release[rows, layers + 1],
-        "released": release[rows, best],
-        "released_se": error[rows, best],
-        "released_layer": torch.where(release[rows, best].isnan(), -1, best),
-        "gain": gain[0][rows, best],
-        "gain_se": gain[1][rows, best],
-        "last": release[:, -1],
-    }
 
 
 def _principal(moment: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

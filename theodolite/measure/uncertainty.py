@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float
 from scipy.linalg import hadamard
 from torch import Tensor
-from torch.nn import functional
 
-from theodolite.accumulate.means import decomposed
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
-from theodolite.measure.column import Array, gives
+from theodolite.measure.column import WITHOUT, Array, gives
 from theodolite.measure.position import SCREENOT_RANK, positions_read
 from theodolite.system.processor import parallel_map
 
@@ -43,79 +41,52 @@ def half_sample_error(values: Float[Tensor, "halves ..."]) -> Float[Tensor, " ..
 
 @gives(
     Array(
-        "outlier_share_by_group", "(N, 8, d)", "`outlier_share` of each of 8 groups of neighbouring contexts."
+        f"positional_directions{WITHOUT}",
+        "(8, N, ≤ 20, d)",
+        "Leading directions of the positional basis without each of 8 groups of contexts, in float16.",
     ),
-    Array(
-        "subspace_error",
-        "(N, ≤ 20)",
-        "How far sampling moves P's k leading directions: 1 − mean squared cosine of the angles between those of "
-        "halves and of all contexts.",
-    ),
-    Array("subspace_of_half", "(N, 7, ≤ 20, d)", "These directions of one half of each pair, in float16."),
 )
-def array_errors(
-    means: State, outliers: State, pos: Float[Tensor, "layers positions width"], leading: int = 1
+def positional_directions(
+    means: State, pos: Float[Tensor, "layers positions width"], leading: int = 1
 ) -> State:
-    """Compute the sampling errors of the arrays by balanced halves; NaN below eight contexts.
-
-    The shares of the groups have the mean of the corpus, up to what groups differ in size. `subspace_error` of k
-    directions, k at most `SCREENOT_RANK`, is 1 − ‖VᵀV′‖_F²/k of those of a half (′) and of all, in the mean of the
-    halves: a half differs from the whole by as much as the whole from the truth.
+    """Find the leading directions of the positional basis without each group of contexts; NaN below eight contexts.
 
     Args:
-        means, outliers, leading: as for `measure.geometry.pictures`.
+        means, leading: as for `measure.geometry.pictures`.
         pos: the positional basis of all contexts, as `decomposed_means` has it; positions behind the last are ignored.
     """
-    readers = means["readers"]
-    is_known = bool((means["contexts"] > 0).all())
-    halves = balanced_halves() if is_known else torch.ones(1, GROUPS, dtype=torch.float64)
-    known = 1.0 if is_known else math.nan
-    tokens = readers[:, :, leading:].sum(dim=2)
-    read = positions_read(means)
-    read_by = pos[:, :read], means["position_sum"][:, :, :read], readers[:, :, :read]
-    layers = [_subspaces(*layer, halves, leading) for layer in zip(*read_by, strict=True)]
-    errors, directions = zip(*layers, strict=True)
-    return {
-        "outlier_share_by_group": (outliers["outlier"] / tokens[:, :, None]).float(),
-        "subspace_error": torch.stack(errors) * known,
-        "subspace_of_half": torch.stack(directions) * known,
-    }
+    text = slice(leading, positions_read(means))
+    known = 1.0 if (means["contexts"] > 0).all() else math.nan
+    layers = [
+        _without_groups(*layer)
+        for layer in zip(
+            pos[:, text], means["position_sum"][:, :, text], means["readers"][:, :, text], strict=True
+        )
+    ]
+    return {f"positional_directions{WITHOUT}": torch.stack(layers, dim=1).half() * known}
 
 
-def _subspaces(
-    whole: Float[Tensor, "positions width"],
+def _without_groups(
+    basis: Float[Tensor, "positions width"],
     sums: Float[Tensor, "groups positions width"],
     readers: Float[Tensor, "groups positions"],
-    halves: Float[Tensor, "halves groups"],
-    leading: int,
-) -> tuple[Float[Tensor, " directions"], Float[Tensor, "pairs directions width"]]:
-    """Compute one layer's `subspace_error` and `subspace_of_half`; `whole`: all contexts' positional basis."""
-    basis = whole[leading:]
+) -> Float[Tensor, "groups directions width"]:
+    """Find one layer's leading directions without each group; `basis`: of all contexts."""
     most = min(SCREENOT_RANK, *basis.shape)
     # Of the smaller Gram matrix, as a start: its small eigenvalues are not exact.
-    start = torch.linalg.eigh(
-        basis @ basis.T if len(basis) < basis.shape[1] else basis.T @ basis
-    ).eigenvectors
+    is_wide = len(basis) < basis.shape[1]
+    start = torch.linalg.eigh(basis @ basis.T if is_wide else basis.T @ basis).eigenvectors
     start = start.flip(1)[:, : most + SPARE]
-    directions = leading_directions(basis, basis.T @ start if len(basis) < basis.shape[1] else start)
+    directions = leading_directions(basis, basis.T @ start if is_wide else start)
+    whole, all_readers = sums.sum(dim=0), readers.sum(dim=0)
 
-    def of_half(chosen: Float[Tensor, " groups"]) -> Tensor:
-        counts = chosen @ readers
-        _, pos, _ = decomposed(
-            torch.tensordot(chosen, sums, dims=1),
-            counts,
-            *(whole.new_zeros(2, 0, whole.shape[1]), whole.new_zeros(2, 0)),
-            slice(leading, len(whole)),
-        )
-        # Where all contexts of a half are short, it has the first positions only.
-        reached = slice(leading, min(len(whole), int((counts > 0).sum())))
-        found = leading_directions(pos[reached], directions)[:, :most]
-        return functional.pad(found, (0, most - found.shape[1])).T
+    def without(group: int) -> Tensor:
+        counts = all_readers - readers[group]
+        means = (whole - sums[group]) / counts.clamp_min(1)[:, None]
+        centred = means - counts @ means / counts.sum()
+        return leading_directions(centred[counts > 0], directions)[:, :most].T
 
-    found = torch.stack(parallel_map(of_half, list(halves)))
-    kept = (found @ directions[:, :most]).square().cumsum(1).cumsum(2).diagonal(dim1=1, dim2=2)
-    error = (1 - kept / torch.arange(1, most + 1)).mean(dim=0).clamp_min(0)
-    return error, found[: len(halves) // 2].half()
+    return torch.stack(parallel_map(without, list(range(len(sums)))))
 
 
 def leading_directions(

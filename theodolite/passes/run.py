@@ -65,9 +65,6 @@ SCHEMA_VERSION = 6
 
 ARRAYS = "arrays.safetensors"
 
-WITHOUT = ".without"
-"""Ending of an array (8, rows): what a column is without each of 8 groups of contexts, as TABLE.COLUMN.without."""
-
 TABLES = (
     *(
         "layers",

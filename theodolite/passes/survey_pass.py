@@ -49,8 +49,9 @@ class HeadsPass(CorpusPass):
         self.sample = self._choose_sample()
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
         self.inputs = SecondMoments(model.layers, model.attention_width)
+        examples = min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, length, min(self._examples, contexts), self.trailing, self.leading
+            model.layers, model.heads, length, contexts, examples, self.trailing, self.leading
         )
         self._tokens: Tokens | None = None
         self._left_out: Tensor | None = None

@@ -21,10 +21,11 @@ from theodolite.corpus.patches import PatchGrid, grid_described
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
+from theodolite.measure.column import WITHOUT
 from theodolite.measure.extra import Extra, extra_columns
-from theodolite.measure.heads import heads_that_are
+from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.models.weights.head_weights import EXACT
-from theodolite.passes.run import WITHOUT, Run
+from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
 
 
@@ -75,6 +76,9 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
             continue
         made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
+        if isinstance(made, tuple):
+            made, of_rows = made
+            arrays |= of_rows
         if isinstance(made, pd.DataFrame):
             tables[one.columns[0].table] = made
             continue
@@ -93,6 +97,8 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
         columns[table] |= values
     tables["layers"] = pd.DataFrame(_in_order("layers", columns))
     tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
+    for name in [name for name in arrays if name.startswith("heads.")]:
+        arrays[name] = arrays[name][:, head_rows(inputs["heads_of"])]
     return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
 
 
@@ -116,12 +122,11 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
     if not states.of("corpus"):
         return inputs
-    means, length = states.of("corpus.means"), facts.provenance["corpus"]["length"]
-    text = length - facts.trailing
+    length = facts.provenance["corpus"]["length"]
     mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means | {name: means[name][:, :, :text] for name in ("position_sum", "readers")},
+        "means": means_of_text(states, facts.trailing),
         "mu": mu,
         "pos": pos,
         "length": length,
@@ -181,6 +186,13 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
             [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
         ),
     )
+
+
+def means_of_text(states: States, trailing: int) -> State:
+    """Return the state of `Means` of the text that was read, without the special tokens behind it."""
+    means = states.of("corpus.means")
+    text = slice(means["readers"].shape[2] - trailing)
+    return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
 
 
 def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,8 +39,8 @@ from theodolite.passes.run import Run, describe_corpus, describe_model, describe
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
-_LayerCatch = tuple[Catches, tuple[Tensor, Tensor], dict[str, Tensor]]
-"""The catches of one layer in a context, their rows in the sums by sink and by head, and sums before their heads."""
+_LayerCatch = tuple[Catches, tuple[Tensor, Tensor]]
+"""The catches of one layer in a context, and their rows in the sums by sink and by head."""
 
 
 class TracePass(CorpusPass):
@@ -81,8 +81,7 @@ class TracePass(CorpusPass):
         refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
         catches_so_far = [
-            Catches.joined([catches for catches, _, _ in caught]) if caught else None
-            for caught in self._caught
+            Catches.joined([catches for catches, _ in caught]) if caught else None for caught in self._caught
         ]
 
         def work(part: slice) -> dict[str, Tensor] | None:
@@ -91,10 +90,8 @@ class TracePass(CorpusPass):
 
         for context, sums in enumerate(self._each(work)):
             if sums is not None:
-                _, rows, befores = zip(*self._caught[context], strict=True)
-                before = {name: torch.cat([of_layer[name].cpu() for of_layer in befores]) for name in sums}
-                sinks, heads = map(torch.cat, zip(*rows, strict=True))
-                self.tags.add_place((sinks, heads), 1 + layer, sums, before)
+                sinks, heads = map(torch.cat, zip(*(rows for _, rows in self._caught[context]), strict=True))
+                self.tags.add_place((sinks, heads), 1 + layer, sums, self._first + context)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention, and sum what its sinks catch and write."""
@@ -121,10 +118,11 @@ class TracePass(CorpusPass):
         for context, (_, catches, numbers) in enumerate(results):
             if numbers is not None:
                 sums, tag, before = numbers
-                rows = self.tags.update(layer, catches, self._ids[context], sums, self._first + context)
-                self.tags.add_place(rows, HEAD_OUTPUT, tag, before)
-                self.tags.add_place(rows, 1 + layer, before, before)
-                self._caught[context].append((catches, rows, before))
+                number = self._first + context
+                rows = self.tags.update(layer, catches, self._ids[context], sums, number)
+                self.tags.add_place(rows, HEAD_OUTPUT, tag, number)
+                self.tags.add_place(rows, 1 + layer, before, number)
+                self._caught[context].append((catches, rows))
         return torch.cat([output for output, _, _ in results])
 
     def _each(self, work: Any) -> list[Any]:

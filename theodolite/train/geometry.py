@@ -28,7 +28,7 @@ from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import residual_columns
-from theodolite.measure.heads import head_columns, heads_that_are
+from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state
@@ -422,11 +422,11 @@ def _geometry(
 ) -> Geometry:
     """Make a look's tables from the `LookSums` of all processes, and from `_spectra` if these were read."""
     attention, queries, residual = (part_of(sums, name) for name in ("attention", "queries", "residual"))
-    columns = head_columns(attention)
+    columns = with_errors(head_columns(attention))
     # A learned sink column is one more outcome beside the keys.
-    outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=1) > 0)[:, None]
+    outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=(1, 2)) > 0)[:, None]
     most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
-    contexts = attention["contexts"][:, None]
+    contexts = attention["contexts"].sum(dim=1, keepdim=True)
     own = {
         "largest_logit": attention["largest_logit"],
         "log_sum_exp": attention["log_sum_exp"] / attention["readers"].sum(dim=1, keepdim=True),
@@ -480,7 +480,9 @@ class LookSums(Hooks):
 
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
         contexts, self.length = tokens.ids.shape
-        self.attention_statistics = AttentionStatistics(model.layers, model.heads, self.length, examples=0)
+        self.attention_statistics = AttentionStatistics(
+            model.layers, model.heads, self.length, contexts, examples=0
+        )
         self.queries: list[State] = [{} for _ in range(model.layers)]
         self._heads = model.heads
         self.residual: list[State] = []
@@ -528,15 +530,10 @@ class LookSums(Hooks):
                 own[name] = own[name] + tensor
 
     def totals(self, ranks: Ranks, *, counts: bool) -> State:
-        """Add up the sums of all processes, leading with layers; this one's only if it `counts`.
-
-        The spread of entropies is one about a mean. So that of all processes is known first.
-        """
+        """Add up the sums of all processes, leading with layers; this one's only if it `counts`."""
         # Rows of tokens differ from process to process, and no column is made of them.
         state = self.attention_statistics.state()
         attention = {name: state[name] for name in state if not name.startswith("sink_tokens.")}
-        names = ("entropy_spread", "squared_lengths", "squared_entropy")
-        spread, weight, weighted = (attention[name] for name in names)
         parts = {"attention": attention}
         for part, layers in (("queries", self.queries), ("residual", self.residual)):
             some = next(layer for layer in layers if layer)
@@ -547,10 +544,7 @@ class LookSums(Hooks):
             }
         maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
         own = {name: t if counts or name in maxima else 0 * t for name, t in joined(parts).items()}
-        sums = ranks.totals(own, maxima)
-        whole = sums["attention.squared_entropy"] / sums["attention.squared_lengths"][:, None]
-        between = weight[:, None] * (weighted / weight[:, None] - whole).square()
-        return sums | ranks.totals({"attention.entropy_spread": (spread + between) * counts})
+        return ranks.totals(own, maxima)
 
 
 def query_sums(inputs: AttentionInputs) -> State:

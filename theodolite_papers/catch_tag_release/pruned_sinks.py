@@ -26,7 +26,6 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import FAILS, all_of, mix_of
-from theodolite.measure.ratios import ratio_by_context
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
@@ -40,6 +39,7 @@ from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
+from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.averaging import error_of_ratio
 from theodolite_papers.experiment import Outcome, Study, declared
 
@@ -119,8 +119,8 @@ def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
 
 def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
     b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
-    value, error = ratio_by_context(b, t)
-    return float(value), float(error)
+    kept = ratio(b, t)
+    return float(kept.value), float(kept.error)
 
 
 def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
