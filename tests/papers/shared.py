@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from theodolite.judging import Verdict
-from theodolite.passes.run import WITHOUT, Run
+from theodolite.measure.column import WITHOUT
+from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
 from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import Outcome
