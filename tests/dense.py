@@ -156,26 +156,32 @@ def _lengths(inner: np.ndarray, farthest: float) -> tuple[np.ndarray, np.ndarray
 def _frequencies(
     name: str, p: np.ndarray, scales: np.ndarray, grid: tuple[int, int] | None
 ) -> dict[str, float]:
-    groups, length, _ = p.shape
+    rows = p * scales[:, None, :, None]
+    return {f"{name}_{k}": share for k, share in shares_of_frequencies(rows, rows, grid).items()}
+
+
+def shares_of_frequencies(
+    left: np.ndarray, right: np.ndarray, grid: tuple[int, int] | None = None
+) -> dict[int, float]:
+    """Shares of the energy of A Bᵀ in its lowest frequencies; (G, T, d) of each group, or so for each use of groups."""
+    groups, length = left.shape[-3:-1]
+    left, right = (np.broadcast_to(side, (groups + 1, *side.shape[-3:])) for side in (left, right))
     sizes = grid or (length,)
     cutoffs = (1, 3, 5, 10)
     values = []
-    for use, scale in zip((None, *range(groups)), scales, strict=True):
-        some = p if use is None else np.delete(p, use, axis=0)
-        rows = some * scale[:, None]
-        products = np.einsum("atd,bsd->abts", rows, rows).reshape(len(rows), len(rows), *sizes, *sizes)
+    for use in range(groups + 1):
+        a, b = (np.delete(side[use], use - 1, axis=0) if use else side[use] for side in (left, right))
+        products = np.einsum("atd,bsd->abts", a, b).reshape(len(a), len(a), *sizes, *sizes)
         spectra = dctn(products, type=2, norm="ortho", axes=range(2, products.ndim))
         energies = []
         for k in (length, *cutoffs):
-            corner = spectra[(..., *[slice(k)] * (2 * len(sizes)))].reshape(len(rows), len(rows), -1)
+            corner = spectra[(..., *[slice(k)] * (2 * len(sizes)))].reshape(len(a), len(a), -1)
             energies.append(_over_groups(np.einsum("abi,dci->abcd", corner, corner), 4))
         values.append(energies)
     whole, *corners = np.array(values).T
     above = whole[0] > 2 * _error(whole[1:])
     shares = [_corrected(corner[0] / whole[0], corner[1:] / whole[1:]) for corner in corners]
-    return {
-        f"{name}_{k}": float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)
-    }
+    return {k: float(share) if above else math.nan for k, share in zip(cutoffs, shares, strict=True)}
 
 
 def context_columns(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -51,10 +51,10 @@ def _answer(row: dict[str, Any], rows: list[dict[str, Any]], strict: bool) -> st
     parts = [
         _answer(inner, rows, strict) for inner in rows if inner["place"].rpartition(".")[0] == row["place"]
     ]
-    if not parts:
-        return answer_of(row, strict=strict) if row["side"] else "not testable here"
     if row["withheld"]:
         return "not decided"
+    if not parts:
+        return answer_of(row, strict=strict) if row["side"] else "not testable here"
     holding, failing = parts.count("holds"), parts.count("fails")
     match row["rule"]:
         case "number":

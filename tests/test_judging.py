@@ -29,6 +29,7 @@ from theodolite.judging import (
     all_hold,
     all_of,
     combined,
+    contexts_needed,
     judge,
     mix_of,
     opposite_of,
@@ -227,6 +228,34 @@ def test_what_is_negligible_moves_the_line():
     gain = Criterion("more than", 0.0, "a test", 1.0)
     for value, expected in ((2.1, HOLDS), (1.5, UNDECIDED), (0.5, UNDECIDED), (-0.1, FAILS), (-5.0, FAILS)):
         assert judge("", "", Estimate(value, 0.5, MANY, "trials"), gain).answer == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "needed"),
+    [
+        ([0.2], 0.1, 22),  # t of 7 degrees of freedom is 2.365: (2.365 · 0.1 / 0.2)² · 16
+        ([0.09], 0.1, None),  # nobody knows on which side it lies
+        # Three of four, of which the least decides; two intervals share the 5 %.
+        ([0.15, 0.3, 0.3, -0.05], 0.1, 57),
+        ([0.15, 0.3, -0.3, -0.2], 0.1, None),  # as many on either side
+    ],
+)
+def test_so_many_contexts_decide_what_few_do_not(values, error, needed):
+    """Oracle: the verdict itself, at an error that falls as one over the root of the contexts."""
+    criterion = Criterion("more than", 0.0, "ours")
+
+    def at(contexts: float) -> Verdict:
+        errors = np.full(len(values), error * math.sqrt(16 / contexts))
+        layers = Estimates(np.array(values), errors, 8, "groups of contexts")
+        return judge("", "", layers.at(0) if len(values) == 1 else layers, criterion)
+
+    said = contexts_needed(at(16), 16)
+    assert said == (f"about {needed} contexts would" if needed else "")
+    if needed:
+        assert at(1.05 * needed).answer == HOLDS
+        assert at(0.95 * needed).answer == UNDECIDED
+    alone = Estimate(0.2, 0.1, 8, "seeds")
+    assert contexts_needed(judge("", "", alone, criterion), 16) == ""
 
 
 @pytest.mark.parametrize("contexts", [2, 3, 8, 9, 64, 100])

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats
+from theodolite.estimates import INTERVAL, Estimate, Estimates, Floats, sigmas
 from theodolite.system.wording import number
 
 Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"]
@@ -33,6 +33,7 @@ UNTESTABLE: Answer = "not testable here"
 OPEN = (UNDECIDED, UNTESTABLE)
 
 NO_ERROR = "not decided: its standard error is not known"
+NO_NUMBER = "no number in this run"
 
 
 Rule = Literal["number", "most", "all", "mixed", "not", ""]
@@ -56,9 +57,14 @@ class Judged:
     of: str
     kind: Kind
     looks: int
-    side: str
+    side: Side
     limit: float
     negligible: float
+
+    @property
+    def criterion(self) -> Criterion:
+        """The criterion, whose source the claim has."""
+        return Criterion(self.side, self.limit, "", self.negligible)
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,7 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
     if not isinstance(estimate, Estimate):
         estimate = Estimate(estimate)
     if not math.isfinite(estimate.value):
-        return untestable(claim, f"{what}: no number in this run; {criterion}")
+        return untestable(claim, f"{what}: {NO_NUMBER}; {criterion}")
     evidence = f"{what}: {estimate}; {criterion}"
     if estimate.n == 1:
         return untestable(claim, f"{evidence}; an interval needs two {estimate.of} or more")
@@ -188,7 +194,7 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
     values, margins = np.where(np.isfinite(layers.values), layers.values, np.nan), layers.shared_margins
     known = np.isfinite(values)
     if not known.any():
-        return untestable(claim, f"{what}: no number in this run; {criterion}")
+        return untestable(claim, f"{what}: {NO_NUMBER}; {criterion}")
     if layers.n == 1 and layers.errors is not None:
         return untestable(claim, f"{what}; {criterion}; an interval needs two {layers.of} or more")
     holds, fails = criterion.decided(values, margins)
@@ -244,6 +250,28 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
         return verdict
     evidence = f"{verdict.evidence}; {explanation}"
     return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=explanation)
+
+
+def contexts_needed(verdict: Verdict, contexts: int) -> str:
+    """Say how many contexts would decide what so many do not, "about 300 contexts would"; empty where nobody knows.
+
+    For a number of the size seen, whose error falls as one over the root of the contexts. One within a standard error
+    of its criterion may be on either side of it, and one whose error rests on other things needs more of those.
+    """
+    rows = [part for part in verdict.parts if isinstance(part, Judged)]
+    of_contexts = contexts > 0 and all(row.of.endswith("contexts") for row in rows)
+    if verdict.answer != UNDECIDED or verdict.withheld or not of_contexts:
+        return ""
+    sides: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        beyond = float(row.criterion.beyond(row.value))
+        if abs(beyond) > row.error:
+            sides[beyond > 0].append((float(sigmas(row.n, row.looks)) * row.error / beyond) ** 2)
+    for times in sides.values():
+        if 2 * len(times) > len(rows):  # all of one number, more than half of several
+            needed = max(1.0, sorted(times)[len(rows) // 2]) * contexts
+            return f"about {number(float(f'{needed:.2g}'))} contexts would"
+    return ""
 
 
 def most(answers: Sequence[Answer]) -> Answer:

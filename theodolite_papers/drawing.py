@@ -464,9 +464,12 @@ def factorisation(
     levels: Floats,
     measured: Mapping[str, tuple[Floats, Floats]],
     bound: tuple[Floats, Floats],
-    marks: Mapping[str, float],
+    here: tuple[str, float],
 ) -> go.Figure:
-    """Draw Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed)."""
+    """Draw Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
+
+    here: name and incoherence of the model; one that is at the noise floor is not drawn.
+    """
     low = min(float(means.min()) for means, _ in measured.values()) / 2
     shown: list[tuple[Line, Floats, Floats, Floats | None]] = [
         (Line(name, colour, marker=8), levels, means, errors)
@@ -474,11 +477,12 @@ def factorisation(
     ]
     informative = bound[1] <= LARGEST_ERROR
     shown.append((Line("bound", style.GREY, "dash", 1.6), bound[0][informative], bound[1][informative], None))
-    for (name, value), dash in zip(marks.items(), ("solid", "dot"), strict=True):
-        vertical = np.full(2, value), np.array([low, LARGEST_ERROR])
-        shown.append((Line(name, style.GREEN, dash, 1.6), *vertical, None))
+    name, incoherence = here
+    if incoherence > 0:
+        vertical = np.full(2, incoherence), np.array([low, LARGEST_ERROR])
+        shown.append((Line(name, style.GREEN, width=1.6), *vertical, None))
     lines, x, values, errors = zip(*shown, strict=True)
-    ends = [math.log10(end(*levels, *marks.values())) for end in (min, max)]
+    ends = [math.log10(end(*levels, incoherence if incoherence > 0 else levels[0])) for end in (min, max)]
     axes: dict[str, Any] = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
     axes["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
     titles = "incoherence", "relative error of the kernel"

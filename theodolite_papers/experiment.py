@@ -17,13 +17,13 @@ from theodolite.corpus.groups import halves
 from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
 from theodolite.estimates import SIGMAS, Estimate, Estimates
-from theodolite.judging import Answer, Criterion, Verdict, independent, judge, untestable
+from theodolite.judging import Answer, Criterion, Verdict, contexts_needed, independent, judge, untestable
 from theodolite.measure.publications import BAO as BAO
 from theodolite.measure.publications import SONG as SONG
 from theodolite.measure.publications import ZHANG as ZHANG
 from theodolite.models.prompts import Focus
 from theodolite.passes.run import SCHEMA_VERSION, describe_model, versions
-from theodolite.report.data import array, column
+from theodolite.report.data import array
 from theodolite.report.exhibit import Choice
 from theodolite.report.exhibit import by_layer as by_layer
 from theodolite.report.exhibit import by_name as by_name
@@ -40,6 +40,7 @@ class Outcome(PageOutcome):
     """An experiment's outcome; captions, claims and criteria are those of its declaration in `experiments.toml`."""
 
     declared: Declaration = field(default_factory=lambda: Declaration("", "", "", ""))
+    contexts: int = 0  # that the numbers are of
     judged: set[str] = field(default_factory=set)  # the names of claims that were given a verdict
 
     def draw(self, key: str, figure: go.Figure | Choice, caption: str = "", **values: object) -> None:
@@ -72,7 +73,10 @@ class Outcome(PageOutcome):
         estimate = share_of_heads(number, criterion) if isinstance(number, Sequence) else number
         claim, what = self.sentence(key, **values), self.sentence(key, "what", **values)
         verdict = judge(claim, what, estimate, criterion)
-        return replace(verdict, evidence=verdict.evidence + self._claim(key).get("more", "").format(**values))
+        evidence = verdict.evidence + self._claim(key).get("more", "").format(**values)
+        if needed := contexts_needed(verdict, self.contexts):
+            evidence += f"; {needed}"
+        return replace(verdict, evidence=evidence)
 
     def judge(self, key: str, number: Number | Sequence[bool], /, **values: Any) -> Verdict:
         """Show the `verdict` on a claim."""
@@ -225,7 +229,8 @@ class Study:
         if experiment.name not in self._outcomes:
             for need in experiment.declared.needs:
                 self._require(need, experiment.name)
-            outcome = Outcome(declared=experiment.declared)
+            contexts = (self.provenance.get("corpus") or {}).get("contexts", 0)
+            outcome = Outcome(declared=experiment.declared, contexts=contexts)
             experiment.fill(self, outcome)
             self._outcomes[experiment.name] = outcome
         return self._outcomes[experiment.name]
@@ -304,8 +309,9 @@ class Study:
                     "(a folder of files, or rows with a column label or topic)"
                 )
         else:
-            value = array(self.run, what) if kind == "arrays" else column(getattr(self.run, kind), what)
-            if value is None:
+            # A column without a number is there: it is at the noise floor.
+            there = array(self.run, what) is not None if kind == "arrays" else what in getattr(self.run, kind)
+            if not there:
                 raise UsageError(f"{name} needs {what!r}, which this run lacks: survey the model on a text")
 
 

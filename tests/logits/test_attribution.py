@@ -79,7 +79,7 @@ def table(planted):
     middle = positions[1:].mean(0)
     mean, pos = middle + tokens.mean(0), positions - middle
     scores = pattern_scores_of(planted, POSITIONS)
-    table, refused = attributed(planted, scores, mean.expand(2, -1), pos.expand(2, -1, -1))
+    table, refused = attributed(planted, scores, mean.expand(2, 2, -1), pos.expand(2, 2, -1, -1))
     assert not refused
     return table
 
@@ -122,7 +122,8 @@ def test_every_family_is_attributed(family, opened):
     model = opened(family)
     scores = pattern_scores_of(model, 32)
     assert scores.shape == (3, 3, 4)
-    mean, pos = torch.zeros(4, 32), 0.1 * torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(0))
+    mean = torch.zeros(2, 4, 32)
+    pos = 0.1 * torch.randn(2, 4, 32, 32, generator=torch.Generator().manual_seed(0))
     table, refused = attributed(model, scores, mean, pos)
     assert not refused
     assert set(table["pattern"]) == set(PATTERNS)
@@ -135,7 +136,7 @@ def test_where_nothing_can_be_repeated_there_are_no_rows(opened):
     model = opened("gpt2")
     scores = pattern_scores_of(model, 3)
     assert scores.isnan().all()
-    table, refused = attributed(model, scores, torch.zeros(4, 32), torch.zeros(4, 3, 32))
+    table, refused = attributed(model, scores, torch.zeros(2, 4, 32), torch.zeros(2, 4, 3, 32))
     assert table.empty
     assert list(table.columns) == COLUMNS
     assert not refused

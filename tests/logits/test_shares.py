@@ -10,25 +10,44 @@ from torch import nn
 from tests.logits.conftest import LENGTH
 from theodolite import Corpus, constituents
 from theodolite.logits.shares import SPLIT_CONTEXTS, sample_of
+from theodolite.measure.constituents import Constituents
 from theodolite.models import open_model
 from theodolite.passes.survey import survey
-from theodolite.theory.decomposition import PARTS
+from theodolite.theory.decomposition import PARTS, Decomposition
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2", "qwen3"])
 def test_shares_of_a_survey_are_those_of_its_contexts(family, opened, corpus, surveyed):
-    """Oracle: the public constituents of the sampled contexts, whole matrices, by definition in numpy."""
-    model, run = opened(family), surveyed(family)
-    sample = corpus.contexts[sample_of(corpus, 0)]
-    assert len(sample) == SPLIT_CONTEXTS == run.provenance["counts"]["split_contexts"]
+    """Oracle: the public constituents of the sampled contexts, whole matrices, by definition in numpy; their queries
+    around the means of the next group of contexts, their keys around those of the one after.
+    """
+    model, run, layer = opened(family), surveyed(family), 1
+    chosen = sample_of(corpus, 0)
+    assert len(chosen) == SPLIT_CONTEXTS == run.provenance["counts"]["split_contexts"]
     assert run.provenance["constituents_refused"] == {}
-    layer = 1
-    split = constituents(model, sample, layer, decomposition=run)
-    logits = torch.cat([split.logits.flatten(2, 3), split.additive[:, :, None]], dim=2).numpy()
-    visible = split.visible.numpy()
+    group = torch.arange(len(corpus.contexts)) * 8 // len(corpus.contexts)
+    assert sorted(group[chosen].tolist()) == list(range(8))
+    with torch.no_grad():
+        hidden = model.hf(corpus.contexts, output_hidden_states=True).hidden_states[layer].double()
+
+    def split_around(context: int, of: int) -> Constituents:
+        position = hidden[group == of % 8].mean(0)
+        mean = position[1:].mean(0)
+        nothing = torch.zeros(2, *position.shape, dtype=torch.float64)
+        around = Decomposition(mean, position - mean, nothing[:1, 0], nothing)
+        return constituents(model, corpus.contexts[context], layer, decomposition=around)
+
+    sides = [[split_around(c, int(group[c]) + step) for c in chosen.tolist()] for step in (1, 2)]
+    query = torch.cat([split.query for split in sides[0]], dim=1)
+    key = torch.cat([split.key for split in sides[1]], dim=1)
+    first = sides[0][0]
+    logits = torch.einsum("achid,bchjd->chabij", query, key) * first.inputs.scaling
+    additive = torch.stack([split.additive for split in sides[0]])
+    logits = torch.cat([logits.flatten(2, 3), additive[:, :, None]], dim=2).numpy()
+    visible = torch.stack([split.visible for split in sides[0]]).numpy()
     for head in range(model.heads):
         shares, total = np.zeros(26), 0.0
-        for context in range(len(sample)):
+        for context in range(len(chosen)):
             for i in range(1, LENGTH):
                 seen = visible[context, head, i].copy()
                 seen[0] = False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from tests.accumulate.test_attention import KINDS, make
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.measure.constituents import Constituents, ShareSums, share_sums
-from theodolite.theory.decomposition import PARTS
+from theodolite.measure.constituents import Constituents, ShareSums, grouped, share_sums
+from theodolite.theory.decomposition import PARTS, decompose_by_groups
+from theodolite.theory.unbiased import Jackknifed
 
 BATCH, HEADS, LENGTH, WIDTH = 3, 4, 150, 8
 
@@ -57,7 +61,7 @@ def _dense_shares(query, key, inputs, head: int) -> tuple[np.ndarray, float]:
 def test_shares_equal_the_dense_computation(kind):
     """Oracle: numpy on whole matrices."""
     query, key, inputs = _split(kind)
-    shares, additive = share_sums(query, key, inputs).shares()
+    shares, additive = (of.value for of in share_sums(query, key, inputs).shares())
     for head in range(HEADS):
         expected, expected_additive = _dense_shares(query, key, inputs, head)
         np.testing.assert_allclose(shares[head], expected, rtol=1e-9, atol=1e-12)
@@ -71,19 +75,65 @@ def test_standard_errors_are_the_jackknifes():
     products = torch.randn(6, 2, 5, 5, generator=generator, dtype=torch.float64)
     total = torch.rand(6, 2, generator=generator, dtype=torch.float64) + 1
     additive = torch.randn(6, 2, generator=generator, dtype=torch.float64)
-    got, got_additive = ShareSums(products, additive, total).standard_errors()
+    got, got_additive = (of.error for of in ShareSums(products, additive, total).shares())
     p, t = products.numpy(), total.numpy()
     left = np.stack([np.delete(p, i, 0).sum(0) / np.delete(t, i, 0).sum(0)[:, None, None] for i in range(6)])
     np.testing.assert_allclose(got, np.sqrt(5 / 6 * ((left - left.mean(0)) ** 2).sum(0)), rtol=1e-12)
-    even = ShareSums(products, additive, torch.ones_like(total)).standard_errors()[1]
+    even = ShareSums(products, additive, torch.ones_like(total)).shares()[1].error
     np.testing.assert_allclose(even, additive.numpy().std(0, ddof=1) / np.sqrt(6), rtol=1e-12)
     assert got_additive.shape == (2,)
 
 
 def test_one_context_has_no_standard_error_and_even_logits_no_shares():
     sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
-    assert all(error.isnan().all() for error in sums.standard_errors())
-    assert all(share.isnan().all() for share in sums.shares())
+    assert all(of.value.isnan().all() and of.error.isnan().all() for of in sums.shares())
+
+
+def test_noise_of_means_adds_nothing_to_shares_and_intervals_cover():
+    """Oracle: the shares with the planted mean and pos, of 2,000 contexts. Of 16 contexts eight are split, one of each
+    group, around the means of the next two groups: content that attends to its like would pass for position else.
+    """
+    length, width = 24, 24
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    time = torch.arange(length, dtype=torch.float64)[:, None] / length
+    pos = torch.cos(torch.pi * time * torch.tensor([1.0, 2.0, 3.0])).double() @ draw(3, width) / 2
+    pos[1:] -= pos[1:].mean(0)
+    mean, w_q = draw(width), draw(width, 8) / 5
+    w_k = w_q / 2 + draw(width, 8) / 15
+
+    def contexts(count: int) -> torch.Tensor:
+        return mean + pos + 0.7 * draw(count, 1, width) + 1.5 * draw(count, length, width)
+
+    def split(h, means, positions, groups) -> ShareSums:
+        parts = decompose_by_groups(h, means, positions, *groups)
+        sides = []
+        for w, group in zip((w_q, w_k), groups, strict=True):
+            own = parts.mean[group][:, None].expand_as(h), parts.pos[group]
+            level = (parts.level - parts.mean[group])[:, None].expand_as(h)
+            every = (*own, level, parts.resid(group, len(h)), torch.zeros_like(h))
+            sides.append(torch.stack([(part @ w)[:, None] for part in every]))
+        inputs = AttentionInputs(sides[0].sum(0), sides[1].sum(0), sides[1].sum(0), 0.35, causal=True)
+        return share_sums(*sides, inputs)
+
+    one = torch.zeros(2000, dtype=torch.int64)
+    truth = split(contexts(2000), mean[None], pos[None], (one, one)).shares()[0].value
+    names = ("position", "context", "cross", "pos-pos", "cvec-cvec")
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(200):
+        h = contexts(16)
+        rows = h.unflatten(0, (8, 2)).mean(1)
+        means = rows[:, 1:].mean(1)
+        turn = torch.arange(8)
+        sums = split(h[::2], means, rows - means[:, None], ((turn + 1) % 8, (turn + 2) % 8))
+        of_pairs = sums.shares()[0]
+        value, without = grouped(of_pairs.value), grouped(of_pairs.without)
+        for name in names:
+            found[name].append((float(value[name]), float(Jackknifed(value[name], without[name]).error)))
+    for name in names:
+        value, error = np.array(found[name]).T
+        expected = float(grouped(truth)[name])
+        assert abs(value.mean() - expected) < 0.1 * error.mean() + 2.5 * value.std() / len(value) ** 0.5, name
+        assert 0.9 <= (abs(value - expected) <= 2.365 * error).mean() <= 0.99, name
 
 
 @pytest.mark.parametrize("groups", [{"a": PARTS[:4]}, {"a": PARTS, "b": ["pos"]}, {"a": [*PARTS, "x"]}])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from theodolite.judging import Verdict
+from theodolite.passes.run import WITHOUT, Run
+from theodolite.theory.unbiased import Jackknifed
 from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import Outcome
 
@@ -42,3 +46,14 @@ def verdicts_of(
 def answers(of: Outcome | list[Verdict]) -> list[str]:
     """Of the verdicts of an outcome."""
     return [verdict.answer for verdict in (of.verdicts if isinstance(of, Outcome) else of)]
+
+
+def changed(run: Run, **columns: object) -> Run:
+    """The run with other columns of layers, and what they are without each group of contexts, by their errors."""
+    layers = run.layers.assign(**columns)
+    arrays = dict(run.arrays)
+    for name in layers.columns:
+        if f"{name}_se" in layers:
+            value, error = (torch.tensor(layers[each].to_numpy(float)) for each in (name, f"{name}_se"))
+            arrays[f"layers.{name}{WITHOUT}"] = Jackknifed.constant(value, 8).about(value, error).without
+    return replace(run, layers=layers, arrays=arrays)

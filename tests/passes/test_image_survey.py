@@ -118,12 +118,13 @@ def test_frequencies_are_those_of_the_plane(measured):
 def test_frequencies_of_a_heads_logits_are_those_of_the_plane(measured):
     weights = measured.model.head_weights(0)
     patches = measured.hidden[0, :, measured.leading :]
-    p = patches.mean(axis=0) - patches.mean(axis=(0, 1))
+    group = np.arange(len(patches)) * 8 // len(patches)
+    p = np.stack([patches[group == g].mean(axis=0) for g in range(8)])
+    p -= p.mean(axis=1, keepdims=True)
     for head in range(2):
-        w = (weights.w_q[head].double() @ weights.w_k[head].double().T).numpy()
-        energy = np.square(dctn((p @ w @ p.T).reshape(4, 4, 4, 4), type=2, norm="ortho"))
+        query, key = (p @ w[head].double().numpy() for w in (weights.w_q, weights.w_k))
         row = measured.run.heads.iloc[head]
-        close(row["pwp_low_frequency_3"], energy[:3, :3, :3, :3].sum() / energy.sum())
+        close(row["pwp_low_frequency_3"], dense.shares_of_frequencies(query, key, (4, 4))[3])
 
 
 def test_heads_do_what_the_eager_model_does(measured):

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
+from theodolite.measure.catalogue import declared
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import SCHEMA_VERSION, Run
 
@@ -47,12 +48,22 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
     run = replace(
         run,
         layers=_with_errors(_with_clusters(run.layers)),
+        massive=_massive(),
+        with_massive=run.layers.reindex([1, 2], columns=list(declared("with_massive"))).assign(
+            relative_norm=0.01
+        ),
         heads=_with_positional(run.heads.assign(**_coarse_shares(parts), **scores), seed),
         outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
         constituents=parts,
         attribution=_attribution(blocks, heads),
     )
     return with_groups(run)
+
+
+def _massive() -> pd.DataFrame:
+    """A token with a hostile text that is massive in layers 1 and 2, and a smaller one in layer 2."""
+    rows = [(1, 4, 3, HOSTILE[0], 7, -900.0), (2, 4, 3, HOSTILE[0], 7, 800.0), (2, 5, 1, " =", 7, 300.0)]
+    return pd.DataFrame(rows, columns=["layer", "context", "position", "token", "dimension", "value"])
 
 
 def with_groups(run: Run, **errors: float) -> Run:
@@ -121,18 +132,21 @@ def _layers(layers: int) -> pd.DataFrame:
         {
             "layer": range(layers),
             "rank": np.round(14 - 5 * depth).astype(int),
+            "rank_screenot": np.round(16 - 5 * depth).astype(int),
             "stable_rank": 2 + 0.2 * np.sin(5 * depth),
             "relative_norm": 0.97 - 0.8 * depth**3,
+            "relative_norm_floor": np.full(layers, 0.05),
+            "position_energy": 0.5 - 0.4 * depth,
             "low_frequency_1": 0.4 + 0.05 * depth,
             "low_frequency_3": 0.9 + 0.05 * depth,
             "low_frequency_5": 0.96 + 0.02 * depth,
             "low_frequency_10": 0.98 + 0.015 * depth,
             **{f"pp_low_frequency_{cutoff}": 0.9 + 0.01 * cutoff - 0.05 * depth for cutoff in CUTOFFS},
             "incoherence_mean": 0.04 + 0.03 * depth,
-            "incoherence_max": 0.2 + 0.1 * depth,
             "incoherence_random": np.full(layers, 0.03),
             "similarity_within": 0.3 + 0.2 * depth,
             "similarity_between": 0.1 + 0.05 * depth,
+            "similarity_random": 0.12 + 0.05 * depth,
             "norm": 4 * np.exp(3 * depth),
             "norm_first": 4 * np.exp(3 * depth) * np.where((depth > 0.2) & (depth < 0.95), 20, 1),
             "cosine_previous": np.concatenate([[np.nan], np.linspace(0.4, 0.95, layers - 1)]),
@@ -146,9 +160,7 @@ def _layers(layers: int) -> pd.DataFrame:
 
 def _with_clusters(layers: pd.DataFrame) -> pd.DataFrame:
     depth = np.linspace(0, 1, len(layers))
-    return layers.assign(
-        silhouette=0.1 + 0.3 * depth, cluster_ari=0.2 + 0.6 * depth, incoherence_max_random=0.15
-    )
+    return layers.assign(silhouette=0.1 + 0.3 * depth, cluster_ari=0.2 + 0.6 * depth)
 
 
 def _with_errors(layers: pd.DataFrame) -> pd.DataFrame:

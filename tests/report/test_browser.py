@@ -184,7 +184,7 @@ def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
     assert tab.locator("#head-title").text_content() == "One head: L1H0"
     tab.locator("#figure-rank details.numbers summary").click()
     tab.locator("#figure-rank .numbers tbody td").first.wait_for()  # it is filled after the click
-    caption = tab.locator("#figure-rank caption", has_text="this model")
+    caption = tab.locator("#figure-rank caption", has_text="replicated")
     cells = caption.locator("xpath=..").locator("tbody td").all_text_contents()
     assert [float(cell) for cell in cells[0::2]] == run.layers["layer"].tolist()
     assert [float(cell) for cell in cells[1::2]] == run.layers["rank"].tolist()

@@ -61,7 +61,7 @@ def test_the_map_of_every_measure_shows_the_column(run: Run) -> None:
 
 
 def test_curves_are_the_layer_table(run: Run) -> None:
-    curve = next(trace for trace in figures.rank(run).data if trace.name == "this model")
+    curve = next(trace for trace in figures.rank(run).data if trace.name == "replicated")
     assert list(curve.y) == run.layers["rank"].tolist()
     assert list(curve.x) == run.layers["layer"].tolist()
     assert list(curve.error_y.array) == run.layers["rank_se"].tolist()
@@ -74,6 +74,25 @@ def test_curves_are_the_layer_table(run: Run) -> None:
     other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
     limit = figures.head_entropy(other).data[1]  # every query sees every key
     np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("figure", "floor"),
+    [
+        ("relative_norm", "relative_norm_floor"),
+        ("incoherence", "incoherence_random"),
+        ("similarity", "similarity_random"),
+    ],
+)
+def test_declared_noise_floors_are_drawn_and_what_is_at_one_says_so(
+    run: Run, figure: str, floor: str
+) -> None:
+    (drawn,) = (trace for trace in getattr(figures, figure)(run).data if trace.name == "noise floor")
+    np.testing.assert_allclose(drawn.y, run.layers[floor], rtol=1e-6)
+    assert drawn.line.dash == "dash"
+    low = replace(run, layers=run.layers.assign(relative_norm=[0.9, 0.04, -0.1, 0.2]))
+    (curve,) = (trace for trace in figures.relative_norm(low).data if trace.name == "this model")
+    assert [text == "at the noise floor" for text in curve.customdata] == [False, True, True, False]
 
 
 def keys_of(run: Run) -> set[str]:

@@ -11,8 +11,10 @@ from rich.console import Console
 
 from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_page import Reader
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import TABLES, Run
-from theodolite.report.health import Check, in_a_line
+from theodolite.report.findings import Finding
+from theodolite.report.health import in_a_line
 from theodolite.report.page import strongest
 from theodolite.report.terminal import show_run, tables_as_json
 
@@ -43,9 +45,11 @@ def test_it_names_the_model_the_text_the_key_numbers_and_the_strongest_heads(run
     assert "http" not in html
     sick = replace(run, layers=run.layers.assign(rank_collapse=0.01))._repr_html_()
     assert ("Rank collapse:" in sick, "Rank collapse:" in html) == (True, False)
-    passed, flagged = Check("", False), Check("", True)
+    passed, flagged, undecided = (Finding("", "", answer) for answer in (HOLDS, FAILS, UNDECIDED))
     assert in_a_line([passed] * 6) == "All 6 health checks passed."
     assert in_a_line([passed] * 4 + [flagged] * 2) == "2 of 6 health checks flagged."
+    assert in_a_line([passed, flagged, undecided]) == "1 of 3 health checks flagged, 1 not decided."
+    assert in_a_line([passed, undecided]) == "1 of 2 health checks not decided."
 
 
 def test_its_style_touches_nothing_else_and_knows_the_dark(run: Run) -> None:

@@ -221,7 +221,7 @@ def test_a_layer_measure_and_its_error_share_a_cell_sorted_by_the_value(run: Run
     missing = table.rows[0][names.index("cosine to previous layer")]
     assert (missing.shown, missing.value) == ("–", None)
     found = {tile.label: tile for tile in tiles(run)}  # the mean of the layers' errors
-    assert found["positional rank"].error == "0.5"
+    assert found["replicated positional rank"].error == "0.5"
     mean = run.layers["incoherence_mean"].mean()
     assert (found["incoherence"].value, found["incoherence"].error) == (f"{mean:.3f}", f"{0.05 * mean:.3f}")
     assert {tile.error for tile in tiles(make_run())} == {""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from itertools import permutations
@@ -17,6 +18,7 @@ from theodolite.theory.unbiased import (
     gram_energy,
     largest_square,
     product,
+    product_energy,
 )
 
 GROUPS, ROWS, WIDTH = 6, 5, 7
@@ -62,7 +64,10 @@ def test_energies_of_gram_matrices_are_of_four_different_groups(rows, width, str
     scaled = gram_energy(torch.from_numpy(p), scale)
     same = gram_energy(torch.from_numpy(p) * scale[0][:, None])
     torch.testing.assert_close(scaled.without, same.without)
-    corner = corner_energies(torch.from_numpy(p).expand(GROUPS + 1, -1, -1, -1), [2, rows])
+    low = torch.from_numpy(p)[None]
+    corner = corner_energies(low, low, [2, rows])
+    each = low.expand(GROUPS + 1, -1, -1, -1)
+    torch.testing.assert_close(corner_energies(each, each, [2]).without, corner.without[:, :1])
     torch.testing.assert_close(corner.value[1], gram_energy(torch.from_numpy(p)).value)
     top = p[:, :2]
     agrees(
@@ -70,6 +75,25 @@ def test_energies_of_gram_matrices_are_of_four_different_groups(rows, width, str
         lambda a, b, c, d: np.trace(top[a] @ top[b].T @ top[c] @ top[d].T),
         4,
     )
+
+
+def test_energies_of_products_are_of_four_different_groups():
+    """Oracle: ⟨A_a B_bᵀ, A_c B_dᵀ⟩ over all tuples, written out; and of their first entries."""
+    left, right = groups(5, 3), groups(6, 3)[::-1].copy()
+
+    def inner(a: int, b: int, c: int, d: int, n: int = 6) -> float:
+        return float(((left[a] @ right[b].T)[:n, :n] * (left[c] @ right[d].T)[:n, :n]).sum())
+
+    both = torch.from_numpy(left), torch.from_numpy(right)
+    agrees(product_energy(*both), inner, 4)
+    corners = corner_energies(*(p[None, None, :, :4] for p in both), [2, 4])
+    for place, n in enumerate((2, 4)):
+        found = Jackknifed(corners.value[0, place], corners.without[:, 0, place])
+        agrees(found, functools.partial(inner, n=n), 4)
+    few = product_energy(*(p[:3] for p in both))
+    assert few.value.isnan()
+    assert product_energy(*(p[:1] for p in both)).value.isnan()
+    assert gram_energy(both[0][:1]).value.isnan()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 7), (9, 4), (230, 260)])
@@ -119,7 +143,7 @@ def basis() -> torch.Tensor:
 def energies(p: torch.Tensor) -> dict[str, Jackknifed]:
     low = torch.cos(torch.pi * torch.arange(5)[:, None] * (torch.arange(24) + 0.5) / 24).double() / 12**0.5
     low[0] /= 2**0.5
-    corners = corner_energies((low @ p).expand(9, -1, -1, -1), [5])
+    corners = corner_energies((low @ p)[None], (low @ p)[None], [5])
     share = combined(torch.div, corners, gram_energy(p)).corrected()
     return {"energy": product(p.flatten(1)), "largest": largest_square(p), "share": share}
 

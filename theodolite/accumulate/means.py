@@ -212,10 +212,7 @@ def decomposed(
     pos_t is of the contexts that reach position t. What the positions that a mean is over average to is taken off it:
     else ctx would say which half of the positions it is of, or how long the context is.
     """
-    position_mean = position_sum / readers.clamp_min(1)[:, None]
-    weights = readers[text] / readers[text].sum()
-    mean = weights @ position_mean[text]
-    pos = position_mean - mean
+    mean, pos = mean_and_pos(position_sum, readers, text)
     halves, of_text = halves_of_positions(text.stop - text.start), pos[text]
     ctx = []
     for half in (0, 1):
@@ -224,6 +221,33 @@ def decomposed(
         last = (context_tokens[half].long() - 1).clamp_min(0)
         ctx.append(context_mean[half] - mean - own[last] if len(own) else context_mean[half] - mean)
     return mean, pos, torch.stack(ctx)
+
+
+def mean_and_pos(
+    position_sum: Float[Tensor, "positions width"], readers: Float[Tensor, " positions"], text: slice
+) -> tuple[Float[Tensor, " width"], Float[Tensor, "positions width"]]:
+    """Compute μ, the mean over the tokens of the text, and pos of the contexts that these are sums of."""
+    position_mean = position_sum / readers.clamp_min(1)[:, None]
+    mean = (readers[text] / readers[text].sum()) @ position_mean[text]
+    return mean, position_mean - mean
+
+
+def means_of_halves(
+    state: State, trailing: int = 0, leading: int = 1
+) -> tuple[Float[Tensor, "2 layers width"], Float[Tensor, "2 layers positions width"]]:
+    """Return μ and pos of the contexts in either half of the groups; of a single group, twice its own."""
+    filled = (state["contexts"].sum(dim=0) > 0).nonzero().flatten()
+    text = slice(leading, state["position_sum"].shape[2] - trailing)
+    halves = []
+    for half in (filled[0::2], filled[1::2]):
+        chosen = half if len(half) else filled
+        sums, readers = (state[name][:, chosen].sum(dim=1) for name in ("position_sum", "readers"))
+        mean, pos = zip(
+            *(mean_and_pos(*layer, text) for layer in zip(sums, readers, strict=True)), strict=True
+        )
+        halves.append((torch.stack(mean), (torch.stack(pos) * (readers > 0).unsqueeze(-1)).float()))
+    mean, pos = (torch.stack(each) for each in zip(*halves, strict=True))
+    return mean, pos
 
 
 def whole_contexts(

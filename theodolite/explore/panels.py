@@ -36,6 +36,7 @@ from theodolite.report.content import flowing
 from theodolite.report.data import columns_of, entropy_share
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import SHARES, qk_panels
+from theodolite.report.findings import measured_regimes, regime_agreement
 from theodolite.report.page import environment
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView
 from theodolite.system.wording import counted, head_name, number, percent, shown_token, visible
@@ -338,7 +339,16 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
         return f"The spectrum of {matrix} falls into no regime."
     xi, eta = (number(row[f"{name}_symmetric{suffix}"]) for name in ("xi", "eta"))
     margin = number(row[f"regime_margin{suffix}"], 2)
-    return f"Predicted regime: {regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)."
+    predicted = f"{regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)"
+    agreement = regime_agreement(run, suffix)
+    if agreement is None:
+        return f"Predicted regime, not measured here: {predicted}."
+    measured = measured_regimes(run)[row.name]
+    return (
+        f"Predicted regime: {predicted}. Measured on the text: {measured}, ρ {number(row['propagation'], 2)}. Over all "
+        f"heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
+        f"({agreement})."
+    )
 
 
 def shares_line(run: Run, layer: int, head: int) -> str:

@@ -30,7 +30,7 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
-from theodolite.theory.decomposition import Decomposition, decompose_around
+from theodolite.theory.decomposition import DecompositionByGroups, decompose_by_groups
 
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
@@ -113,7 +113,8 @@ class AttributionPass:
     The heads that `scores` choose are scored anew on sequences of the same kind of at most `LONGEST` tokens, whole,
     with each group of constituents only, and without it. `mean` and `pos` are μ and the positional basis of the
     residual layers, from another text: the means over repeated sequences repeat what came by chance in both copies,
-    and would pass it off as position.
+    and would pass it off as position. They are of either half of its contexts, one for queries and one for keys, so
+    that their noise is in no product with itself.
 
     State: numbers (rows, 9), the columns of `COLUMNS`, patterns and groups as numbers. Notes: `refused`, layer → why
     its logits could not be split. There are no rows where there is no room for two copies of two tokens.
@@ -127,13 +128,13 @@ class AttributionPass:
         model: OpenModel,
         seed: int,
         scores: Float[Tensor, "layers patterns heads"],
-        mean: Float[Tensor, "layers_and_1 width"],
-        pos: Float[Tensor, "layers_and_1 positions width"],
+        mean: Float[Tensor, "2 layers_and_1 width"],
+        pos: Float[Tensor, "2 layers_and_1 positions width"],
     ) -> None:
         self.model = model
         self.mean = mean
         self.pos = pos
-        self.ids, self.patterns = repeated_patterns(model, min(pos.shape[1], LONGEST), CONTEXTS, seed)
+        self.ids, self.patterns = repeated_patterns(model, min(pos.shape[2], LONGEST), CONTEXTS, seed)
         self.chosen = _choose(scores) if self.patterns else {}
         self.total = 1 + max(self.chosen, default=0)
         self.notes: dict[str, Any] = {"refused": {}}
@@ -159,7 +160,8 @@ class AttributionPass:
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, progress: Progress) -> None:
-        parts = decompose_around(layer_pass.stream, self.mean[layer_pass.layer], self.pos[layer_pass.layer])
+        layer, halves = layer_pass.layer, torch.tensor([[0], [1]]).expand(-1, len(layer_pass.stream))
+        parts = decompose_by_groups(layer_pass.stream, self.mean[:, layer], self.pos[:, layer], *halves)
         try:
             self._rows += _rows(layer_pass, parts, self.patterns, self.chosen[layer_pass.layer])
         except WorkError as error:
@@ -199,7 +201,10 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
 
 
 def _rows(
-    layer_pass: LayerPass, parts: Decomposition, patterns: list[Pattern], chosen: list[tuple[int, int]]
+    layer_pass: LayerPass,
+    parts: DecompositionByGroups,
+    patterns: list[Pattern],
+    chosen: list[tuple[int, int]],
 ) -> list[list[float]]:
     """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
     split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)

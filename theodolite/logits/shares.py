@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.accumulate.means import mean_and_pos
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import Groups
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
@@ -17,9 +19,14 @@ from theodolite.measure.position import CUTOFFS
 from theodolite.measure.positional import qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.models.query_key_parts import (
+    LayerPass,
+    frozen_norm,
+    split_queries_and_keys,
+    visit_layers,
+)
 from theodolite.system.progress import Progress
-from theodolite.theory.decomposition import PARTS, decompose_around
+from theodolite.theory.decomposition import PARTS, DecompositionByGroups, decompose_by_groups
 
 SPLIT_CONTEXTS = 8
 SPLIT_TOKENS = 2048
@@ -31,33 +38,31 @@ a second pass."""
 
 
 class SharesPass:
-    """Logits of a seeded sample of contexts, split around the means of the whole text.
+    """Logits of a seeded sample of contexts, each split around the means of other contexts.
+
+    Mean and pos of a context are those of one group of contexts for its queries, of another one for its keys, and it is
+    in neither: what the means have of noise is of no logit of its own, and in no product with itself. Contexts have
+    different groups, so that leaving out contexts shows the means' noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
-    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; normed (L, T, d), μ + pos behind
-    the norm in front of the layer's heads, as it is without one. Of layers that do not attend, zeros. Notes: `refused`,
-    layer → why it could not be split, and `heads`, how many each layer has.
+    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; of the norm in front of the
+    layer's heads at μ + pos norm_gain and norm_bias (L, d), norm_scale (L, T) and norm_centred (L), 1, 0, 1 and 0
+    without one, and NaN where there is no such norm of the stream. Of layers that do not attend, zeros. Notes:
+    `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
         model, corpus: of whose contexts `sample_of` takes some.
         seed: of the sample.
-        mean, pos: μ and the positional basis of the residual layers, from all contexts.
+        means: the state of `Means`, of all contexts.
     """
 
-    def __init__(
-        self,
-        model: OpenModel,
-        corpus: Corpus,
-        seed: int,
-        mean: Float[Tensor, "layers width"],
-        pos: Float[Tensor, "layers positions width"],
-    ) -> None:
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, means: State) -> None:
         self.model = model
-        self.mean = mean
-        self.pos = pos
+        self.means = means
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
+        self.groups = Groups(len(corpus.contexts)).of(sample)
         self.batches = list(self.corpus.batches(max(1, TOKENS_A_PASS // corpus.contexts.shape[1])))
         self.total = len(self.batches) * model.layers
         self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
@@ -67,10 +72,12 @@ class SharesPass:
             "additive": rows,
             "total": rows,
             "low_frequency": (*rows, len(CUTOFFS)),
+            "norm_gain": (model.layers, model.width),
+            "norm_bias": (model.layers, model.width),
+            "norm_scale": (model.layers, corpus.contexts.shape[1]),
+            "norm_centred": (model.layers,),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-        normed = (model.layers, pos.shape[1], model.attention_width)
-        self._state["normed"] = torch.zeros(normed, dtype=model.source.dtype)
 
     def state(self) -> State:
         """Return all tensors."""
@@ -107,12 +114,11 @@ class SharesPass:
             query, key, None if grid is None else grid.shape
         ).cpu()
         if rows.start == 0:
-            normed = _behind_norm(layer_pass, self.mean[layer] + self.pos[layer])
-            # Else attention reads something else than the stream
-            if normed.shape == state["normed"][layer].shape:
-                state["normed"][layer] = normed
-        pos = of_read(self.pos[layer], read, self.trailing)
-        parts = decompose_around(layer_pass.stream, self.mean[layer], pos, leading)
+            sums, readers = (self.means[name][layer].sum(dim=0) for name in ("position_sum", "readers"))
+            rows_of_mean = sums / readers.clamp_min(1)[:, None]
+            for name, values in _norm_of_rows(layer_pass, rows_of_mean).items():
+                state[name][layer] = values
+        parts = self._parts(layer_pass, self.groups[rows])
         try:
             split = split_queries_and_keys(
                 layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
@@ -124,10 +130,45 @@ class SharesPass:
         for name in ("products", "additive", "total"):
             state[name][layer, rows, heads] = getattr(sums, name)
 
+    def _parts(self, layer_pass: LayerPass, own: Int[Tensor, " contexts"]) -> DecompositionByGroups:
+        """Decompose contexts of these groups by the next group's means for queries, the one after's for keys."""
+        layer, read = layer_pass.layer, layer_pass.stream.shape[1]
+        filled = (self.means["contexts"][layer] > 0).nonzero().flatten()
+        groups, place = len(filled), torch.searchsorted(filled, own)
+        sides = [(place + min(step, groups - 1)) % groups for step in (1, 2)]
+        needed, index = torch.cat(sides).unique(return_inverse=True)
+        # For positions that a group lacks, those after it: none of them is of the other side, or the context's own.
+        chains = [filled[(n + torch.arange(0, max(groups - 2, 1), 2)) % groups] for n in needed]
+        mean, pos = zip(*(self._mean_and_pos(layer, chain) for chain in chains), strict=True)
+        pos = torch.stack([of_read(each, read, self.trailing) for each in pos])
+        return decompose_by_groups(
+            layer_pass.stream, torch.stack(mean), pos, *index.chunk(2), self.corpus.leading
+        )
 
-def _behind_norm(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> Tensor:
-    rows = rows.to(layer_pass.stream)
-    return (rows if layer_pass.norm is None else layer_pass.norm(rows.unsqueeze(0))[0]).cpu()
+    def _mean_and_pos(self, layer: int, groups: Int[Tensor, " groups"]) -> tuple[Tensor, Tensor]:
+        """Compute μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
+        readers = self.means["readers"][layer, groups]
+        first = (readers > 0).double().argmax(dim=0)
+        place = torch.arange(len(first))
+        readers, sums = readers[first, place], self.means["position_sum"][layer, groups[first], place]
+        mean, pos = mean_and_pos(sums, readers, slice(self.corpus.leading, len(first) - self.trailing))
+        return mean, pos * (readers > 0)[:, None]
+
+
+def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:
+    """Return gain, bias, scales and centring of the norm in front of a layer's heads, at some rows."""
+    try:
+        norm = frozen_norm(layer_pass, torch.float64, rows.unsqueeze(0))
+    except WorkError:
+        return {"norm_gain": torch.full_like(rows[0], torch.nan)}
+    if norm is None:
+        return {"norm_gain": torch.ones_like(rows[0]), "norm_scale": torch.ones_like(rows[:, 0])}
+    return {
+        "norm_gain": norm.gain[0, 0],
+        "norm_bias": norm.bias[0, 0],
+        "norm_scale": norm.scale[0, :, 0],
+        "norm_centred": torch.tensor(float(norm.centred)),
+    }
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:
@@ -143,14 +184,19 @@ def split_contexts(length: int) -> int:
 def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
     """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order.
 
-    Of contexts of unlike lengths, one of those that have as many tokens as the mean, or more: the energy of the
-    shortest is all of low frequency.
+    As many of each group of contexts as there are. Of contexts of unlike lengths, one of those that have as many tokens
+    as the mean, or more: the energy of the shortest is all of low frequency.
     """
     contexts, length = corpus.contexts.shape
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
     if corpus.lengths is not None:
         order = order[corpus.lengths[order] >= corpus.lengths.double().mean()]
-    return order[: split_contexts(length)].sort().values
+    group = Groups(contexts).of(order)
+    by_group = group.argsort(stable=True)
+    before = torch.searchsorted(group[by_group], group[by_group])  # how many are of groups before its own
+    turn = torch.empty_like(order)
+    turn[by_group] = torch.arange(len(order)) - before
+    return order[turn.argsort(stable=True)][: split_contexts(length)].sort().values
 
 
 def working_dtype(stream: Tensor) -> torch.dtype:

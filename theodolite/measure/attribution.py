@@ -102,7 +102,7 @@ def attribute(
     return Attribution(
         score=pattern_scores(inputs, patterns),
         uniform=pattern_scores(even, patterns),
-        share=torch.stack([*grouped(shares).values(), additive]),
+        share=torch.stack([*grouped(shares.value).values(), additive.value]),
         only=torch.stack([pattern_scores(only, patterns) for only, _ in both]),
         without=torch.stack([pattern_scores(without, patterns) for _, without in both]),
     )

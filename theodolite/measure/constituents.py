@@ -21,6 +21,7 @@ from theodolite.judging import Criterion
 from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
+from theodolite.theory.unbiased import Jackknifed
 
 COARSE: dict[str, tuple[str, ...]] = {
     "constant": ("mean", "bias"),
@@ -152,28 +153,23 @@ class ShareSums:
     additive: Float64[Tensor, "*layers contexts heads"]
     total: Float64[Tensor, "*layers contexts heads"]
 
-    def shares(self) -> tuple[Tensor, Tensor]:
-        """Compute shares (…, H, parts, parts) and the additive bias's (…, H): sum 1; NaN for constant logits."""
-        return _ratios(self.products.sum(dim=-4), self.additive.sum(dim=-2), self.total.sum(dim=-2))
+    def shares(self) -> tuple[Jackknifed, Jackknifed]:
+        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), of all contexts and without each.
 
-    def standard_errors(self) -> tuple[Tensor, Tensor]:
-        """Compute the shares' standard errors by leaving out one context at a time (jackknife); NaN for one."""
-        count = self.total.shape[-2]
-        others = [[i for i in range(count) if i != omitted] for omitted in range(count)]
-        left_out = _ratios(
-            torch.stack([self.products[..., k, :, :, :].sum(dim=-4) for k in others]),
-            *(
-                torch.stack([sums[..., k, :].sum(dim=-2) for k in others])
-                for sums in (self.additive, self.total)
-            ),
-        )
-        shares, additive = (values.std(dim=0, correction=0) * (count - 1) ** 0.5 for values in left_out)
-        return shares, additive
+        They sum to 1, and are NaN for constant logits; without the only context, too.
+        """
+        return self._shares(self.products, (-3, -2, -1)), self._shares(self.additive, (-1,))
 
+    def _shares(self, sums: Tensor, behind: tuple[int, ...]) -> Jackknifed:
+        contexts = -1 - len(behind)
+        one = self.total[(..., *[None] * (len(behind) - 1))]
 
-def _ratios(products: Tensor, additive: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    total = torch.where(total > 0, total, torch.nan)
-    return products / total[..., None, None], additive / total
+        def ratio(summed: Tensor, total: Tensor) -> Tensor:
+            return summed / torch.where(total > 0, total, torch.nan)
+
+        whole, total = sums.sum(dim=contexts, keepdim=True), one.sum(dim=contexts, keepdim=True)
+        without = ratio(whole - sums, total - one).movedim(contexts, 0)
+        return Jackknifed(ratio(whole, total).squeeze(contexts), without)
 
 
 def share_sums(
@@ -271,11 +267,12 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
             group=CONSTITUENTS,
             healthy=_CONSTANT if part == "constant" else None,
             rare=part == ADDITIVE,
+            error="each context of the sample left out in turn (jackknife)",
         )
         for part, described in _SHARES.items()
     )
 )
-def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[float]]:
+def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknifed]:
     """Return shares of the disjoint groups, and of a bias, L · H values each; they sum to 1.
 
     Args:
@@ -283,12 +280,13 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, list[flo
         refused: layers whose logits could not be split, as text: their shares are NaN.
     """
     of_pairs, additive = _sums_of(shares).shares()
-    values = {name: value for name, value in grouped(of_pairs).items() if name in DISJOINT} | {
-        ADDITIVE: additive
+    values, without = grouped(of_pairs.value), grouped(of_pairs.without)
+    columns = {name: Jackknifed(values[name], without[name]) for name in DISJOINT} | {ADDITIVE: additive}
+    split = torch.tensor([str(layer) not in refused for layer in range(len(additive.value))])
+    return {
+        f"share_{name}": Jackknifed(column.value.flatten(), column.without.flatten(1))
+        for name, column in ((name, column.where(split[:, None])) for name, column in columns.items())
     }
-    for value in values.values():
-        value[[int(layer) for layer in refused]] = torch.nan
-    return {f"share_{name}": value.flatten().tolist() for name, value in values.items()}
 
 
 @gives(
@@ -331,9 +329,13 @@ def constituents_table(shares: State, refused: Collection[str], heads_of: Sequen
     rows = [(*place, *names) for place in places for names in parts]
     table = pd.DataFrame(rows, columns=["layer", "head", "query", "key"])
     index = tuple(torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T)
-    sums = _sums_of(shares)
-    for name, (of_pairs, additive) in (("share", sums.shares()), ("standard_error", sums.standard_errors())):
-        table[name] = torch.cat([of_pairs.flatten(-2), additive[..., None]], dim=-1)[index].flatten().numpy()
+    of_pairs, additive = _sums_of(shares).shares()
+    for name, values in (
+        ("share", (of_pairs.value, additive.value)),
+        ("standard_error", (of_pairs.error, additive.error)),
+    ):
+        both = torch.cat([values[0].flatten(-2), values[1][..., None]], dim=-1)
+        table[name] = both[index].flatten().numpy()
     return table
 
 

@@ -25,7 +25,7 @@ from theodolite.measure.position import grouped_basis
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed, leaving_out, product, together
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
 
 _layer = partial(Column, "layers", group=CONTEXTS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE, source=f"{SONG}, Table 1")
@@ -210,7 +210,9 @@ class Contexts:
             energy = (used @ table @ used - used @ table.diagonal()) / (used.sum() * (used.sum() - 1))
             return (crossed / (count * (count - 1)) * kept).sum() / (energy * (self.agreement * kept).sum())
 
-        known = bool(product(p.flatten(1)).above_noise() & (self.agreement.sum() > 0))
+        kept = self.apart.double()
+        agreement = Jackknifed(self.agreement.mean(), kept @ self.agreement / kept.sum(dim=1))
+        known = bool(product(p.flatten(1)).above_noise() & agreement.above_noise())
         return leaving_out(square, len(p)).corrected().root().where(known)
 
     def clusters(self) -> tuple[dict[str, Jackknifed], Int[Tensor, " sampled"]]:
@@ -240,10 +242,18 @@ def _ratio(
     chosen: Bool[Tensor, "sampled sampled"],
     apart: Bool[Tensor, "left_out sampled"],
 ) -> Jackknifed:
-    """Compute Σ part / Σ whole over chosen pairs of contexts: all, and those of the contexts in each row of `apart`."""
+    """Compute Σ part / Σ whole over chosen pairs of contexts: all, and those of the contexts in each row of `apart`.
+
+    NaN where the whole is not above its noise.
+    """
     kept = apart.double()
-    sums = [torch.einsum("gc,cd,gd->g", kept, of * chosen, kept) for of in (part, whole)]
-    return Jackknifed((part * chosen).sum() / (whole * chosen).sum(), sums[0] / sums[1])
+    sums = [
+        Jackknifed((of * chosen).sum(), torch.einsum("gc,cd,gd->g", kept, of * chosen, kept))
+        for of in (part, whole)
+    ]
+    # Of pairs, of which one without a group has fewer, the sum per pair has the error that tells noise.
+    pairs = Jackknifed(chosen.sum().double(), torch.einsum("gc,cd,gd->g", kept, chosen.double(), kept))
+    return combined(torch.div, *sums).where(combined(torch.div, sums[1], pairs).above_noise())
 
 
 def _widest(several: list[Jackknifed]) -> Jackknifed:

@@ -73,7 +73,7 @@ def head_matrices(
     if not 0 <= first < length:
         raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
     sums = share_sums(of_head.query, of_head.key, of_head.inputs)
-    shares, additive_share = sums.shares()
+    shares, additive_share = (of.value for of in sums.shares())
     matrices: dict[str, torch.Tensor] = {}
     shares_of: dict[str, float] = {}
     logits = of_head.logits_of(0).cpu()

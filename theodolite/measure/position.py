@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -169,13 +169,17 @@ class GroupedBasis:
 
     Attributes:
         p: P of each group, centred over positions, (G, T, d).
+        mean: what was taken off each group's positions, (G, d).
         readers: how many contexts each position's mean is of, (G, T).
         groups: which of the corpus' groups these are.
+        positions: which positions of a context these are, counted from 0.
     """
 
     p: Float[Tensor, "groups positions width"]
+    mean: Float[Tensor, "groups width"]
     readers: Float[Tensor, "groups positions"]
     groups: Sequence[int]
+    positions: Int[Tensor, " positions"]
 
 
 def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
@@ -188,8 +192,11 @@ def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = No
     there = (readers > 0).all(dim=0)
     sums = means["position_sum"][layer, groups, leading : leading + len(there)]
     p = sums / readers.clamp_min(1).unsqueeze(-1)
-    p = (p - p[:, there].mean(dim=1, keepdim=True)) * there[:, None]
-    return GroupedBasis(p, readers, groups) if grid else GroupedBasis(p[:, there], readers[:, there], groups)
+    mean = p[:, there].mean(dim=1)
+    p = (p - mean[:, None]) * there[:, None]
+    used = there if grid is None else torch.ones_like(there)
+    positions = leading + used.nonzero().flatten()
+    return GroupedBasis(p[:, used], mean, readers[:, used], groups, positions)
 
 
 def positions_read(means: State) -> int:
@@ -249,7 +256,7 @@ def layer_numbers(
         Jackknifed(exact[i], sketched.without[:, i] * exact[i] / sketched.value[i]) for i in (0, 1)
     )
     energy, square = product(tiled.flatten(1)), largest_square(tiled)
-    lengths, near = _lengths(basis.p, grid)
+    lengths, near = squared_lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     return {
         **_ranks(basis),
@@ -330,8 +337,8 @@ def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> Floa
     return functional.normalize(matrix.T @ vectors, dim=0) if rows <= width else vectors
 
 
-def _lengths(
-    p: Float[Tensor, "groups positions width"], grid: Grid | None
+def squared_lengths(
+    p: Float[Tensor, "groups positions width"], grid: Grid | None = None
 ) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
     """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
 
@@ -370,7 +377,7 @@ def _shares(
     whole = gram_energy(p, scales)
     scales = torch.ones(groups + 1, rows, dtype=torch.float64) if scales is None else scales
     lowest = torch.stack([lowest_frequencies(p * scale[:, None], max(CUTOFFS), grid) for scale in scales])
-    corners = corner_energies(lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
+    corners = corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
     shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
     return {
         f"{name}_{k}": Jackknifed(shares.value[place], shares.without[:, place])

@@ -6,6 +6,8 @@ is left out, as everywhere in the geometry. Source: Song & Zhong 2024, section 4
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,15 +16,24 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 from theodolite.errors import UsageError
-from theodolite.measure.column import POSITIONAL, SHARE, Column, gives
-from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF
+from theodolite.measure.column import LEFT_OUT, POSITIONAL, SHARE, Column, gives
+from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF, GroupedBasis
 from theodolite.measure.publications import SONG
-from theodolite.theory.smoothness import Grid, product_low_frequency_ratio
+from theodolite.system.processor import parallel_map
+from theodolite.theory.smoothness import (
+    Grid,
+    frequencies_below,
+    lowest_frequencies,
+    product_low_frequency_ratio,
+)
+from theodolite.theory.unbiased import Jackknifed, combined, corner_energies, product_energy, stacked
 
 _share = partial(Column, "heads", range=SHARE, group=POSITIONAL)
 
 
-def _smoothness(name: str, meaning: str, formula: str, title: str, shown: str) -> tuple[Column, ...]:
+def _smoothness(
+    name: str, meaning: str, formula: str, title: str, shown: str, error: str = ""
+) -> tuple[Column, ...]:
     return tuple(
         _share(
             f"{name}_low_frequency_{k}",
@@ -31,107 +42,152 @@ def _smoothness(name: str, meaning: str, formula: str, title: str, shown: str) -
             f"{SONG}, Table 3",
             shown if k == SHOWN_CUTOFF else f"{title} low freq. K={k}",
             offered=k == SHOWN_CUTOFF,
+            error=error,
         )
         for k in CUTOFFS
     )
 
 
-_DECLARED = (
+_QUERIES = 64
+"""Rows of P̃WP̃ᵀ held at a time, of one head and all groups."""
+
+
+@dataclass(frozen=True)
+class NormOfRows:
+    """A layer's norm at the rows of P̃: x_t ↦ scale_t · gain ⊙ (x_t − centre(x_t)) + bias.
+
+    The scales are those of the rows of all contexts; what is then linear has products of groups without bias.
+    """
+
+    gain: Float[Tensor, " width"]
+    bias: Float[Tensor, " width"]
+    scale: Float[Tensor, " positions"]
+    centred: bool
+
+
+def positional_heads(
+    basis: GroupedBasis,
+    w_q: Float[Tensor, "heads width head_width"],
+    w_k: Float[Tensor, "heads width head_width"],
+    norm: NormOfRows,
+    grid: Grid | None = None,
+) -> tuple[Float64[Tensor, "heads 2"], Jackknifed]:
+    """Compute what needs one layer's positional basis and weights alone: argmax properties, shares of frequencies.
+
+    The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of P̃ behind the
+    norm; the first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
+    All are of products of different groups: a position's noise times itself would raise the diagonal.
+
+    Args:
+        basis: of the layer whose residual stream the heads read, by groups of contexts.
+        w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
+        norm: the layer's own.
+        grid: rows and columns of the positions, for the frequencies; None: they lie in a line.
+
+    Returns:
+        The argmax property without and behind the norm, (H, 2), and the shares for `CUTOFFS`, (H, cutoffs).
+    """
+    query, mean_query, normed_query = _projected(basis, w_q, norm)
+    key, _, normed_key = _projected(basis, w_k, norm)
+    tilde = query + mean_query  # of keys the mean is the same in a row
+    normed_query = normed_query + (norm.bias.double() @ w_q.double())[:, None, None].to(query)
+    counts = [frequencies_below(k, basis.p.shape[1], grid) for k in CUTOFFS]
+    lowest = (lowest_frequencies(p, max(CUTOFFS), grid).unsqueeze(0) for p in (query, key))
+    corners = corner_energies(*lowest, counts)
+
+    def of_head(head: int) -> tuple[Jackknifed, Tensor]:
+        properties = (tilde[head], key[head]), (normed_query[head], normed_key[head])
+        return product_energy(query[head], key[head]), torch.stack([argmax_property(*p) for p in properties])
+
+    energies, properties = zip(*parallel_map(of_head, list(range(len(w_q)))), strict=True)
+    energy = stacked(energies)
+    shares = combined(lambda corner, whole: corner / whole[:, None], corners, energy).corrected()
+    return torch.stack(properties), shares.where(energy.above_noise()[:, None])
+
+
+def _projected(
+    basis: GroupedBasis, w: Float[Tensor, "heads width head_width"], norm: NormOfRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project P by groups (H, G, T, d_h), its mean (H, G, 1, d_h), and both behind the norm but for its bias.
+
+    In float32: nothing is subtracted before the products. Grouped keys that are repeated are projected once.
+    """
+    other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
+    own = w[other].double()
+    behind = norm.gain.to(own)[:, None] * own
+    if norm.centred:
+        behind = behind - behind.mean(dim=1, keepdim=True)
+    both = torch.cat([own, behind])
+    flat = both.transpose(0, 1).flatten(1).float()
+    p = (basis.p.to(flat) @ flat).unflatten(-1, (len(both), -1)).permute(2, 0, 1, 3)
+    mean = (basis.mean.to(both) @ both).unsqueeze(2).to(flat)
+    (p, p_behind), (mean, mean_behind) = p.chunk(2), mean.chunk(2)
+    normed = (p_behind + mean_behind) * norm.scale.to(flat)[:, None]
+    repeated = other.cumsum(dim=0) - 1
+    return p[repeated], mean[repeated], normed[repeated]
+
+
+@gives(
     _share(
         "argmax_property",
         "Share of positions t whose row of P̃WP̃ᵀ, P̃ = pos + mean without the layer's norm, is largest at t itself "
         "among t' ≤ t. Above 0.8, position alone makes the head attend at or near the query.",
         "Positions t ≥ 1 and 1 ≤ t' ≤ t, a tie goes to the earlier; W = W_QK without norm, bias or rotation, of the "
-        "projections where `spectrum_of` says so.",
+        "projections where `spectrum_of` says so. P̃WP̃ᵀ is the mean of products of different groups of contexts; where "
+        "its noise hides neighbours from each other, the share is near that of chance, (1 + ½ + … + 1/T)/T.",
         f"{SONG}, eq. 8 and Fig. 25",
     ),
     _share(
         "argmax_property_normed",
         "The argmax property of positions as the head reads them, after the layer's norm.",
-        "P̃ after the norm that precedes the layer's heads.",
+        "P̃ after the norm that precedes the layer's heads, with the scale that it has for the mean of all contexts.",
         f"{SONG}, eq. 8; the norm is ours",
         "argmax property, normed",
     ),
     *_smoothness(
         "pwp",
         "Energy of PWPᵀ in its {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
-        "Of its 2-D DCT, P = pos, W = W_QK; empty where P W Pᵀ is zero.",
+        "Of its 2-D DCT, P = pos, W = W_QK, by products of four groups of contexts; empty where the energy of P W Pᵀ "
+        "is at the noise floor.",
         "PWPᵀ",
         "smoothness of PWPᵀ",
+        LEFT_OUT,
     ),
 )
-COLUMNS = tuple(column.name for column in _DECLARED)
-"""What `positional_heads` gives, all but the second without `normed` too."""
-
-_QUERIES = 64
-"""Rows of P̃WP̃ᵀ held at a time, of all heads."""
-
-
-def positional_heads(
-    pos: Float[Tensor, "positions width"],
-    mean: Float[Tensor, " width"],
-    w_q: Float[Tensor, "heads width head_width"],
-    w_k: Float[Tensor, "heads width head_width"],
-    normed: Float[Tensor, "positions width"] | None = None,
-    leading: int = 1,
-    grid: Grid | None = None,
-) -> dict[str, list[float]]:
-    """Compute the heads' columns that need one layer's positional basis and weights alone, H values each.
-
-    The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of `normed`; the
-    first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
-
-    Args:
-        pos, mean: of the layer whose residual stream the heads read, position 0 included and ignored.
-        w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
-        normed: pos + μ through the layer's own norm, position 0 included and ignored; None: no such column.
-        leading: so many positions are included and ignored: of an image, the tokens before its patches.
-        grid: rows and columns of the others, for the frequencies; None: they lie in a line.
-
-    Raises:
-        UsageError: there is no position after those.
-    """
-    if len(pos) <= leading:
-        raise UsageError(
-            f"pos has {len(pos)} positions: position 0 is left out, so give at least {leading + 1}"
-        )
-    w_q, w_k = w_q.double(), w_k.double()
-    p = pos[leading:].to(w_q.device).double()
-    columns = {"argmax_property": argmax_property(p + mean.to(p), w_q, w_k)}
-    if normed is not None:
-        columns["argmax_property_normed"] = argmax_property(normed[leading:].to(p), w_q, w_k)
-    ratios = qk_low_frequency(p @ w_q, p @ w_k, grid)
-    for index, k in enumerate(CUTOFFS):
-        columns[f"pwp_low_frequency_{k}"] = ratios[:, index]
-    return {name: values.tolist() for name, values in columns.items()}
-
-
-@gives(*_DECLARED)
-def positional_columns(weights: State) -> dict[str, list[float]]:
+def positional_columns(weights: State) -> dict[str, Sequence[float] | Jackknifed]:
     """Return the columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
-    return {name: weights[name].flatten().tolist() for name in COLUMNS if name in weights}
+    if "argmax_properties" not in weights:
+        return {}
+    raw, normed = weights["argmax_properties"].flatten(0, 1).T.tolist()
+    shares = weights["pwp_shares"].flatten(0, 1).permute(1, 2, 0)
+    columns = {
+        f"pwp_low_frequency_{k}": Jackknifed(of[0], of[1:]) for k, of in zip(CUTOFFS, shares, strict=True)
+    }
+    return {"argmax_property": raw, "argmax_property_normed": normed, **columns}
 
 
 def argmax_property(
-    rows: Float[Tensor, "positions width"],
-    w_q: Float[Tensor, "heads width head_width"],
-    w_k: Float[Tensor, "heads width head_width"],
-) -> Float64[Tensor, " heads"]:
-    """Compute the share of rows t of P̃WP̃ᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
+    query: Float[Tensor, "groups positions head_width"], key: Float[Tensor, "groups positions head_width"]
+) -> Float64[Tensor, ""]:
+    """Estimate the share of rows t of Q Kᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
 
-    A tie goes to the earlier column, so that a constant row fails. O(T·block) memory for each head.
+    Q Kᵀ is the mean of the products of different groups, (ΣQ_g)(ΣK_g)ᵀ − ΣQ_gK_gᵀ. A tie goes to the earlier column,
+    so that a constant row fails. O(T·block) memory; NaN with one group.
     """
-    rows = rows.to(w_q.device).double()
-    query, key = rows @ w_q.double(), rows @ w_k.double()
-    length = len(rows)
-    holds = query.new_zeros(len(query))
+    groups, length, _ = query.shape
+    if groups < 2 or not (query.isfinite().all() and key.isfinite().all()):
+        return torch.tensor(torch.nan, dtype=torch.float64)
+    rows, keys = (torch.cat([p.sum(dim=0, keepdim=True), p]).transpose(0, 1) for p in (-query, key))
+    rows[:, 0].neg_()
+    rows, keys = rows.flatten(1), keys.flatten(1)
+    holds = torch.zeros((), device=query.device)
     for start in range(0, length, _QUERIES):
         stop = min(start + _QUERIES, length)
-        logits = query[:, start:stop] @ key[:, :stop].mT
-        own = logits.diagonal(offset=start, dim1=-2, dim2=-1)
+        logits = rows[start:stop] @ keys[:stop].T
+        own = logits.diagonal(offset=start)
         earlier = logits.masked_fill(_from_itself_on(start, stop, logits.device), -torch.inf).amax(-1)
-        holds += (own > earlier).sum(-1)
-    return holds / length
+        holds += (own > earlier).sum()
+    return holds.double().cpu() / length
 
 
 def qk_low_frequency(

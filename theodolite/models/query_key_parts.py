@@ -34,7 +34,7 @@ from theodolite.models.weights.norms import (
     NormCalls,
     relative_error,
 )
-from theodolite.theory.decomposition import PARTS, Decomposition
+from theodolite.theory.decomposition import PARTS, Decomposition, DecompositionByGroups
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,10 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def split_queries_and_keys(
-    layer_pass: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool = True
+    layer_pass: LayerPass,
+    parts: Decomposition | DecompositionByGroups,
+    dtype: torch.dtype,
+    check_all: bool = True,
 ) -> SplitQueriesAndKeys:
     """Split one layer's queries and keys; `parts` are those of `layer_pass.stream` and sum to it.
 
@@ -205,17 +208,20 @@ def split_queries_and_keys(
         WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
     """
     try:
-        return _split(layer_pass, parts, dtype, check_all)
+        by_groups = parts.by_groups() if isinstance(parts, Decomposition) else parts
+        return _split(layer_pass, by_groups, dtype, check_all)
     except WorkError as error:
         raise WorkError(
             f"layer {layer_pass.layer} ({layer_pass.name}): its logits cannot be split: {error}"
         ) from error
 
 
-def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: bool) -> SplitQueriesAndKeys:
+def _split(
+    of: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
+) -> SplitQueriesAndKeys:
     if of.cross:
         raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-    norm, entered = _frozen_norm(of, dtype), of.entered.to(dtype)
+    norm, entered = frozen_norm(of, dtype), of.entered.to(dtype)
     attention = FrozenAttention(of.attention, of.call, entered)
     batch = entered if attention.per_context else entered[:1]
 
@@ -229,33 +235,40 @@ def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: b
         query, key = send(entering.expand(entered.shape) if attention.per_context else entering)
         return query - at_zero[0], key - at_zero[1]
 
-    def image(part: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what a part of the stream (1 or some contexts, positions, d) adds to queries and keys."""
+    def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what parts of the stream add to queries and keys: to each context's those that are its own."""
         part = part.to(of.stream.device, dtype)
-        if norm is None:
-            return linear(part)
-        direction, scale = norm.direction(part), norm.scale
-        if attention.per_context or len(part) > 1:
-            return linear(direction * (scale if len(part) == 1 else scale[: len(part)]))
-        # The same in all contexts but for the scale of each token: projected once, scaled after.
-        query, key = linear(direction)
-        return query * scale.unsqueeze(1), key * scale.unsqueeze(1)
+        part = part if norm is None else norm.direction(part)
+        scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
+        if attention.per_context:
+            own = linear(part[query] * scale)
+            return own if query is key else (own[0], linear(part[key] * scale)[1])
+        # Projected once, scaled after: a group's means are those of many contexts.
+        of_query, of_key = linear(part)
+        return of_query[query] * scale.unsqueeze(1), of_key[key] * scale.unsqueeze(1)
 
     contexts, length, _ = of.stream.shape
+    groups = parts.query_group, parts.key_group
+    each = torch.arange(contexts, device=of.stream.device)
+    mean = image(parts.mean.unsqueeze(1).expand(-1, length, -1), *groups)
+    level = image(parts.level.unsqueeze(1).expand(-1, length, -1), each, each)
     named = {
-        "mean": image(parts.mean.expand(1, length, -1)),
-        "pos": image(parts.pos.unsqueeze(0)),
-        "ctx": image(parts.ctx.unsqueeze(1).expand(-1, length, -1)),
+        "mean": mean,
+        "pos": image(parts.pos, *groups),
+        "ctx": (level[0] - mean[0], level[1] - mean[1]),
         "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
     }
     checked = contexts if check_all or attention.per_context else 1
-    resid = image(parts.resid[:checked])
+    first = each[:checked]
+    resid = image(parts.resid(groups[0], checked), first, first)
+    if groups[1] is not groups[0]:
+        resid = resid[0], image(parts.resid(groups[1], checked), first, first)[1]
     rounding, both = 0.0, []
     for side, own in enumerate((of.inputs.query, of.inputs.key)):
         total = own.to(dtype)
         exact = {name: part[side].expand_as(total) for name, part in named.items()}
         remainder = total - sum(exact.values())
-        off = resid[side][:checked] - remainder[:checked]
+        off = resid[side] - remainder[:checked]
         rounding = max(rounding, relative_error(total[:checked] + off, total[:checked]))
         both.append(torch.stack([{**exact, "resid": remainder}[name] for name in PARTS]))
     if not rounding <= _tolerance(of.stream, of.inputs.query):
@@ -266,7 +279,14 @@ def _split(of: LayerPass, parts: Decomposition, dtype: torch.dtype, check_all: b
     return SplitQueriesAndKeys(both[0], both[1], of.inputs, rounding)
 
 
-def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+def frozen_norm(
+    of: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
+) -> FrozenNorm | None:
+    """Freeze the norm in front of the heads at the stream of a pass, or at other `rows`; None where there is no norm.
+
+    Raises:
+        WorkError: attention does not read the stream behind a norm with one scale a vector.
+    """
     if of.entered.shape != of.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"
@@ -278,13 +298,15 @@ def _frozen_norm(of: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
     copy = copy_in_dtype(of.norm, dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
     norm_dtype = dtype if copy is not of.norm else of.stream.dtype
-    return FrozenNorm.verified(
-        lambda x: copy(x.to(norm_dtype)).to(x.dtype),
-        of.stream.to(dtype),
-        of.entered,
-        type(of.norm).__name__,
-        _tolerance(of.stream, of.entered),
-    )
+
+    def norm(x: Tensor) -> Tensor:
+        return copy(x.to(norm_dtype)).to(x.dtype)
+
+    inputs = of.stream if rows is None else rows
+    inputs = inputs.to(of.stream.device, dtype)
+    output = of.entered if rows is None else norm(inputs)
+    tolerance = _tolerance(of.stream, of.entered)
+    return FrozenNorm.verified(norm, inputs, output, type(of.norm).__name__, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:

@@ -15,6 +15,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from theodolite.accumulate.means import means_of_halves
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
@@ -32,7 +33,7 @@ from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chu
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.tabulate import Facts, added_columns, survey_means, tabulate
+from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
@@ -225,29 +226,23 @@ class SurveyPlan:
         """List all stages in order; only the first one's cost grows with the text."""
         model, corpus, seed = self.model, self.corpus, self.seed
 
-        def means(states: States) -> tuple[Tensor, Tensor]:
-            mean, pos, _ = survey_means(states, self.trailing, corpus.leading)
-            return mean, pos.float()  # as the run has it, so that its readers get the same parts
-
         def shares(states: States) -> SharesPass:
             added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
-            return SharesPass(model, corpus, seed, *means(states))
+            return SharesPass(model, corpus, seed, states.of(f"{TEXT}.means"))
 
         def weights(states: States) -> WeightsPass:
-            mean, pos = means(states)
-            words = slice(pos.shape[1] - self.trailing)
             return WeightsPass(
                 model,
                 inputs=states.of(f"{TEXT}.inputs"),
-                mean=mean,
-                pos=pos[:, words],
-                normed=states.of("shares")["normed"][:, words],
+                means=means_of_text(states, self.trailing),
+                norms=states.of("shares"),
                 leading=corpus.leading,
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )
 
         def attribution(states: States) -> AttributionPass:
-            return AttributionPass(model, seed, states.of("patterns")["scores"], *means(states))
+            means = means_of_halves(states.of(f"{TEXT}.means"), self.trailing, corpus.leading)
+            return AttributionPass(model, seed, states.of("patterns")["scores"], *means)
 
         return [
             Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),

@@ -122,12 +122,11 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
     if not states.of("corpus"):
         return inputs
-    means, length = states.of("corpus.means"), facts.provenance["corpus"]["length"]
-    text = length - facts.trailing
+    length = facts.provenance["corpus"]["length"]
     mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means | {name: means[name][:, :, :text] for name in ("position_sum", "readers")},
+        "means": means_of_text(states, facts.trailing),
         "mu": mu,
         "pos": pos,
         "length": length,
@@ -187,6 +186,13 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
             [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
         ),
     )
+
+
+def means_of_text(states: States, trailing: int) -> State:
+    """Return the state of `Means` of the text that was read, without the special tokens behind it."""
+    means = states.of("corpus.means")
+    text = slice(means["readers"].shape[2] - trailing)
+    return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
 
 
 def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:

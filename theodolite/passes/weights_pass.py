@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 from torch.nn import functional
 
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
 from theodolite.measure.localization import layer_spectra
-from theodolite.measure.positional import COLUMNS as POSITIONAL
-from theodolite.measure.positional import positional_heads
+from theodolite.measure.position import CUTOFFS, grouped_basis
+from theodolite.measure.positional import NormOfRows, positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.structure import NoAttention
@@ -39,14 +39,15 @@ def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "head
 class WeightsPass:
     """Spectra, moments and norms of every head, and what heads make of the positional basis.
 
-    State: `measure.localization.layer_spectra` of all layers, stacked; with `pos`, the columns of
-    `measure.positional.positional_heads`, (L, H) each; NaN where a layer does not attend or has fewer or narrower heads
-    than another one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
+    State: `measure.localization.layer_spectra` of all layers, stacked; with `means` the argmax_properties (L, H, 2) and
+    pwp_shares (L, H, cutoffs, 1 + groups), of all groups of contexts and without each, of
+    `measure.positional.positional_heads`; NaN where a layer does not attend or has fewer or narrower heads than another
+    one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
     Args:
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
-        mean, pos, normed: μ, the positional basis, and μ + pos behind each layer's norm, for the positional columns.
-        leading, grid: as for `positional_heads`.
+        means, norms: the states of `Means` and of a `SharesPass`, for the positional columns.
+        leading, grid: as for `grouped_basis`.
     """
 
     def __init__(
@@ -54,15 +55,14 @@ class WeightsPass:
         model: OpenModel,
         *,
         inputs: State | None = None,
-        mean: Float[Tensor, "layers_and_1 width"] | None = None,
-        pos: Float[Tensor, "layers_and_1 positions width"] | None = None,
-        normed: Float[Tensor, "layers positions width"] | None = None,
+        means: State | None = None,
+        norms: State | None = None,
         leading: int = 1,
         grid: Grid | None = None,
     ) -> None:
         self.model = model
         self.leading, self.grid = leading, grid
-        self.inputs, self.mean, self.pos, self.normed = inputs, mean, pos, normed
+        self.inputs, self.means, self.norms = inputs, means, norms
         self.total = model.layers
         self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
         self._state: State = {}
@@ -95,24 +95,30 @@ class WeightsPass:
         heads = model.heads_of[layer]
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
         columns = layer_spectra(weights, sigma, heads, model.head_width)
-        if self.pos is not None:
-            columns |= self._positional(layer, weights)
-        for name, values in columns.items():
+        self._keep(layer, columns, model.head_width)
+        if self.means is not None and self.norms is not None:
+            self._keep(layer, self._positional(layer, weights, self.means, self.norms))
+
+    def _keep(self, layer: int, of_heads: State, width: int | None = None) -> None:
+        """Put in a layer's values, of as many heads and dimensions as it has."""
+        for name, values in of_heads.items():
             if name not in self._state:
-                sizes = (model.heads, model.head_width, *values.shape[2:])[: values.ndim]
-                self._state[name] = torch.full((self.total, *sizes), math.nan, dtype=values.dtype)
+                sizes = (self.model.heads, *((width or values.shape[1],) if values.ndim > 1 else ()))
+                self._state[name] = values.new_full((self.total, *sizes, *values.shape[2:]), math.nan)
             # Copied: a small tensor that is kept would pin the heap around it.
             self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
 
-    def _positional(self, layer: int, weights: HeadWeights | None) -> State:
-        assert self.pos is not None
+    def _positional(self, layer: int, weights: HeadWeights | None, means: State, norms: State) -> State:
+        basis = grouped_basis(means, layer, self.leading, self.grid)
         # They do not read the stream as it is
-        if weights is None or weights.w_q.shape[1] != self.pos.shape[-1]:
-            empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
-            return dict.fromkeys(POSITIONAL, empty)
-        assert self.mean is not None
-        normed = None if self.normed is None else self.normed[layer]
-        columns = positional_heads(
-            self.pos[layer], self.mean[layer], weights.w_q, weights.w_k, normed, self.leading, self.grid
+        if weights is None or weights.w_q.shape[1] != basis.p.shape[2]:
+            empty = torch.full((self.model.heads_of[layer], 2), math.nan, dtype=torch.float64)
+            uses = empty.new_full((len(empty), len(CUTOFFS), 1 + len(basis.p)), math.nan)
+            return {"argmax_properties": empty, "pwp_shares": uses}
+        gain, bias, scale, centred = (
+            norms[f"norm_{name}"][layer] for name in ("gain", "bias", "scale", "centred")
         )
-        return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+        norm = NormOfRows(gain, bias, scale[basis.positions], bool(centred))
+        properties, shares = positional_heads(basis, weights.w_q, weights.w_k, norm, self.grid)
+        every = torch.cat([shares.value.unsqueeze(0), shares.without])
+        return {"argmax_properties": properties, "pwp_shares": every.permute(1, 2, 0)}

@@ -25,14 +25,18 @@ from theodolite.measure.head_roles import (
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
+    AT_FLOOR,
+    at_floor,
     column,
     columns_of,
     entropy_share,
     grid_of,
     layer_mean,
+    massive_tokens,
     offered,
     opening_head,
 )
+from theodolite.report.findings import measured_regimes
 from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
     MISSING,
@@ -43,6 +47,7 @@ from theodolite.system.wording import (
     percent,
     rounded_with_error,
     shown_token,
+    spans,
     tokens_of,
     visible,
     with_error,
@@ -53,6 +58,7 @@ EXAMPLE_TOKENS = 512
 FAINT = 0.02  # attention below which a token gets no colour
 SINK_TOKENS = 20
 OUTLIER_ROWS = 30
+MASSIVE_ROWS = 30
 LONG_VALUE = 200
 TEXT = "Measured on the text"
 TILE_DIGITS = 2
@@ -113,14 +119,23 @@ def tiles(run: Run) -> list[Tile]:
     numbers = []
     norm = f"{model} {percent(reference.relative_norm[0])}"
     smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}; not published for other models"
+    screenot = layer_mean(run, "rank_screenot")
+    here = f" {number(screenot[0], 2)}," if screenot else ":"
+    published_rank = f"as published (ScreeNOT){here} {model} {reference.rank[0]:g}"
     for name, label, note in (
-        ("rank", "positional rank", f"{model} {reference.rank[0]:g}"),
+        ("rank", "replicated positional rank", published_rank),
         ("relative_norm", "relative norm of the positional basis", norm),
         ("low_frequency_10", "smoothness of the positional basis", smooth),
-        ("incoherence_mean", "incoherence", f"mean |cosine|, {model} {reference.incoherence[0]:g}"),
-        ("similarity_within", "within-label cosine similarity", f"{model} {reference.within[0]:g}"),
+        ("incoherence_mean", "incoherence", f"{model} {reference.incoherence[0]:g} (mean |cosine|)"),
+        (
+            "similarity_within",
+            "within-label cosine similarity",
+            f"{model} {reference.within[0]:g} (mean |cosine|)",
+        ),
     ):
         if (mean_and_error := layer_mean(run, name)) is None:
+            if at_floor(run, name).any():
+                numbers.append(Tile(label, AT_FLOOR, note))
             continue
         mean, error = mean_and_error
         in_percent = name in ("relative_norm", "low_frequency_10")
@@ -249,12 +264,48 @@ def run_table(run: Run, name: str) -> Table | None:
                 for row, error in zip(table.rows, frame.get(f"{one}_se", ()), strict=False):
                     if (value := row[index].value) is not None:
                         row[index] = Cell(with_error(value, float(error)), value)
+                for row, hidden in zip(table.rows, at_floor(run, one), strict=True):
+                    if hidden:
+                        row[index] = Cell(AT_FLOOR, row[index].value)
         return table
     if (table := frame_table(frame.drop(columns=["layer", "head"]), described)) is None:
         return None
     for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
         row.insert(0, Cell(head_name(int(layer), int(head)), float(layer * 10_000 + head)))
     return Table([("head", "block and head, both counted from 0"), *table.headings], table.rows)
+
+
+def massive_table(run: Run) -> Table | None:
+    """Tabulate the tokens that were left out for their massive activations; None where there are none."""
+    tokens = massive_tokens(run).head(MASSIVE_ROWS)
+    if not len(tokens):
+        return None
+    described = declared("massive")
+    shown = ("token", "context", "position", "dimension", "value")
+    headings = [*(heading(name, described) for name in shown), ("layers", described["layer"].meaning)]
+    rows = [
+        [
+            Cell(shown_token(row.token)),
+            *(_cell(getattr(row, name)) for name in shown[1:]),
+            Cell(spans(row.layers)),
+        ]
+        for row in tokens.itertuples()
+    ]
+    return Table(headings, rows)
+
+
+def with_massive_table(run: Run) -> Table | None:
+    """Tabulate the main numbers of the layers with massive tokens: without them, and what they would be with them."""
+    if run.with_massive is None or not len(run.with_massive):
+        return None
+    described = declared("layers")
+    shown = [name for name in (*OVER_LAYERS, "similarity_between", "cluster_ari") if name in run.with_massive]
+    without = run.layers.set_index("layer").reindex(run.with_massive["layer"])
+    rows = [
+        [_cell(layer), *(Cell(f"{number(without[name][layer])} → {number(row[name])}") for name in shown)]
+        for layer, row in run.with_massive.set_index("layer").iterrows()
+    ]
+    return Table([heading(name, described) for name in ("layer", *shown)], rows)
 
 
 def _cell(value: Any) -> Cell:
@@ -274,8 +325,11 @@ def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
         for name, measure in offered(run).items()
         if name in run.heads and (not measure.rare or run.heads[name].any())
     ]
-    for row in run.heads.to_dict("records"):
+    regimes = measured_regimes(run)
+    for place, row in enumerate(run.heads.to_dict("records")):
         groups: dict[str, list[tuple[str, str]]] = {}
+        if regimes is not None:
+            groups[TEXT] = [("measured regime", str(regimes[place]))]
         for measure in measures:
             value = row[measure.name]
             shown = visible(value) if isinstance(value, str) else number(value)

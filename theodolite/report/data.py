@@ -20,7 +20,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Criterion
 from theodolite.measure.catalogue import declared
-from theodolite.measure.column import Column
+from theodolite.measure.column import BASIS, Column
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
@@ -104,6 +104,27 @@ def value_of(run: Run, name: str) -> Floats:
 def error_of(run: Run, name: str) -> Floats:
     """Return the standard errors of a column of the layers table, NaN where the run has none."""
     return value_of(run, f"{name}_se")
+
+
+AT_FLOOR = "at the noise floor"
+LEAST_CONTEXTS = 5
+"""Of fewer, shares of the positional basis are empty for want of groups, whatever the noise."""
+
+
+def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
+    """Mark the layers in which nothing of a number is seen above the noise of few contexts.
+
+    It is below 0 though what it estimates cannot be; not above its own column `NAME_floor`; or, of the positional
+    basis, empty where the energy that it divides by is noise.
+    """
+    described, values = columns_of(run, "layers").get(name), value_of(run, name)
+    if described is None or not described.error or name not in run.layers:
+        return np.zeros(len(run.layers), dtype=bool)
+    floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")
+    below = ((values < 0) & (described.range[0] == 0)) | (values <= floor)
+    enough = ((provenance(run, "corpus") or {}).get("contexts") or 0) >= LEAST_CONTEXTS
+    divides = described.group == BASIS or name == "incoherence_mean"
+    return below | (np.isnan(values) & np.isfinite(value_of(run, "position_energy")) & (enough and divides))
 
 
 def layer_estimates(run: Run, name: str) -> Estimates:
@@ -210,6 +231,19 @@ def entropy_share(run: Run) -> Floats | None:
     highest = entropy_limits(run).mean(axis=1)
     shares: Floats = entropy / np.maximum(highest, 1e-9)[run.heads["layer"].to_numpy()]
     return shares
+
+
+def massive_tokens(run: Run) -> pd.DataFrame:
+    """List the tokens with massive activations after the first position, a row each, those of the largest value first.
+
+    Columns context, position, token, dimension, value (the largest in size) and layers, a list.
+    """
+    if run.massive is None or not len(run.massive):
+        return pd.DataFrame()
+    ordered = run.massive.sort_values("value", key=np.abs, ascending=False, kind="stable")
+    rows = ordered.groupby(["context", "position"], sort=False)
+    layers = rows["layer"].agg(lambda found: sorted(map(int, found))).rename("layers")
+    return rows.first().drop(columns="layer").join(layers).reset_index()
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:

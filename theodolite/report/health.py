@@ -6,18 +6,17 @@ first look. A mean over layers passes only where it is clear of its limit by its
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from theodolite.estimates import Estimate, Floats
-from theodolite.judging import HOLDS, Criterion, judge
+from theodolite.estimates import Floats
+from theodolite.judging import FAILS, HOLDS, UNDECIDED, Criterion
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import FIRST_TOKEN_SINK, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.passes.run import Run
+from theodolite.report import findings
 from theodolite.report.data import (
     array,
     caller_columns,
@@ -25,10 +24,10 @@ from theodolite.report.data import (
     entropy_share,
     grid_of,
     head_labels,
-    layer_average,
     limit_of,
     provenance,
 )
+from theodolite.report.findings import Finding, Judged
 from theodolite.system.wording import (
     counted,
     listed,
@@ -38,6 +37,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
+from theodolite.theory.regimes import VANISHING
 
 ENTROPY_COLLAPSE = Criterion(
     "less than", 0.05, "share of the maximum entropy: a head attends to a single key"
@@ -45,39 +45,46 @@ ENTROPY_COLLAPSE = Criterion(
 DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median: a head is as good as zero")
 UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
 LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
+LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
 
 
-class Check(NamedTuple):
-    """The outcome of one check."""
-
-    text: str
-    flagged: bool
-
-
-def in_a_line(checks: Sequence[Check]) -> str:
+def in_a_line(checks: Sequence[Finding]) -> str:
     """Say the outcome of all checks in one sentence."""
-    if flagged := sum(check.flagged for check in checks):
-        return f"{flagged} of {counted(len(checks), 'health check')} flagged."
-    return "The health check passed." if len(checks) == 1 else f"All {len(checks)} health checks passed."
+    flagged, undecided = (sum(check.answer == answer for check in checks) for answer in (FAILS, UNDECIDED))
+    amounts = [(flagged, "flagged"), (undecided, "not decided")]
+    first, *others = [f"{amount} {outcome}" for amount, outcome in amounts if amount] or [""]
+    if not first:
+        return "The health check passed." if len(checks) == 1 else f"All {len(checks)} health checks passed."
+    first = first.replace(" ", f" of {counted(len(checks), 'health check')} ", 1)
+    return ", ".join([first, *others]) + "."
 
 
-Outcome = tuple[str, bool]
-"""The text of a check, and whether it is flagged."""
+Outcome = tuple[str, bool] | Finding | None
+"""The text of a check and whether it is flagged; or a finding, which may be open; None: not for this run."""
 
 
-def checks(run: Run) -> list[Check]:
+def checks(run: Run) -> list[Finding]:
     """Run every check that the run's numbers allow, those of a caller's own columns last."""
-    outcomes = [
-        *(_rank_collapse(run), _entropy_collapse(run), _vanishing(run), _dead_heads(run)),
-        *(_constant_logits(run), _massive(run), _positional(run), _smooth(run), _entangled(run)),
-        *(_missing(run), _not_decomposed(run), _unknown_tokens(run)),
-        *(_own(measure, run) for table in ("layers", "heads") for measure in caller_columns(run, table)),
-    ]
-    return [Check(*outcome) for outcome in outcomes if outcome is not None]
+    own = [measure for table in ("layers", "heads") for measure in caller_columns(run, table)]
+    outcomes = [check(run, about) for about in CHECKS]
+    outcomes += [_as_finding(measure.name, _own(measure, run)) for measure in own]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _own(measure: Column, run: Run) -> Outcome | None:
+def check(run: Run, about: str) -> Finding | None:
+    """Run one of `CHECKS`; None where the run has no numbers for it."""
+    return _as_finding(about, CHECKS[about](run))
+
+
+def _as_finding(about: str, outcome: Outcome) -> Finding | None:
+    if outcome is None or isinstance(outcome, Finding):
+        return outcome
+    text, flagged = outcome
+    return Finding(text, about, FAILS if flagged else HOLDS)
+
+
+def _own(measure: Column, run: Run) -> Outcome:
     """Run the check that a caller's column declares."""
     frame = getattr(run, measure.table)
     if (values := column(frame, measure.name)) is None or measure.healthy is None:
@@ -106,7 +113,7 @@ def _counted(flags: npt.NDArray[np.bool_]) -> str:
     return counted(int(flags.sum()), "head")
 
 
-def _rank_collapse(run: Run) -> Outcome | None:
+def _rank_collapse(run: Run) -> Outcome:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
@@ -120,7 +127,7 @@ def _rank_collapse(run: Run) -> Outcome | None:
     return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
 
 
-def _entropy_collapse(run: Run) -> Outcome | None:
+def _entropy_collapse(run: Run) -> Outcome:
     share = entropy_share(run)
     if share is None:
         return None
@@ -143,27 +150,23 @@ def _entropy_collapse(run: Run) -> Outcome | None:
     return f"Entropy collapse: {text}", True
 
 
-def _vanishing(run: Run) -> Outcome | None:
-    propagation = column(run.heads, "propagation")
+def _vanishing(run: Run) -> Outcome:
+    propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
     if propagation is not None:
-        healthy = limit_of("heads", "propagation")
-        vanished = _unhealthy(healthy, propagation)
-        if vanished.any():
+        if (vanished := _unhealthy(healthy, propagation)).any():
             keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
             return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
         lowest = percent(float(np.nanmin(propagation)))
         return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
-    name = "regime_data" if "regime_data" in run.heads.columns else "regime"
-    if name not in run.heads.columns:
+    if "regime" not in run.heads.columns:
         return None
-    predicted = run.heads[name].astype(str).str.startswith("vanishing").to_numpy()
-    if predicted.any():
-        heads = f"{_counted(predicted)}: {_named(run, predicted)}"
-        return f"Theory predicts a vanishing signal for {heads}.", True
-    return "Theory predicts no vanishing signal.", False
+    predicted = (run.heads["regime"] == VANISHING).to_numpy()
+    heads = f"for {_counted(predicted)}: {_named(run, predicted)}" if predicted.any() else "for no head"
+    text = f"Whether the signal vanishes is not judged without a text: W_QK alone predicts it {heads}."
+    return Finding(text, findings.PROPAGATION, UNDECIDED)
 
 
-def _dead_heads(run: Run) -> Outcome | None:
+def _dead_heads(run: Run) -> Outcome:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
@@ -175,7 +178,7 @@ def _dead_heads(run: Run) -> Outcome | None:
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> Outcome | None:
+def _constant_logits(run: Run) -> Outcome:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
     if share is None or provenance(run, "model", "positions") == "rotary":
@@ -197,7 +200,7 @@ def _constant_logits(run: Run) -> Outcome | None:
     return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
 
 
-def _not_decomposed(run: Run) -> Outcome | None:
+def _not_decomposed(run: Run) -> Outcome:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
@@ -206,7 +209,7 @@ def _not_decomposed(run: Run) -> Outcome | None:
     return f"Logits could not be decomposed in {layers}: {reason}.", True
 
 
-def _massive(run: Run) -> Outcome | None:
+def _massive(run: Run) -> Outcome:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
@@ -219,25 +222,21 @@ def _massive(run: Run) -> Outcome | None:
     return f"Massive activations after the first token {where}: {harm}.", True
 
 
-def _passes(estimate: Estimate, criterion: Criterion) -> bool:
-    """Tell whether a number is clearly on the right side; with no error (under eight contexts), there at all."""
-    if math.isnan(estimate.error):
-        return bool(criterion.met(estimate.value))
-    return judge("", "", estimate, criterion).answer == HOLDS
-
-
-def _positional(run: Run) -> Outcome | None:
+def _positional(run: Run) -> Outcome:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
-    rank, singular_values = layer_average(run, "rank")[0], array(run, "singular_values")
-    if not math.isfinite(rank.value) or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
+    singular_values, judged = (
+        array(run, "singular_values"),
+        findings.of_layers(run, findings.POSITIONS, "rank"),
+    )
+    if judged is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
-    if _passes(rank, limit_of("layers", "rank")):
-        return f"Positions are encoded: the mean rank of their basis is {rank}.", False
-    text = f"No positional structure beyond noise: the mean rank of the positional basis is {rank}."
-    smooth = layer_average(run, "low_frequency_10")[0]
-    if math.isfinite(smooth.value) and not _passes(smooth, limit_of("layers", "low_frequency_10")):
-        text += " The model looks untrained: random weights give such numbers."
-    return text, True
+    rank = f"mean rank of the positional basis {judged.estimate}"
+    smooth = _smoothness(run)
+    if judged.answer != HOLDS and smooth and smooth.answer == FAILS:
+        text = f"No positional structure beyond noise: {rank}, and it is rough. The model looks untrained."
+        return Finding(text, judged.about, FAILS)
+    whether = "Whether positions are encoded"
+    return judged.finding("Positions are encoded", "Positions are not encoded", whether, rank)
 
 
 def of_plane(run: Run) -> str:
@@ -245,61 +244,37 @@ def of_plane(run: Run) -> str:
     return " of rows and of columns" if grid_of(run) else ""
 
 
-LEAST_SIDE = 10
-"""Rows or columns of patches: of no more, ten frequencies are all."""
-
-
-def above_noise(run: Run) -> npt.NDArray[np.bool_]:
-    """Mark the layers in whose positional basis the mean of so many contexts leaves little noise.
-
-    The mean of n contexts at each of T positions has noise of relative norm 1/√n. In T equal directions it gives the
-    Gram matrix an energy of T/n² (in the embedded model 1.1 times as much): a tenth of the whole where the relative
-    norm is (9T)^¼/√n.
-    """
-    corpus, norms = provenance(run, "corpus") or {}, column(run.layers, "relative_norm")
-    if norms is None or not corpus.get("contexts"):
-        return np.ones(len(run.layers), dtype=bool)
-    least = (9 * corpus["length"]) ** 0.25 / math.sqrt(corpus["contexts"])
-    return norms >= least
-
-
-def _smooth(run: Run) -> Outcome | None:
+def _smoothness(run: Run) -> Judged | None:
     grid = grid_of(run)
-    if column(run.layers, "low_frequency_10") is None or (
-        grid and min(grid.rows, grid.columns) <= LEAST_SIDE
-    ):
+    if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
-    among = above_noise(run)
-    if not among.any():
-        text = (
-            "The smoothness of the positional basis is not judged: positions are so little of the hidden states that "
-            "noise is a tenth or more of the basis in every layer. Read more contexts."
-        )
-        return text, False
-    smooth = layer_average(run, "low_frequency_10", among)[0]
-    if not math.isfinite(smooth.value):
+    return findings.of_layers(run, findings.SMOOTHNESS, "low_frequency_10")
+
+
+def _smooth(run: Run) -> Outcome:
+    if (judged := _smoothness(run)) is None:
         return None
-    share = f"ten lowest frequencies{of_plane(run)} hold {percent_with_error(smooth.value, smooth.error)} of the energy"
-    healthy = limit_of("layers", "low_frequency_10")
-    if _passes(smooth, healthy):
-        return f"The positional basis is not rough: its {share}.", False
-    limit = f"not clearly more than {percent(healthy.limit)}: neighbouring positions have unrelated vectors"
-    return f"Rough positional basis: the {share} of its Gram matrix, {limit}.", True
+    share = percent_with_error(judged.estimate.value, judged.estimate.error)
+    return judged.finding(
+        "The positional basis is smooth",
+        "The positional basis is rough, and neighbouring positions have unrelated vectors",
+        "Whether the positional basis is smooth",
+        f"the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram matrix",
+    )
 
 
-def _entangled(run: Run) -> Outcome | None:
-    incoherence = layer_average(run, "incoherence_mean")[0]
-    if not math.isfinite(incoherence.value):
+def _entangled(run: Run) -> Outcome:
+    if (judged := findings.of_layers(run, findings.ENTANGLEMENT, "incoherence_mean")) is None:
         return None
-    cosine = with_error(incoherence.value, incoherence.error)
-    healthy = limit_of("layers", "incoherence_mean")
-    if _passes(incoherence, healthy):
-        return f"Position and context are not entangled: mean |cosine| {cosine}.", False
-    limit = f"not clearly below {healthy.limit:g}"
-    return f"Position and context are entangled: mean |cosine| {cosine}, {limit}.", True
+    return judged.finding(
+        "Position and context are not entangled",
+        "Position and context are entangled",
+        "Whether position and context are entangled",
+        f"root mean square cosine {with_error(judged.estimate.value, judged.estimate.error)}",
+    )
 
 
-def _missing(run: Run) -> Outcome | None:
+def _missing(run: Run) -> Outcome:
     """Check for heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
@@ -307,9 +282,26 @@ def _missing(run: Run) -> Outcome | None:
     return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
 
 
-def _unknown_tokens(run: Run) -> Outcome | None:
+def _unknown_tokens(run: Run) -> Outcome:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
     reason = "the text may be in a language or script that the model does not know"
     return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
+
+
+CHECKS: dict[str, Callable[[Run], Outcome]] = {
+    "rank collapse": _rank_collapse,
+    "entropy collapse": _entropy_collapse,
+    findings.PROPAGATION: _vanishing,
+    "dead heads": _dead_heads,
+    "constant logits": _constant_logits,
+    findings.MASSIVE: _massive,
+    findings.POSITIONS: _positional,
+    findings.SMOOTHNESS: _smooth,
+    findings.ENTANGLEMENT: _entangled,
+    "missing attention": _missing,
+    "decomposition": _not_decomposed,
+    "unknown tokens": _unknown_tokens,
+}
+"""What each check is about."""

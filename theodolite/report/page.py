@@ -28,6 +28,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
@@ -36,6 +37,7 @@ from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
+from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
 from theodolite.report.summary import summarise
 from theodolite.system.files import disk_errors, write_text
@@ -140,10 +142,9 @@ def render(run: Run) -> str:
                 ("#provenance", "Provenance"),
             ],
             "health": health.in_a_line(checks),
-            "flagged": [check.text for check in checks if check.flagged],
-            "passed": [check.text for check in checks if not check.flagged],
+            **by_answer(checks),
             "topics": [
-                (topic, target if target in shown else "", findings[topic])
+                (topic, target if target in shown else "", [finding.text for finding in findings[topic]])
                 for topic, target in sections.items()
             ],
             "tiles": tiles,
@@ -153,6 +154,8 @@ def render(run: Run) -> str:
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
+            "massive": content.massive_table(run),
+            "with_massive": content.with_massive_table(run),
             "sink_threshold": SINK_THRESHOLD,
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
@@ -164,6 +167,14 @@ def render(run: Run) -> str:
             "plotly": PLOTLY,
         },
     )
+
+
+def by_answer(checks: Sequence[Finding]) -> dict[str, list[str]]:
+    """Sort the texts of health checks: what is flagged, what is not decided, and what passed."""
+    names = {"flagged": FAILS, "undecided": UNDECIDED, "passed": HOLDS}
+    return {
+        name: [check.text for check in checks if check.answer == answer] for name, answer in names.items()
+    }
 
 
 def _named(run: Run) -> dict[str, str]:
@@ -180,7 +191,7 @@ def as_html(run: Run) -> str:
     checks = health.checks(run)
     values = _named(run) | {
         "health": health.in_a_line(checks) if checks else "",
-        "flagged": [check.text for check in checks if check.flagged][:FLAGGED],
+        "flagged": by_answer(checks)["flagged"][:FLAGGED],
         "tiles": content.tiles(run),
         "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
     }

@@ -28,19 +28,22 @@ from theodolite.measure.head_roles import (
     HeadRole,
 )
 from theodolite.passes.run import Run
-from theodolite.report import health, published
+from theodolite.report import findings, health, published
 from theodolite.report.data import (
+    AT_FLOOR,
     array,
+    at_floor,
     column,
     entropy_share,
     grid_of,
     head_labels,
-    layer_average,
     layer_mean,
-    limit_of,
+    massive_tokens,
+    provenance,
     value_of,
 )
 from theodolite.report.drawing.constituents import SHARES, attributed
+from theodolite.report.findings import Finding
 from theodolite.system.wording import (
     counted,
     head_name,
@@ -49,20 +52,20 @@ from theodolite.system.wording import (
     percent,
     percent_with_error,
     shown_token,
+    spans,
     with_error,
 )
 from theodolite.theory.regimes import UNDEFINED
 
-SMOOTH = 0.90  # share of the Gram matrix's energy in the 10 lowest frequencies; GPT-2 has 0.997
-CLEAR_SEPARATION = 2.0  # similarity within labels over between; GPT-2 has 4.4
-WEAK_SEPARATION = 1.2
-NEARLY_ORTHOGONAL = 0.10  # mean |cosine| of position and context; GPT-2 has 0.051
 
-
-def summarise(run: Run) -> dict[str, list[str]]:
+def summarise(run: Run) -> dict[str, list[Finding]]:
     """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
-    told = {topic: list(sentences(run)) for topic, sentences in TOPICS.items()}
+    told = {topic: list(map(_finding, sentences(run))) for topic, sentences in TOPICS.items()}
     return {topic: sentences for topic, sentences in told.items() if sentences}
+
+
+def _finding(sentence: str | Finding) -> Finding:
+    return Finding(sentence) if isinstance(sentence, str) else sentence
 
 
 def _range(values: Floats, show: Callable[[float], str]) -> str:
@@ -80,64 +83,66 @@ def _mean(mean_and_error: tuple[float, float]) -> str:
     return with_error(mean, error) if error > 0 else number(mean, 2)
 
 
-def _position(run: Run) -> Iterator[str]:
+def _position(run: Run) -> Iterator[str | Finding]:
     model = published.closest(run)
     reference = published.AVERAGES[model]
     if (norm_mean := layer_mean(run, "relative_norm")) is not None:
-        norm, layers = value_of(run, "relative_norm"), _layers(run)
+        norm, layers, hidden = value_of(run, "relative_norm"), _layers(run), at_floor(run, "relative_norm")
         most, least = int(np.nanargmax(norm)), int(np.nanargmin(norm))
+        lowest = f"lowest in layer {layers[least]} ({percent(norm[least])})"
+        if hidden.any():
+            lowest = f"{AT_FLOOR} in {counted(int(hidden.sum()), 'layer')} ({spans(layers[hidden].tolist())})"
         yield (
             f"The relative norm of the positional basis is {percent_with_error(*norm_mean)} on average over layers, "
-            f"highest in layer {layers[most]} ({percent(norm[most])}) and lowest in layer {layers[least]} "
-            f"({percent(norm[least])}). Published for {model}: {percent(reference.relative_norm[0])}."
+            f"highest in layer {layers[most]} ({percent(norm[most])}) and {lowest}. "
+            f"Published for {model}: {percent(reference.relative_norm[0])}."
         )
     if (rank_mean := layer_mean(run, "rank")) is not None:
         by_layer = _range(value_of(run, "rank"), number)
+        screenot = layer_mean(run, "rank_screenot")
+        as_published = f" {_mean(screenot)} here," if screenot else ""
         yield (
-            f"The mean rank of the positional basis is {_mean(rank_mean)} ({by_layer} by layer); "
-            f"published for {model}: {reference.rank[0]:.1f}."
+            f"{_mean(rank_mean)} directions of the positional basis replicate in contexts left out, on average "
+            f"({by_layer} by layer). Its rank as published (ScreeNOT):{as_published} {reference.rank[0]:.1f} for "
+            f"{model}."
         )
-    among = health.above_noise(run)
-    smooth = layer_average(run, "low_frequency_10", among)[0]
-    if math.isfinite(smooth.value):
-        partly = limit_of("layers", "low_frequency_10").limit
-        word = "" if smooth.value >= SMOOTH else "only partly " if smooth.value >= partly else "not "
-        where = "" if among.all() else " in the layers where the text's sampling noise is less than a tenth"
+    if (smooth := health.check(run, findings.SMOOTHNESS)) is not None:
+        yield smooth
         yield (
-            f"The positional basis is {word}smooth: the ten lowest frequencies{health.of_plane(run)} hold "
-            f"{percent_with_error(smooth.value, smooth.error)} of the energy of its Gram matrix{where} "
-            f"(GPT-2 {percent(published.LOW_FREQUENCY[10])}, a model trained on addition about "
-            f"{percent(published.LOW_FREQUENCY_ADDITION)})."
+            f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
+            f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
         )
 
 
-def _context(run: Run) -> Iterator[str]:
+def _context(run: Run) -> Iterator[str | Finding]:
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
-    if within is not None and between is not None:
-        ratio = within[0] / between[0] if between[0] > 0 else np.inf
-        word = "clearly" if ratio >= CLEAR_SEPARATION else "weakly" if ratio >= WEAK_SEPARATION else "hardly"
-        yield (
-            f"Contexts cluster {word} by label: the mean |cosine| of context vectors is {_mean(within)} within labels "
-            f"and {_mean(between)} between labels."
+    if (
+        clusters := findings.of_layers(run, findings.CLUSTERS, "cluster_ari", findings.CLUSTERED)
+    ) is not None:
+        estimate = clusters.estimate.value, clusters.estimate.error
+        yield clusters.finding(
+            "Contexts cluster clearly by label",
+            "Contexts do not cluster clearly by label",
+            "Whether contexts cluster clearly by label",
+            f"k-means finds the labels with an adjusted Rand index of {_mean(estimate)} (1: perfect, 0: chance)",
         )
-    elif column(run.layers, "relative_norm") is not None:
+    elif column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
-    agreement, silhouette = layer_mean(run, "cluster_ari"), layer_mean(run, "silhouette")
-    if agreement is not None and silhouette is not None:
+    if within is not None and between is not None:
+        any_labels = layer_mean(run, "similarity_random")
         yield (
-            f"k-means recovers the labels with an adjusted Rand index of {_mean(agreement)} (1: perfect, 0: chance); "
-            f"the mean silhouette of the labels is {_mean(silhouette)}."
+            f"The root mean square cosine of context vectors is {_mean(within)} within labels and {_mean(between)} "
+            f"between labels{f' ({_mean(any_labels)} whatever the labels)' if any_labels else ''}."
         )
-    if (mean := layer_mean(run, "incoherence_mean")) is not None:
-        random = layer_mean(run, "incoherence_random")
-        near = mean[0] <= max(NEARLY_ORTHOGONAL, 1.5 * random[0] if random else 0)
-        entangled = mean[0] > limit_of("layers", "incoherence_mean").limit
-        word = "nearly orthogonal" if near else "entangled" if entangled else "partly entangled"
-        chance = f" (random directions: {number(random[0], 2)})" if random else ""
-        yield f"Position and context are {word}: mean |cosine| {_mean(mean)}{chance}."
+    if (silhouette := layer_mean(run, "silhouette")) is not None:
+        yield f"The mean silhouette of the labels is {_mean(silhouette)}."
+    if (entangled := health.check(run, findings.ENTANGLEMENT)) is not None:
+        yield entangled
+        if (random := layer_mean(run, "incoherence_random")) is not None:
+            yield f"Random directions of the same covariance have {number(random[0], 2)}."
 
 
-def _localization(run: Run) -> Iterator[str]:
+def _localization(run: Run) -> Iterator[str | Finding]:
     share, entropy = entropy_share(run), column(run.heads, "entropy")
     if share is not None and entropy is not None:
         names = head_labels(run)
@@ -147,18 +152,34 @@ def _localization(run: Run) -> Iterator[str]:
             f"{names[sharpest]} ({number(entropy[sharpest], 2)} nats), the most uniform {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
-    for name, matrix in (("regime_data", "W_QK Σ̂"), ("regime", "W_QK alone")):
-        kinds = run.heads.get(name, pd.Series(dtype=object)).dropna().astype(str)
-        counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
-        if len(counts):
-            ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-            regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
-            yield f"Regimes predicted from {matrix}, of {counted(len(run.heads), 'head')}: {regimes}."
+    for suffix, matrix in (("_data", "W_QK Σ̂"), ("", "W_QK alone")):
+        if predicted := regimes_line(run, suffix, matrix):
+            yield predicted
     if (propagation := column(run.heads, "propagation")) is not None:
         yield (
-            f"Measured signal propagation: {percent(float(np.nanmean(propagation)))} of the keys on average "
+            f"For the last query, {percent(float(np.nanmean(propagation)))} of the keys receive gradient on average "
             f"({_range(propagation, percent)} by head)."
         )
+
+
+def regimes_line(run: Run, suffix: str, matrix: str) -> str:
+    """Say which regimes a spectrum predicts, beside what the text shows; empty where none is predicted."""
+    kinds = run.heads.get(f"regime{suffix}", pd.Series(dtype=object)).dropna().astype(str)
+    counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
+    if not len(counts):
+        return ""
+    agreement = findings.regime_agreement(run, suffix)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
+    regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
+    of = f"{matrix}, of {counted(len(run.heads), 'head')}"
+    if agreement is None:
+        return f"Regimes predicted from {of}, not measured here: {regimes}."
+    if not agreement.holds:
+        return (
+            f"The regimes that theory predicts from {matrix} are not those of this model's heads: their agreement with "
+            f"the measured curves is not above chance ({agreement})."
+        )
+    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({agreement})."
 
 
 def _heads_of(run: Run, role: HeadRole) -> list[str]:
@@ -207,48 +228,53 @@ def _later_tokens(run: Run) -> list[str]:
     return [f"‘{shown_token(token)}’" for token, _ in ranked[:3]]
 
 
-def _outliers(run: Run) -> Iterator[str]:
+def _outliers(run: Run) -> Iterator[str | Finding]:
     if not len(run.layers):
         return
-    any_massive = False
-    for name, where in (
-        ("massive_activations_first", "at the first token"),
-        ("massive_activations", "at later tokens"),
-    ):
-        values = value_of(run, name)
-        affected = _layers(run)[np.nan_to_num(values) > 0]
-        if len(affected):
-            any_massive = True
-            most = int(np.nanargmax(values))
-            yield (
-                f"Massive activations occur {where} in {counted(len(affected), 'layer')} "
-                f"({_spans(affected.tolist())}), most in layer {_layers(run)[most]} ({number(values[most])})."
-            )
-    if column(run.layers, "massive_activations") is not None and not any_massive:
-        yield "There are no massive activations."
+    first = value_of(run, "massive_activations_first")
+    affected = _layers(run)[np.nan_to_num(first) > 0]
+    if len(affected):
+        most = int(np.nanargmax(first))
+        yield (
+            f"Massive activations occur at the first token in {counted(len(affected), 'layer')} "
+            f"({spans(affected.tolist())}), most in layer {_layers(run)[most]} ({number(first[most])})."
+        )
+    if (later := health.check(run, findings.MASSIVE)) is not None:
+        yield later
+    if left_out := massive_line(run):
+        yield left_out
     dimensions, shares = column(run.layers, "outlier_dimensions"), array(run, "outlier_share")
     if dimensions is None:
         return
-    most = int(np.nanargmax(dimensions))
-    if not dimensions[most]:
-        yield "There are no outlier dimensions."
+    everywhere = dimensions > (provenance(run, "model", "width") or math.inf) / 2
+    if everywhere.any():
+        yield (
+            f"In {counted(int(everywhere.sum()), 'layer')} ({spans(_layers(run)[everywhere].tolist())}) more than half "
+            "of all dimensions pass the published |x| ≥ 6: the whole stream is that large, and these are no outliers."
+        )
+    among = np.where(everywhere, np.nan, dimensions)
+    if not np.nansum(among):
+        if not everywhere.any():
+            yield "There are no outlier dimensions."
         return
+    most = int(np.nanargmax(among))
     highest = ""
     if shares is not None:
-        leading = np.argsort(-np.nan_to_num(shares).max(axis=0), kind="stable")[:3]
+        leading = np.argsort(-np.nan_to_num(shares[~everywhere]).max(axis=0), kind="stable")[:3]
         highest = f" The dimensions with the highest share of outliers: {listed(list(map(str, leading)))}."
-    yield f"Layer {_layers(run)[most]} has the most outlier dimensions: {int(dimensions[most])}.{highest}"
+    yield f"Layer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}.{highest}"
 
 
-def _spans(numbers: list[int]) -> str:
-    """Write runs of neighbours as ranges: `0–3, 7`."""
-    spans: list[list[int]] = []
-    for value in sorted(numbers):
-        if spans and value == spans[-1][-1] + 1:
-            spans[-1].append(value)
-        else:
-            spans.append([value])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+def massive_line(run: Run) -> str:
+    """Name the tokens after the first position that were left out for massive activations; empty where none was."""
+    tokens = massive_tokens(run)
+    if not len(tokens):
+        return ""
+    names = []
+    for row in tokens.itertuples():
+        layers = f"layer{'s' if len(row.layers) > 1 else ''} {spans(row.layers)}"
+        names.append(f"‘{shown_token(row.token)}’ (context {row.context}, position {row.position}, {layers})")
+    return f"Left out of all other numbers for their massive activations: {listed(names, 4)}."
 
 
 def _heads(run: Run) -> Iterator[str]:

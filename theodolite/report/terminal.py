@@ -17,8 +17,9 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
-from theodolite.report.data import records
+from theodolite.report.data import AT_FLOOR, at_floor, records
 from theodolite.report.outcome import MARKS, Heading, Outcome
+from theodolite.report.summary import massive_line
 from theodolite.system.wording import harmless, rounded_with_error
 
 STRONGEST = 3
@@ -30,6 +31,8 @@ def show_run(run: Run, console: Console) -> None:
     """Print the short tables of a run."""
     if len(run.layers):
         console.print(_layers(run, wide=console.width >= WIDE))
+        if left_out := massive_line(run):
+            console.print(harmless(left_out), markup=False, highlight=False)
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run))
@@ -78,18 +81,23 @@ def _layers(run: Run, *, wide: bool) -> Table:
     layers = run.layers
     headings, caption = _short(declared("layers", run.provenance), layers)
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in headings)
+    hidden = pd.DataFrame({name: at_floor(run, name) for name in headings}, index=layers.index)
+    caption += "; ± one standard error over contexts (coarse for ranks and counts)" if known else ""
+    caption += f"; noise: {AT_FLOOR}" if hidden.to_numpy().any() else ""
     table = Table(
         title="Residual stream, by layer",
-        caption=caption
-        + ("; ± one standard error from resampling contexts (coarse for ranks and counts)" if known else ""),
+        caption=caption,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0) if wide or not known else 0,
     )
     for heading in headings.values():
         table.add_column(heading, justify="right")
-    for row in layers.to_dict(orient="records"):
+    for row, noise in zip(layers.to_dict(orient="records"), hidden.to_dict(orient="records"), strict=True):
         table.add_row(
-            *(_with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide) for name in headings)
+            *(
+                "noise" if noise[name] else _with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide)
+                for name in headings
+            )
         )
     return table
 

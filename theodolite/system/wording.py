@@ -143,6 +143,17 @@ def listed(items: list[str], limit: int = 5) -> str:
     return ", ".join(items[:-1]) + " and " + items[-1]
 
 
+def spans(numbers: list[int]) -> str:
+    """Write runs of neighbours as ranges: `0–3, 7`."""
+    spans: list[list[int]] = []
+    for value in sorted(numbers):
+        if spans and value == spans[-1][-1] + 1:
+            spans[-1].append(value)
+        else:
+            spans.append([value])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+
+
 def counted(amount: int, noun: str) -> str:
     """Count things in words: `1 head`, `3 heads`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"

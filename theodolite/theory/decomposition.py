@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -33,6 +33,37 @@ class Decomposition:
     def cvec(self) -> Float64[Tensor, "contexts positions width"]:
         """The residual without mean and position: ctx[c] + resid[c, t]."""
         return self.ctx[:, None] + self.resid
+
+    def by_groups(self) -> DecompositionByGroups:
+        """Return the same as around the means of one group."""
+        group = torch.zeros(len(self.ctx), dtype=torch.int64, device=self.ctx.device)
+        level = self.mean + self.ctx
+        return DecompositionByGroups(
+            self.mean[None], self.pos[None], group, group, level, level[:, None] + self.pos + self.resid
+        )
+
+
+@dataclass(frozen=True)
+class DecompositionByGroups:
+    """Hidden states around means of other contexts: those of one group for queries, those of another one for keys.
+
+    h[c, t] = mean[g] + pos[g, t] + ctx[c] + resid[c, t] on either side, with the group g that it has for context c.
+    The noise of means is then twice in no product of a query and a key, and of no context that it is multiplied with.
+    `level` is mean[g] + ctx[c], the context's own mean over positions.
+    """
+
+    mean: Float64[Tensor, "groups width"]
+    pos: Float64[Tensor, "groups positions width"]
+    query_group: Int[Tensor, " contexts"]
+    key_group: Int[Tensor, " contexts"]
+    level: Float64[Tensor, "contexts width"]
+    h: Float64[Tensor, "contexts positions width"]
+
+    def resid(
+        self, group: Int[Tensor, " contexts"], contexts: int
+    ) -> Float64[Tensor, "some positions width"]:
+        """Return what is left of the first contexts without mean, position and context."""
+        return (self.h - self.level[:, None])[:contexts] - self.pos[group[:contexts]]
 
 
 def decompose(h: Tensor) -> Decomposition:
@@ -61,6 +92,23 @@ def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> 
     apart = h.shape[1] <= leading
     ctx = torch.zeros_like(without_pos[:, 0]) if apart else without_pos[:, leading:].mean(dim=1)
     return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=without_pos - ctx[:, None])
+
+
+def decompose_by_groups(
+    h: Tensor,
+    mean: Float[Tensor, "groups width"],
+    pos: Float[Tensor, "groups positions width"],
+    query_group: Int[Tensor, " contexts"],
+    key_group: Int[Tensor, " contexts"],
+    leading: int = 1,
+) -> DecompositionByGroups:
+    """Decompose hidden states (C, T, d) with each context's two groups' μ and pos; levels as in `decompose_around`."""
+    h = h.double()
+    mean, pos = mean.to(h), pos[:, : h.shape[1]].to(h)
+    query_group, key_group = query_group.to(h.device), key_group.to(h.device)
+    apart = h.shape[1] <= leading
+    level = mean[query_group] if apart else (h - pos[query_group])[:, leading:].mean(dim=1)
+    return DecompositionByGroups(mean, pos, query_group, key_group, level, h)
 
 
 def decompose_apart(h: Tensor) -> Decomposition:

@@ -19,7 +19,8 @@ from theodolite.theory.propagation import propagation
 Numbers = float | Sequence[float] | NDArray[np.floating] | Tensor
 """What `regime` and `regime_margins` read."""
 
-REGIMES = ("uniform", "early-site", "late-site", "middle-site", "vanishing")
+VANISHING = "vanishing"
+REGIMES = ("uniform", "early-site", "late-site", "middle-site", VANISHING)
 """The names that `regime` gives, besides `UNDEFINED`."""
 
 UNDEFINED = "undefined"
@@ -187,7 +188,7 @@ def _decisions(quantities: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 def _names(decisions: NDArray[np.bool_], undefined: NDArray[np.bool_]) -> np.ndarray:
     """Name each head by the first decision that holds."""
-    names = [UNDEFINED, "vanishing", "uniform", "late-site", "early-site"]
+    names = [UNDEFINED, VANISHING, "uniform", "late-site", "early-site"]
     return np.select([undefined, *decisions], names, default="middle-site")
 
 

@@ -9,15 +9,16 @@ means are of.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
+from torch.nn import functional
 
 CORRECTED = 0.25
 """Share of the jackknife's correction that counts as error of a corrected number. The intervals of the largest
@@ -93,15 +94,16 @@ def combined(function: Callable[..., Tensor], *parts: Jackknifed) -> Jackknifed:
     return Jackknifed(function(*(part.value for part in parts)), torch.stack(without))
 
 
+def stacked(rows: Sequence[Jackknifed]) -> Jackknifed:
+    """Stack the numbers of several rows: (rows, …)."""
+    return Jackknifed(
+        torch.stack([row.value for row in rows]), torch.stack([row.without for row in rows], dim=1)
+    )
+
+
 def together(rows: Sequence[Mapping[str, Jackknifed]]) -> dict[str, Jackknifed]:
-    """Stack the numbers of several rows by name: (rows,) each."""
-    return {
-        name: Jackknifed(
-            torch.stack([row[name].value for row in rows]),
-            torch.stack([row[name].without for row in rows], dim=1),
-        )
-        for name in rows[0]
-    }
+    """Stack the numbers of several rows by name."""
+    return {name: stacked([row[name] for row in rows]) for name in rows[0]}
 
 
 def leaving_out(function: Callable[[Tensor], Tensor], groups: int) -> Jackknifed:
@@ -152,52 +154,57 @@ def gram_energy(
     """
     groups, rows, width = p.shape
     p = p.double()
-    pairs = list(combinations(range(groups), 2))
-    uses = [[i for i, pair in enumerate(pairs) if g not in pair] for g in (None, *range(groups))]
-    grams = [torch.zeros(len(chosen), len(chosen), dtype=torch.float64) for chosen in uses]
+    disjoint = _disjoint(groups)
+    grams = torch.zeros_like(disjoint[:1] if scales is None else disjoint)
     if scales is None and rows > width:  # ‖PᵀP‖ = ‖P Pᵀ‖
         p = p.mT
-    for strip, products in _products_of_pairs(p, pairs):
-        flat = products.flatten(1)
-        for use, chosen in enumerate(uses):
-            if scales is None and use:
-                grams[use] = grams[0][chosen][:, chosen]
-                continue
-            some = flat if scales is None else (products * scales[use, strip, None] * scales[use]).flatten(1)
-            some = some[chosen]
-            grams[use] += some @ some.T
-    values = [
-        _mean_of_disjoint(gram, [pairs[i] for i in chosen]) for gram, chosen in zip(grams, uses, strict=True)
-    ]
-    return Jackknifed(values[0], torch.stack(values[1:]))
+    for strip, products in _products_of_pairs(p):
+        for use, gram in enumerate(grams):
+            chosen = disjoint[use].any(dim=1)
+            some = products[chosen]
+            some = (some if scales is None else some * scales[use, strip, None] * scales[use]).flatten(1)
+            gram[chosen.outer(chosen)] += (some @ some.T).flatten()
+    return _mean_of(grams, disjoint)
 
 
-def corner_energies(lowest: Float[Tensor, "uses groups low width"], counts: Sequence[int]) -> Jackknifed:
-    """Estimate the energies of the first n × n entries of L P Pᵀ Lᵀ, (len(counts),).
+def product_energy(
+    left: Float[Tensor, "groups rows width"], right: Float[Tensor, "groups columns width"]
+) -> Jackknifed:
+    """Estimate ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩ by products of four different groups; NaN with fewer than four.
+
+    In O(groups² · rows · width²); nothing of rows × columns is formed.
 
     Args:
-        lowest: L P of each group, scaled as for all groups, then as without each.
+        left, right: what each group has of A and of B.
+    """
+    table = _grams(left) @ _grams(right).T
+    return _mean_of(table.unsqueeze(0), _different(len(left)))
+
+
+def corner_energies(
+    left: Float[Tensor, "uses *batch groups low width"],
+    right: Float[Tensor, "uses *batch groups low width"],
+    counts: Sequence[int],
+) -> Jackknifed:
+    """Estimate the energies of the first n × n entries of A Bᵀ by products of four different groups, (*batch, counts).
+
+    Args:
+        left, right: A and B of each group, as for all groups and then as without each; or one for all of these.
         counts: each n.
     """
-    _, groups, _, _ = lowest.shape
-    pairs = list(combinations(range(groups), 2))
-    values = []
-    for use, p in enumerate(lowest.double()):
-        chosen = [pair for pair in pairs if use - 1 not in pair]
-        one, other = (p[[pair[side] for pair in chosen]] for side in (0, 1))
-        products = (one @ other.mT + other @ one.mT) / 2
-        corners = (products[:, :n, :n].flatten(1) for n in counts)
-        values.append(torch.stack([_mean_of_disjoint(flat @ flat.T, chosen) for flat in corners]))
-    return Jackknifed(values[0], torch.stack(values[1:]))
+    groups = left.shape[-3]
+    products = torch.einsum("...anw,...bmw->...abnm", left.double(), right.double()).flatten(-4, -3)
+    corners = (products[..., :n, :n].flatten(-2) for n in counts)
+    return _mean_of(torch.stack([flat @ flat.mT for flat in corners], dim=-3), _different(groups))
 
 
 def _products_of_pairs(
-    p: Float[Tensor, "groups rows width"], pairs: list[tuple[int, int]]
+    p: Float[Tensor, "groups rows width"],
 ) -> Iterator[tuple[slice, Float64[Tensor, "pairs strip rows"]]]:
     """Yield rows of the symmetric (P_a P_bᵀ + P_b P_aᵀ)/2 of all pairs of groups, a strip at a time."""
     rows = p.shape[1]
-    step = max(1, STRIP // max(1, rows * len(pairs)))
-    one, other = (p[[pair[side] for pair in pairs]] for side in (0, 1))
+    one, other = (p[side] for side in _pairs(len(p)))
+    step = max(1, STRIP // max(1, rows * len(one)))
     for start in range(0, rows, step):
         strip = slice(start, min(start + step, rows))
         products = one[:, strip] @ other.mT
@@ -205,10 +212,45 @@ def _products_of_pairs(
         yield strip, products.div_(2)
 
 
-def _mean_of_disjoint(gram: Float[Tensor, "pairs pairs"], pairs: list[tuple[int, int]]) -> Tensor:
-    """Average the products of two pairs of groups that share none."""
-    disjoint = torch.tensor([[not {*one} & {*other} for other in pairs] for one in pairs], dtype=torch.bool)
-    return gram[disjoint].mean() if disjoint.any() else torch.tensor(math.nan, dtype=torch.float64)
+def _pairs(groups: int) -> Int[Tensor, "2 pairs"]:
+    return torch.combinations(torch.arange(groups), 2).T
+
+
+def _grams(p: Float[Tensor, "groups rows width"]) -> Float64[Tensor, "ordered_pairs flat"]:
+    """Compute P_aᵀP_b of all ordered pairs of groups."""
+    groups, _, width = p.shape
+    beside = p.transpose(0, 1).flatten(1)
+    products = (beside.T @ beside).unflatten(0, (groups, width)).unflatten(2, (groups, width))
+    return products.transpose(1, 2).double().flatten(2).flatten(0, 1)
+
+
+@functools.cache
+def _disjoint(groups: int) -> Float64[Tensor, "uses pairs pairs"]:
+    """Mark two pairs of groups that share none by 1: of all groups, and without each."""
+    return _without_each(functional.one_hot(_pairs(groups).T, groups).sum(dim=1).double())
+
+
+@functools.cache
+def _different(groups: int) -> Float64[Tensor, "uses ordered_pairs ordered_pairs"]:
+    """Mark four different groups by 1, as `_disjoint` does two pairs."""
+    each = torch.eye(groups, dtype=torch.float64)
+    return _without_each((each[:, None] + each).flatten(0, 1))
+
+
+def _without_each(holds: Float64[Tensor, "pairs groups"]) -> Float64[Tensor, "uses pairs pairs"]:
+    used = 1 - torch.cat([torch.zeros(1, len(holds)), holds.T])
+    used = used * (holds <= 1).all(dim=1)  # no group with itself
+    return (holds @ holds.T == 0) * used[:, :, None] * used[:, None]
+
+
+def _mean_of(
+    products: Float64[Tensor, "uses *rest pairs pairs"], marked: Float64[Tensor, "uses pairs pairs"]
+) -> Jackknifed:
+    """Average the marked products of all groups, and without each; NaN where none is marked."""
+    means = torch.einsum("u...ij,uij->u...", products.expand(len(marked), *products.shape[1:]), marked)
+    counts = marked.sum(dim=(1, 2)).reshape(-1, *[1] * (means.ndim - 1))
+    means = means / torch.where(counts > 0, counts, math.nan)
+    return Jackknifed(means[0], means[1:])
 
 
 def _used(groups: int) -> Float64[Tensor, "uses groups"]:

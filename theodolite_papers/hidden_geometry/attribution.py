@@ -26,10 +26,9 @@ from theodolite.logits.constituents import whole_positional_basis
 from theodolite.logits.shares import SPLIT_CONTEXTS, TOKENS_A_PASS, sample_of, working_dtype
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
-from theodolite.measure.position import CUTOFFS
 from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
-from theodolite.measure.positional import qk_low_frequency
+from theodolite.measure.position import CUTOFFS
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.models.token_texts import token_texts
@@ -41,7 +40,7 @@ from theodolite.theory.decomposition import PARTS, decompose_around
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS
+from theodolite_papers.hidden_geometry.layer_columns import LEAST_UNSMOOTH_POSITIONS, unless_hidden
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
@@ -263,14 +262,12 @@ SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
 
 
 class _PositionalLogits:
-    """Mean over contexts of every layer's logits between pos + μ and pos + μ, and how smooth those of pos are."""
+    """Mean over contexts of every layer's logits between pos + μ and pos + μ."""
 
     def __init__(self, run: Run, heads: list[int], shown: list[int]) -> None:
         self.mean, self.pos = run.arrays["mean"], whole_positional_basis(run)
-        self.end = run.arrays["positional_basis"].shape[1]
         self.heads, self.shown = heads, shown
         self.logits: dict[int, Floats] = {}
-        self.smooth: dict[int, Floats] = {}
         self.refused: dict[int, str] = {}
 
     def add(self, layer_pass: LayerPass) -> None:
@@ -287,11 +284,8 @@ class _PositionalLogits:
         query = (split.query[mean] + split.query[pos])[:, self.heads][:, :, self.shown]
         key = (split.key[mean] + split.key[pos])[:, [head // repeat for head in self.heads]][:, :, self.shown]
         logits = torch.einsum("chid,chjd->hij", query, key) * split.inputs.scaling
-        text = slice(1, self.end)
-        smooth = qk_low_frequency(split.query[pos][:, :, text], split.key[pos][:, :, text]).sum(0)
-        for sums, value in ((self.logits, logits), (self.smooth, smooth)):
-            added = value.double().cpu().numpy()
-            sums[layer_pass.layer] = sums[layer_pass.layer] + added if layer_pass.layer in sums else added
+        added = logits.double().cpu().numpy()
+        self.logits[layer_pass.layer] = self.logits.get(layer_pass.layer, 0.0) + added
 
 
 def _sampled(study: Study) -> Tensor:
@@ -317,17 +311,16 @@ def figure_19(study: Study, outcome: Outcome) -> None:
     if not sums.logits:
         raise UsageError(f"no layer of this model can be split: {next(iter(sums.refused.values()))}")
     layers = sorted(sums.logits)
-    columns = [f"low_frequency_{k}" for k in CUTOFFS]
-    of_layers = [pd.DataFrame(sums.smooth[layer] / len(sample), columns=columns) for layer in layers]
-    table = pd.concat(of_layers, keys=layers, names=["layer", "head"]).reset_index()
-    median = float(table["low_frequency_10"].median())
-    what = "share of energy at K = 10 of pos-pos, median over heads"
-    outcome.read(what, number(median), "“visibly discontinuous”")
+    columns = [f"pwp_low_frequency_{k}" for k in CUTOFFS]
+    with_weights = run.heads[run.heads["frobenius_squared"].notna()]
+    shares = with_weights["pwp_low_frequency_10"].to_numpy(np.float64)
+    what = "share of energy at K = 10 of PWPᵀ, median over heads"
+    outcome.read(what, number(float(pd.Series(shares).median())), "“visibly discontinuous”")
     if sums.refused:
         reason = next(iter(sums.refused.values()))
         outcome.read("layers that cannot be split", f"{len(sums.refused)}: {reason}")
-    judge_rough(outcome, study, table["low_frequency_10"].to_numpy(), positions)
-    outcome.tables["smoothness"] = table
+    judge_rough(outcome, study, shares, positions)
+    outcome.tables["smoothness"] = run.heads[["layer", "head", *columns]]
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     tiles = [drawing.positional_tiles(sums.logits[layer] / len(sample)) for layer in chosen]
     names, blocks = [f"head {head}" for head in heads], [f"block {layer}" for layer in chosen]
@@ -337,11 +330,13 @@ def figure_19(study: Study, outcome: Outcome) -> None:
 
 def judge_rough(outcome: Outcome, study: Study, shares: Floats, positions: int) -> None:
     """Judge the shares of low frequencies of heads, where the model was trained on addition: of most of the heads."""
-    shares = shares[np.isfinite(shares)]
-    median = f"share of energy at K = 10 of pos-pos, median of {counted(len(shares), 'head')}"
-    median += f": {number(float(np.median(shares)))}"
+    hidden = np.isnan(shares)
+    known = shares[~hidden]
+    median = f"share of energy at K = 10 of PWPᵀ, median of {counted(len(known), 'head')}"
+    median += f": {number(float(pd.Series(known).median()))}"
     rough, words = criterion("geometry/unlike-language"), {"median": median, "chance": (10 / positions) ** 2}
-    verdict = outcome.verdict("rough", rough.met(shares).tolist(), most=number(rough.limit), **words)
+    verdict = outcome.verdict("rough", rough.met(known).tolist(), most=number(rough.limit), **words)
+    verdict = unless_hidden(verdict, hidden, "head")
     if positions < LEAST_UNSMOOTH_POSITIONS:
         verdict = untestable(verdict.claim, f"{positions} positions have only {positions} frequencies")
     outcome.verdicts.append(of_an_adder(study.model, study.run, verdict, median))

@@ -1,45 +1,32 @@
-"""Numbers by layer that several tables and figures share: their errors and noise, from contexts drawn anew.
+"""Numbers by layer that several tables and figures share, and the positional basis by groups of contexts.
 
-A run keeps the basis of all contexts only, so that errors need the text once more, hidden states alone, in the survey's
-eight groups; without the model or the text no error is known.
+Columns of the layers table hold no sampling noise on average. What no column has is estimated here from bases of groups
+of contexts: a run keeps that of all contexts only, so that the text is read once more, hidden states alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float64
 from torch import Tensor
-from torch.nn import functional
 
 from theodolite import Corpus, OpenModel, Run
-from theodolite.accumulate.means import Means, Sample, decomposed
+from theodolite.accumulate.massive import massive_tokens
+from theodolite.accumulate.means import Means, Sample
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.corpus.special_tokens import trailing_special_tokens
-from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
+from theodolite.estimates import Estimate, Estimates
 from theodolite.jobs.job import Stage, run_stages
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    OPEN,
-    Criterion,
-    Verdict,
-    all_of,
-    judge,
-    unless_explained,
-    untestable,
-)
-from theodolite.measure.position import SCREENOT_RANK, screenot_bound
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error
-from theodolite.models.structure import NoAttention
-from theodolite.models.weights.copies import NotAffine
+from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
+from theodolite.measure.column import WITHOUT
+from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
 from theodolite.passes.corpus_pass import CorpusPass, batch_of
 from theodolite.report.data import (
     OF_GROUPS,
@@ -51,32 +38,14 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.system.progress import ShowStage
-from theodolite.system.wording import listed, number
-from theodolite.theory import dct2
-from theodolite.theory.haar import haar_rotation
+from theodolite.system.wording import counted, with_error
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
 READING = "reading contexts by group"
 
-
-@dataclass(frozen=True)
-class GroupedBasis:
-    """Sums of hidden states by layer and group of contexts, over those of its contexts that have a position."""
-
-    sums: Float64[Tensor, "layers groups positions width"]
-    readers: Float64[Tensor, "layers groups positions"]
-    end: int
-
-    def of(self, groups: Float[Tensor, " groups"]) -> Float64[Tensor, "layers positions_1_on width"]:
-        """Compute the positional basis of the groups of weight 1."""
-        groups = groups.double()
-        text, width = slice(1, self.sums.shape[2]), self.sums.shape[3]
-        nothing = torch.empty(0, width, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-        bases = [
-            decomposed(torch.tensordot(groups, sums, 1), groups @ readers, *nothing, text)[1][1 : self.end]
-            for sums, readers in zip(self.sums, self.readers, strict=True)
-        ]
-        return torch.stack(bases)
+Basis = Float64[Tensor, "groups positions width"]
+"""The positional basis of a layer, of each group of contexts."""
 
 
 class _SumsPass(CorpusPass):
@@ -101,173 +70,144 @@ class _SumsPass(CorpusPass):
         self._first = first
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer."""
-        self.means.update(layer, hidden, self._first)
+        """Take in the residual stream of one layer, without its massive tokens."""
+        text = slice(1, hidden.shape[1] - self.trailing)
+        self.means.update(layer, hidden, self._first, massive_tokens(hidden, text))
 
 
-def read_by_group(model: OpenModel, corpus: Corpus, run: Run, show: ShowStage) -> GroupedBasis | None:
-    """Read the text of a run for the basis of its groups; None below 8 contexts, of which some groups are empty."""
+def read_by_group(model: OpenModel, corpus: Corpus, show: ShowStage) -> list[Basis] | None:
+    """Read a text for the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
     if len(corpus.contexts) < GROUPS or corpus.leading != 1:
         return None
     reading = _SumsPass(model, corpus)
-    state = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
+    means = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
     text = slice(corpus.contexts.shape[1] - reading.trailing)
-    end = run.arrays["positional_basis"].shape[1]
-    return GroupedBasis(state["position_sum"][:, :, text], state["readers"][:, :, text], end)
+    means |= {name: means[name][:, :, text] for name in ("position_sum", "readers")}
+    return [grouped_basis(means, layer, 1).p for layer in range(model.layers + 1)]
 
 
-def grouped_basis(study: Study, run: Run | None = None) -> GroupedBasis | None:
+def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
     """Read the basis by group of the text of a run, once: the study's, or that on random tokens."""
     run = run or study.run
     model, corpus = study.model, study.corpus
     sha256 = run.provenance["corpus"].get("sha256")
 
-    def read() -> GroupedBasis | None:
+    def read() -> list[Basis] | None:
         text = corpus if corpus is not None and corpus.sha256 == sha256 else None
         # Random tokens (`Study.random_run`) follow from their description.
         if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None
-        return read_by_group(model, text, run, study.show)
+        return read_by_group(model, text, study.show)
 
     return study.cached(f"basis by group of {sha256}", read)
 
 
-def by_halves(basis: GroupedBasis, numbers: Callable[[Tensor], Floats]) -> Floats:
-    """Compute numbers of a positional basis, such as one a layer, from each of the balanced halves: (halves, …)."""
-    return np.stack([np.asarray(numbers(basis.of(half)), dtype=np.float64) for half in balanced_halves()])
+AT_FLOOR = "at the noise floor"
+WITHOUT_TEXT = (
+    f"estimated between groups of contexts: pass the model and the text, of {GROUPS} contexts or more"
+)
 
 
-def errors_of(
-    basis: GroupedBasis | None, numbers: Callable[[Tensor], Floats], like: Floats | float
-) -> Floats:
-    """Compute standard errors of numbers of a positional basis; NaN, in the shape of `like`, where none are known."""
-    if basis is None:
-        return np.full(np.shape(like), np.nan)
-    return half_sample_error(torch.from_numpy(by_halves(basis, numbers))).numpy()
+def gram_between(
+    p: Basis, used: Float64[Tensor, " groups"] | None = None
+) -> Float64[Tensor, "positions positions"]:
+    """Average P_g P_hᵀ over pairs of different groups (of those used, weight 1), in which no error meets itself."""
+    used = torch.ones(len(p), dtype=torch.float64) if used is None else used
+    some = p[used > 0]
+    whole = some.sum(dim=0)
+    return (whole @ whole.T - torch.einsum("gtd,gsd->ts", some, some)) / (len(some) * (len(some) - 1))
 
 
-QUARTERS = 4
-
-Quarters = Sequence[Float64[Tensor, "*batch positions width"]]
-
-
-def estimated(basis: GroupedBasis, number: Callable[[GroupedBasis], float]) -> Estimate:
-    """Estimate a number without noise and its error, by leaving out one group of contexts at a time (jackknife)."""
-    values = []
-    for left_out in range(GROUPS):
-        kept = (torch.arange(GROUPS) != left_out).double()
-        sums, readers = basis.sums * kept[:, None, None], basis.readers * kept[:, None]
-        values.append(number(replace(basis, sums=sums, readers=readers)))
-    return Estimate(number(basis), float(jackknife_error(values)), *OF_GROUPS)
+def is_seen(p: Basis) -> bool:
+    """Return whether the energy of the positional basis is above its noise."""
+    return bool(product(p.flatten(1)).above_noise())
 
 
-def quarters_of(basis: GroupedBasis) -> list[Float64[Tensor, "layers positions width"]]:
-    """Return the positional basis of each quarter of the contexts."""
-    return [basis.of((torch.arange(GROUPS) % QUARTERS == quarter).double()) for quarter in range(QUARTERS)]
+def energy_within(p: Basis) -> Jackknifed:
+    """Estimate the share of ‖P‖_F² in 1, 2, … leading directions, (directions,); NaN at the noise floor."""
+    p = p if p.shape[1] <= p.shape[2] else p.mT
+
+    def shares(used: Float64[Tensor, " groups"]) -> Tensor:
+        squares = torch.linalg.eigvalsh(gram_between(p, used)).flip(0)
+        return squares.cumsum(0) / squares.sum()
+
+    # The largest eigenvalues take the noise along.
+    return leaving_out(shares, len(p)).corrected().where(is_seen(p))
 
 
-def shares(rows: Quarters, columns: Quarters, cutoffs: Sequence[int]) -> Float64[Tensor, "*batch cutoffs"]:
-    """Compute the share of the energy of the DCT of rows · columnsᵀ in its lowest frequencies, free of noise."""
-    whole = rows[0].new_zeros(rows[0].shape[:-2])
-    lowest = whole[..., None].repeat_interleave(len(cutoffs), -1)
-    largest = max(cutoffs)
-    for one, two, three, four in permutations(range(QUARTERS)):
-        if one > three:  # the same product, with its factors in the other order
-            continue
-        first, second = rows[one] @ columns[two].mT, rows[three] @ columns[four].mT
-        whole = whole + (first * second).sum((-2, -1))
-        low = dct2(first, largest) * dct2(second, largest)
-        lowest = lowest + torch.stack([low[..., :k, :k].sum((-2, -1)) for k in cutoffs], -1)
-    share = (lowest / whole[..., None]).clamp(0, 1)
-    return torch.where(whole[..., None] > 0, share, torch.nan)
+def leading_of_others(p: Basis, count: int) -> tuple[Basis, Basis]:
+    """Return each group's P, and that of the others, in the leading directions of the others."""
+    others = (p.sum(dim=0) - p) / (len(p) - 1)
+    directions = torch.linalg.svd(others, full_matrices=False).Vh[:, :count].mT
+    return p @ directions, others @ directions
 
 
-def low_frequency_without_noise(basis: GroupedBasis, cutoff: int = 10) -> Floats:
-    """Compute the share of the normalised Gram matrix, by layer; rows over the lengths that all contexts give."""
-    lengths = torch.linalg.vector_norm(basis.of(torch.ones(GROUPS)), dim=-1, keepdim=True)
-    quarters = [quarter / lengths for quarter in quarters_of(basis)]
-    return shares(quarters, quarters, (cutoff,))[..., 0].numpy()
+def estimate_of(number: Jackknifed) -> Estimate:
+    """Return a number with its standard error."""
+    return Estimate(float(number.value), float(number.error), *OF_GROUPS)
 
 
-def gram_shares(basis: GroupedBasis, cutoffs: Sequence[int]) -> Floats:
-    """Return the shares of PPᵀ, (layers, cutoffs)."""
-    quarters = quarters_of(basis)
-    return np.asarray(shares(quarters, quarters, cutoffs))
+def estimates_of(numbers: Jackknifed) -> Estimates:
+    """Return the numbers of layers with their standard errors."""
+    return Estimates(numbers.value.double().numpy(), numbers.error.double().numpy(), *OF_GROUPS)
 
 
-def product_shares(basis: GroupedBasis, model: OpenModel, cutoffs: Sequence[int]) -> Floats:
-    """Return the shares of PWPᵀ, W = W_q W_kᵀ of every head that has one, (heads of all layers, cutoffs)."""
-    quarters = quarters_of(basis)
-    parts = []
-    for layer in range(model.layers):
-        try:
-            weights = model.head_weights(layer)
-        except (NotAffine, NoAttention):
-            continue
-        if weights.w_q.shape[1] == quarters[0].shape[-1]:
-            w_q, w_k = (w.double().cpu() for w in (weights.w_q, weights.w_k))
-            queries, keys = ([quarter[layer] @ w for quarter in quarters] for w in (w_q, w_k))
-            parts.append(shares(queries, keys, cutoffs))
-    return np.concatenate(parts) if parts else np.empty((0, len(cutoffs)))
+def shown(number: Estimate) -> str:
+    """Write a number with its standard error, or that it is at the noise floor."""
+    return with_error(number.value, number.error) if math.isfinite(number.value) else AT_FLOOR
 
 
-def gram_without_noise(basis: GroupedBasis) -> Float64[Tensor, "layers positions positions"]:
-    """Average PPᵀ over pairs of quarters, in which no error meets itself."""
-    quarters = quarters_of(basis)
-    total = sum(quarters)
-    assert isinstance(total, Tensor)
-    own = sum(quarter @ quarter.mT for quarter in quarters)
-    return (total @ total.mT - own) / (QUARTERS * (QUARTERS - 1))
+def mean_of(layers: Estimates) -> Estimate:
+    """Average over the layers that are known, as `layer_average` does."""
+    mean, _, error = mean_over_layers(layers.values, layers.errors)
+    return Estimate(mean, error, *OF_GROUPS)
 
 
-def noise_bases(basis: GroupedBasis) -> Float64[Tensor, "pairs layers positions width"]:
-    """Estimate what sampling alone puts into a positional basis: half the difference of two halves of the contexts.
+def stacked(rows: Iterable[Jackknifed]) -> Jackknifed:
+    """Stack the numbers of layers."""
+    rows = list(rows)
+    return Jackknifed(
+        torch.stack([row.value for row in rows]), torch.stack([row.without for row in rows], dim=1)
+    )
 
-    One for each balanced half and its complement; of equal groups the noise is as large as in the whole basis.
+
+def jackknifed(run: Run, name: str) -> Jackknifed:
+    """Return a layer column, and what it is without each group of contexts; NaN what the run lacks."""
+    values = torch.tensor(value_of(run, name))
+    without = run.arrays.get(f"layers.{name}{WITHOUT}", torch.full((GROUPS, len(values)), torch.nan))
+    return Jackknifed(values, without.double())
+
+
+def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
+    """Tabulate columns of the layers table, each with its standard errors, by layer; NaN what the run lacks."""
+    return pd.DataFrame(
+        {"layer": range(len(run.layers))}
+        | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
+    )
+
+
+def hidden_in(hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> str:
+    """Word where a number is at the noise floor."""
+    return AT_FLOOR if len(hidden) == 1 else f"{AT_FLOOR} in {hidden.sum()} of {counted(len(hidden), each)}"
+
+
+def unless_hidden(verdict: Verdict, hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> Verdict:
+    """Say in how many layers a number is at the noise floor; where that is half of them, leave the verdict undecided.
+
+    verdict: of the other layers.
     """
-    halves = balanced_halves()
-    pairs = zip(*halves.chunk(2), strict=True)
-    return torch.stack([(basis.of(half) - basis.of(complement)) / 2 for half, complement in pairs])
-
-
-def norms_beyond_noise(norms: Estimates, basis: GroupedBasis) -> Estimates:
-    """Return the basis' relative norms less what sampling noise alone has, squares subtracted: lower bounds."""
-    noise = torch.linalg.matrix_norm(noise_bases(basis), ord=2).square().mean(0)
-    share = noise / torch.linalg.matrix_norm(basis.of(torch.ones(GROUPS)), ord=2).square()
-    left = norms.values * np.sqrt(np.clip(1 - share.numpy(), 0, None))
-    errors = np.full(left.shape, np.nan) if norms.errors is None else norms.errors
-    # d√(r² − s²) = r dr/√(r² − s²); where nothing is left, as large as all that was there.
-    grown = errors * norms.values / np.maximum(left, np.maximum(errors, 1e-300))
-    return replace(norms, values=left, errors=grown)
-
-
-def found_ranks(run: Run) -> Floats:
-    """Return ScreeNOT's rank of each layer, NaN where it is 0: no direction found is no low rank."""
-    ranks = value_of(run, "rank")
-    return np.where(ranks > 0, ranks, np.nan)
-
-
-def energy_within_rank(run: Run) -> Floats:
-    """Compute the share of ‖P‖_F² in as many leading directions as the rank, by layer; NaN where no rank was found."""
-    return energy_within(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double(), found_ranks(run))
-
-
-def energy_within(basis: Tensor, ranks: Floats) -> Floats:
-    """Compute a basis' (layers, positions, d) share of energy in as many leading directions as given, by layer."""
-    squared = torch.linalg.svdvals(basis).square()
-    shares = (squared.cumsum(-1) / squared.sum(-1, keepdim=True)).numpy()
-    places = np.nan_to_num(ranks, nan=1).astype(int) - 1
-    return np.where(np.isnan(ranks), np.nan, shares[np.arange(len(shares)), places])
-
-
-def noise_share(run: Run) -> Floats:
-    """Compute the share of ‖P‖_F² that means over C contexts have by chance, (E‖h‖² − ‖μ‖² − E‖pos‖²)/C a position."""
-    energy = np.square(need(run, "positional_basis")[:, 1:].astype(np.float64)).sum(2).mean(1)
-    constant = np.square(need(run, "mean").astype(np.float64)).sum(1)
-    residual_energy = np.clip(np.square(value_of(run, "norm")) - constant - energy, 0, None)
-    return np.nan_to_num(residual_energy / (run.provenance["corpus"]["contexts"] * energy))
+    if not hidden.any():
+        return verdict
+    floor = hidden_in(hidden, each)
+    if hidden.all():
+        evidence = verdict.evidence.replace(NO_NUMBER, floor) or floor
+        return Verdict(verdict.claim, UNDECIDED, evidence, withheld=floor)
+    evidence = f"{verdict.evidence}; {floor}"
+    if 2 * hidden.sum() < len(hidden) or verdict.answer == UNTESTABLE:
+        return replace(verdict, evidence=evidence)
+    return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=floor)
 
 
 LEAST_RANKED = 42
@@ -291,138 +231,76 @@ def no_room(run: Run) -> str | None:
     )
 
 
+def found_ranks(run: Run) -> Estimates:
+    """Return the rank of each layer; NaN where it is 0, which is the noise floor and no low rank."""
+    ranks = layer_estimates(run, "rank")
+    return replace(ranks, values=np.where(ranks.values > 0, ranks.values, np.nan))
+
+
+def energy_within_rank(study: Study) -> Estimates | None:
+    """Estimate the share of ‖P‖_F² in as many leading directions as the rank, by layer; None without the text."""
+    bases = bases_by_group(study)
+    if bases is None:
+        return None
+
+    def of_layer(p: Basis, rank: float) -> Jackknifed:
+        if not rank > 0:
+            return Jackknifed.constant(torch.tensor(torch.nan, dtype=torch.float64), len(p))
+        curve = energy_within(p)
+        return Jackknifed(curve.value[int(rank) - 1], curve.without[:, int(rank) - 1])
+
+    ranks = value_of(study.run, "rank")
+    return estimates_of(stacked(of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)))
+
+
 def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
     """Judge the rank and the energy within it: of `every` layer, or their means over layers."""
     run = study.run
     if why := no_room(run):
         outcome.cannot_judge("low-rank", why)
         return
-    ranks, layers = found_ranks(run), len(run.layers)
-    missing = np.flatnonzero(np.isnan(ranks)).tolist()
-    basis = torch.from_numpy(need(run, "positional_basis")[0, 1:])
-    cap = f"ScreeNOT looks for at most {screenot_bound(basis)} directions"
-    if len(missing) == layers:
-        outcome.cannot_judge("low-rank", f"{cap} and found none in any of {layers} layers: no rank found")
-        return
-    if missing:
-        cap += f" and found none at layer {listed([str(layer) for layer in missing])}"
-    errors = np.where(np.isnan(ranks), np.nan, error_of(run, "rank"))
-    worst = int(np.nanargmax(ranks))
-    mean, _, mean_error = mean_over_layers(ranks, errors)
-    rank = (float(ranks[worst]), float(errors[worst])) if every else (mean, mean_error)
-    words = {"layers": layers - len(missing), "worst": worst, "possible": min(basis.shape), "cap": cap}
-    parts = [
-        outcome.verdict("low-rank.rank", Estimate(*rank, *OF_GROUPS), **words),
-        _energy_within_rank(outcome, study, np.nanmin if every else np.nanmean),
-    ]
-    if missing and (every or 2 * len(missing) >= layers):
-        parts.append(untestable(parts[0].claim, "no rank found: not testable there"))
-    outcome.verdicts.append(all_of(parts[0].claim, parts))
+    ranks, energy, basis = found_ranks(run), energy_within_rank(study), need(run, "positional_basis")[0, 1:]
+    hidden = np.isnan(ranks.values) if energy is None else np.isnan(ranks.values + energy.values)
+    claim, layers, parts = outcome.sentence("low-rank"), int((~hidden).sum()), []
+    if layers:
+        ranks = replace(ranks, values=np.where(hidden, np.nan, ranks.values))
+        worst = int(np.nanargmax(ranks.values))
+        words = {
+            "worst": worst,
+            "possible": min(basis.shape),
+            "most": screenot_bound(torch.from_numpy(basis)),
+        }
+        highest = ranks.at(worst) if every else mean_of(ranks)
+        parts.append(outcome.verdict("low-rank.rank", highest, layers=layers, **words))
+        if energy is None:
+            what = outcome.sentence("low-rank.energy", "what", layers=layers)
+            parts.append(untestable(claim, f"{what}: {WITHOUT_TEXT}"))
+        else:
+            least = energy.at(int(np.nanargmin(energy.values))) if every else mean_of(energy)
+            parts.append(outcome.verdict("low-rank.energy", least, layers=layers))
+    outcome.verdicts.append(unless_hidden(all_of(claim, parts), hidden))
 
 
-def _energy_within_rank(outcome: Outcome, study: Study, over_layers: Callable[[Floats], float]) -> Verdict:
-    """Judge the energy within the rank: more contexts raise it by the noise at most; within that, undecided."""
-    run, ranks, key = study.run, found_ranks(study.run), "low-rank.energy"
-    shares, noise = energy_within_rank(run), noise_share(run)
-    value, without_noise = float(over_layers(shares)), min(float(over_layers(shares + noise)), 1.0)
-    error = errors_of(grouped_basis(study), lambda p: np.asarray(over_layers(energy_within(p, ranks))), value)
-    layers = int(np.isfinite(shares).sum())
-    verdict = outcome.verdict(key, Estimate(value, float(error), *OF_GROUPS), layers=layers)
-    contexts = run.provenance["corpus"]["contexts"]
-    noisy = f"up to {number(without_noise)} without the sampling noise of {contexts} contexts"
-    met = outcome.criterion(key).met(without_noise)
-    return unless_explained(verdict, FAILS, noisy if met else "")
+def over_random(run: Run) -> Jackknifed:
+    """Divide the root mean square cosine of position and context by that of random directions, by layer."""
+    random = Jackknifed.constant(torch.tensor(value_of(run, "incoherence_random")), GROUPS)
+    return combined(torch.div, jackknifed(run, "incoherence_mean"), random)
 
 
-ROTATIONS = 100
-QUANTILE = 0.975
-"""Of the rotations: the upper end of their 95 % interval."""
-
-_SEED = 0
-
-
-@dataclass(frozen=True)
-class RandomCosines:
-    """|Cosines| of positions and contexts after random rotations, (rotations, layers): their mean and their maximum."""
-
-    mean: Floats
-    largest: Floats
-
-    def limits(self, name: str) -> Floats:
-        """Return the quantile of `mean` or `largest` by layer."""
-        return np.asarray(np.quantile(getattr(self, name), QUANTILE, axis=0))
+def between_over_within(run: Run) -> Jackknifed:
+    """Divide the similarity between labels by that within, by layer; NaN where the latter is at its noise."""
+    within = jackknifed(run, "similarity_within")
+    return combined(torch.div, jackknifed(run, "similarity_between"), within).where(within.above_noise())
 
 
-def random_cosines(basis: Tensor, contexts: Tensor, rotations: int = ROTATIONS) -> RandomCosines:
-    """Rotate a basis (layers, positions, d) at random against contexts (layers, contexts, d), all layers alike."""
-    unit, directions = (functional.normalize(rows.float(), dim=-1) for rows in (basis, contexts))
-    generator = torch.Generator().manual_seed(_SEED)
-    means, maxima = [], []
-    for _ in range(rotations):
-        rotation = haar_rotation(basis.shape[-1], generator, unit.device).to(unit)
-        cosines = [(p @ rotation @ c.mT).abs() for p, c in zip(unit, directions, strict=True)]
-        means.append([float(each.mean()) for each in cosines])
-        maxima.append([float(each.max()) for each in cosines])
-    return RandomCosines(np.array(means), np.array(maxima))
-
-
-def chance_cosines(study: Study) -> RandomCosines:
-    """Rotate the positional basis of the study's run at random; made once."""
-
-    def draw() -> RandomCosines:
-        basis, contexts = need(study.run, "positional_basis")[:, 1:], need(study.run, "context_basis")
-        return random_cosines(torch.from_numpy(basis), torch.from_numpy(contexts))
-
-    return study.cached("cosines of random rotations", draw)
-
-
-def over_random(study: Study, name: str) -> Estimates:
-    """Divide the `mean` or `largest` |cosine| of every layer by the quantile of random rotations."""
-    limits = chance_cosines(study).limits(name)
-    measured = layer_estimates(study.run, {"mean": "incoherence_mean", "largest": "incoherence_max"}[name])
-    assert measured.errors is not None
-    return replace(measured, values=measured.values / limits, errors=measured.errors / limits)
-
-
-def mean_over_random(study: Study) -> Estimate:
-    """Divide the mean |cosine| over all layers by the quantile of the same mean of random rotations."""
-    limit = float(np.quantile(chance_cosines(study).mean.mean(axis=1), QUANTILE))
-    mean, _ = layer_average(study.run, "incoherence_mean")
-    return replace(mean, value=mean.value / limit, error=mean.error / limit)
-
-
-def quotient(over: Floats, errors: Floats, under: Floats, under_errors: Floats) -> tuple[Floats, Floats]:
-    """Compute over/under with its standard error, as if both were independent."""
-    ratio = over / under
-    error: Floats = ratio * np.hypot(errors / over, under_errors / under)
-    return ratio, error
-
-
-def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
-    """Tabulate columns of the layers table, each with its standard errors, by layer; NaN what the run lacks."""
-    return pd.DataFrame(
-        {"layer": range(len(run.layers))}
-        | {f"{name}{end}": value_of(run, f"{name}{end}") for name in names for end in ("", "_se")}
-    )
-
-
-def beyond_random_order(
-    lowest: Floats,
-    constant: Floats,
-    positions: int,
-    errors: tuple[Floats | float, Floats | float] = (math.nan, math.nan),
-) -> tuple[Floats, Floats]:
+def beyond_random_order(lowest: Tensor, constant: Tensor, positions: int) -> Tensor:
     """Rescale a share of low frequencies from the most that random order has on average (0) to all energy (1).
 
-    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))), and its standard errors, of `errors` of both shares: in random order the
-    constant keeps its energy r_1, and of the rest at most 9 of n − 1 parts are expected within the ten lowest
-    frequencies.
+    1 − (1 − r_10)/((1 − r_1)(1 − 9/(n − 1))): in random order the constant keeps its energy r_1, and of the rest at
+    most 9 of n − 1 parts are expected within the ten lowest frequencies.
     """
-    rest = np.where(constant < 1, 1 - constant, np.nan)
-    factor = 1 / (1 - min(1.0, 9 / (positions - 1)))
-    beyond: Floats = 1 - (1 - lowest) / rest * factor
-    error: Floats = factor * (errors[0] / rest + (1 - lowest) / rest**2 * errors[1])
-    return beyond, error
+    rest = torch.where(constant < 1, 1 - constant, torch.nan)
+    return 1 - (1 - lowest) / rest / (1 - min(1.0, 9 / (positions - 1)))
 
 
 def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
@@ -434,50 +312,23 @@ def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
     return why if positions < least else None
 
 
-def smooth_verdict(
-    outcome: Outcome, study: Study, run: Run, key: str = "smooth", least: int = LEAST_POSITIONS
-) -> Verdict:
-    """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies.
-
-    Not decided where the answer would be another one `unless_noise`.
-    """
+def smooth_verdict(outcome: Outcome, run: Run, key: str = "smooth", least: int = LEAST_POSITIONS) -> Verdict:
+    """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies."""
     positions = need(run, "positional_basis").shape[1] - 1
     mean, _ = layer_average(run, "low_frequency_10")
     if why := few_positions(run, least):
         return untestable(outcome.sentence(key), f"share of energy at K = 10: {mean.value:.3f}, but {why}")
-    verdict = outcome.verdict(key, mean, layers=len(run.layers), chance=(10 / positions) ** 2)
-    criterion = outcome.criterion(key)
-    unknown = float(bool(criterion.met(mean.value)) != bool(criterion.met(1.0)))
-
-    def without_noise(basis: GroupedBasis) -> float:
-        return float(np.nan_to_num(low_frequency_without_noise(basis), nan=unknown).mean())
-
-    return unless_noise(study, run, verdict, criterion, without_noise)
+    hidden = np.isnan(value_of(run, "low_frequency_10"))
+    layers = int((~hidden).sum()) or len(hidden)
+    verdict = outcome.verdict(key, mean, layers=layers, chance=(10 / positions) ** 2)
+    return unless_hidden(verdict, hidden)
 
 
-def judge_significant(outcome: Outcome, study: Study) -> None:
-    """Judge the relative norms of all layers."""
-    norms = layer_estimates(study.run, "relative_norm")
-    verdict = outcome.verdict("significant", norms)
-    if verdict.answer == HOLDS and (basis := grouped_basis(study)) is not None:
-        left = outcome.verdict("significant", norms_beyond_noise(norms, basis))
-        holding = sum(row.answer == HOLDS for row in left.parts)
-        contexts = study.run.provenance["corpus"]["contexts"]
-        noisy = f"in {holding} of them without the sampling noise of {contexts} contexts"
-        verdict = unless_explained(verdict, HOLDS, "" if left.answer == HOLDS else noisy)
-    outcome.verdicts.append(verdict)
-
-
-def unless_noise(
-    study: Study, run: Run, verdict: Verdict, criterion: Criterion, number: Callable[[GroupedBasis], float]
-) -> Verdict:
-    """Keep the verdict, but undecided where its `number` free of sampling noise does not give the same answer.
-
-    The text is read again for that.
-    """
-    if verdict.answer in OPEN or (basis := grouped_basis(study, run)) is None:
-        return verdict
-    without_noise = estimated(basis, number)
-    noisy = f"{without_noise} without the sampling noise of {run.provenance['corpus']['contexts']} contexts"
-    same = judge(verdict.claim, noisy, without_noise, criterion).answer == verdict.answer
-    return unless_explained(verdict, verdict.answer, "" if same else noisy)
+def judge_significant(outcome: Outcome, run: Run) -> None:
+    """Judge the relative norms of all layers; one that noise alone reaches is uncertain by half of that at least."""
+    norms, floor = layer_estimates(run, "relative_norm"), value_of(run, "relative_norm_floor")
+    hidden = norms.values <= floor
+    errors = np.where(hidden, np.fmax(error_of(run, "relative_norm"), floor / 2), norms.errors)
+    verdict = outcome.verdict("significant", replace(norms, errors=errors))
+    evidence = verdict.evidence + (f"; {hidden_in(hidden)}" if hidden.any() else "")
+    outcome.verdicts.append(replace(verdict, evidence=evidence))

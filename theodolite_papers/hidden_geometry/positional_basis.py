@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import Run
 from theodolite.comparison.parts import chance_overlap, overlap
-from theodolite.estimates import Estimate, Estimates, Floats
-from theodolite.judging import FAILS, HOLDS, Verdict, untestable
+from theodolite.estimates import Estimate
+from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
-from theodolite.measure.uncertainty import half_sample_error
 from theodolite.report import published
 from theodolite.report.data import (
-    OF_GROUPS,
     column,
     error_of,
     layer_average,
@@ -31,14 +31,28 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing import geometry
 from theodolite.system.wording import MISSING, number, percent, visible, with_error
+from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, together
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import layer_columns
-from theodolite_papers.hidden_geometry.layer_columns import GroupedBasis, by_halves, errors_of, grouped_basis
+from theodolite_papers.hidden_geometry.layer_columns import (
+    WITHOUT_TEXT,
+    Basis,
+    bases_by_group,
+    energy_within,
+    estimate_of,
+    estimates_of,
+    jackknifed,
+    leading_of_others,
+    mean_of,
+    shown,
+    stacked,
+    unless_hidden,
+)
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
-    "rank estimate": ("rank", "rank"),
+    "rank estimate": ("rank_screenot", "rank"),
     "relative norm": ("relative_norm", "relative_norm"),
     "inter-cluster similarity": ("similarity_between", "between"),
     "intra-cluster similarity": ("similarity_within", "within"),
@@ -75,22 +89,26 @@ def table_1(study: Study, outcome: Outcome) -> None:
         table[quantity], table[f"{quantity} sd"] = pairs.T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     layer_columns.judge_low_rank(outcome, study, every=False)
-    layer_columns.judge_significant(outcome, study)
+    layer_columns.judge_significant(outcome, run)
     _separation(outcome, run)
-    outcome.judge("incoherent", layer_columns.mean_over_random(study), layers=len(run.layers))
+    ratio = estimates_of(layer_columns.over_random(run))
+    hidden = np.isnan(ratio.values)
+    verdict = outcome.verdict("incoherent", mean_of(ratio), layers=int((~hidden).sum()))
+    outcome.verdicts.append(unless_hidden(verdict, hidden))
     outcome.draw("table1", drawing.averages(rows, list(QUANTITIES)))
 
 
 def _separation(outcome: Outcome, run: Run) -> None:
-    within, between = (layer_average(run, f"similarity_{name}")[0] for name in ("within", "between"))
-    if not math.isfinite(within.value * between.value):
+    labels = need(run, "context_label")
+    labels = labels[labels >= 0]
+    if not len(labels) > len(np.unique(labels)) > 1:
         outcome.cannot_judge("separated", "the text has no labels, or no two contexts with the same one")
         return
-    numbers = np.array([within.value, within.error, between.value, between.error])
-    ratio, error = map(float, layer_columns.quotient(*numbers))
-    estimate = Estimate(ratio, error, within.n, within.of)
-    means = {"within": within.value, "between": between.value, "layers": len(run.layers)}
-    outcome.judge("separated", estimate, **means)
+    ratio = estimates_of(layer_columns.between_over_within(run))
+    hidden = np.isnan(ratio.values)
+    within, between = (layer_average(run, f"similarity_{name}")[0].value for name in ("within", "between"))
+    words = {"within": within, "between": between, "layers": int((~hidden).sum())}
+    outcome.verdicts.append(unless_hidden(outcome.verdict("separated", mean_of(ratio), **words), hidden))
 
 
 @declared("geometry/table2")
@@ -106,10 +124,9 @@ def table_2(study: Study, outcome: Outcome) -> None:
         (f"{paper.model} on {paper.text}: {paper.rank[0]:g}", percent(paper.low_frequency)),
     )
     for run, name, (rank_printed, share_printed) in zip(runs, names, printed, strict=True):
-        mean, _ = layer_average(run, "rank")
-        outcome.read(f"mean rank on {name}", with_error(mean.value, mean.error), rank_printed)
-        share, _ = layer_average(run, "low_frequency_10")
-        outcome.read(f"share of energy at K = 10 on {name}", percent(share.value), share_printed)
+        rank, share = (layer_average(run, each)[0] for each in ("rank_screenot", "low_frequency_10"))
+        outcome.read(f"mean ScreeNOT rank on {name}", shown(rank), rank_printed)
+        outcome.read(f"share of energy at K = 10 on {name}", shown(share), share_printed)
     shared, chance = overlap(first, second).value.numpy(), chance_overlap(first)
     outcome.read(
         "overlap of the leading positional directions, as many as the rank",
@@ -117,7 +134,8 @@ def table_2(study: Study, outcome: Outcome) -> None:
     )
     judge_robustness(outcome, study, second)
     layers = layer_numbers(first)
-    here, other = (layer_columns.columns_with_errors(run, ("rank", "low_frequency_10")) for run in runs)
+    compared = ("rank", "rank_screenot", "low_frequency_10")
+    here, other = (layer_columns.columns_with_errors(run, compared) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
     outcome.tables["robustness"] = here.join(other)
     for column_name, y in (("rank", "dimensions"), ("low_frequency_10", "share of energy")):
@@ -136,60 +154,47 @@ def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
         for claim in ("rank", "smooth"):
             outcome.cannot_judge(claim, "the run itself is on random tokens: pass another text with --other")
         return
-    missing = [int(np.isnan(layer_columns.found_ranks(run)).sum()) for run in (first, second)]
     if why := layer_columns.no_room(first):
         outcome.cannot_judge("rank", why)
-    elif any(missing):
-        why = f"no rank found in {missing[0]} layers here and {missing[1]} on the other text, of {len(first.layers)}"
-        outcome.cannot_judge("rank", why)
     else:
-        here, other = (layer_average(run, "rank")[0] for run in (first, second))
-        change = replace(here, value=other.value - here.value, error=math.hypot(here.error, other.error))
-        outcome.judge("rank", change, here=here.value, other=other.value)
-    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, second))
+        here, other = (layer_columns.found_ranks(run) for run in (first, second))
+        changes, errors = other.values - here.values, np.hypot(here.errors, other.errors)
+        hidden = np.isnan(changes)
+        means = (mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
+        words = dict(zip(("here", "other"), means, strict=True))
+        change = mean_of(replace(here, values=changes, errors=errors))
+        outcome.verdicts.append(unless_hidden(outcome.verdict("rank", change, **words), hidden))
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, second))
 
 
-def _concentrated(outcome: Outcome, study: Study, key: str, name: str) -> Verdict:
+def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
     """Judge how far a matrix of Table 3 is from positions in random order: over layers, or over heads as if drawn."""
-    run, claim = study.run, outcome.sentence(key, matrix=name)
-    prefix, over, _ = ROWS_OF_TABLE_3[name]
-    lowest, constant = (column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in (10, 1))
-    if lowest is None or constant is None:
+    claim, (prefix, over, _) = outcome.sentence(key, matrix=name), ROWS_OF_TABLE_3[name]
+    lowest, constant = (f"{prefix}low_frequency_{k}" for k in (10, 1))
+    table = getattr(run, over)
+    if lowest not in table or constant not in table:
         return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
-    share = float(np.nanmean(lowest))
+    share, _, _ = mean_over_layers(table[lowest])
     if why := layer_columns.few_positions(run):
         return untestable(claim, f"share of energy at K = 10: {share:.3f}, but {why}")
-    positions = need(run, "positional_basis").shape[1] - 1
+    beyond = partial(layer_columns.beyond_random_order, positions=need(run, "positional_basis").shape[1] - 1)
     if over == "layers":
-        errors = error_of(run, f"{prefix}low_frequency_10"), error_of(run, f"{prefix}low_frequency_1")
-        mean, _, error = mean_over_layers(
-            *layer_columns.beyond_random_order(lowest, constant, positions, errors)
-        )
-        estimate = Estimate(mean, error, *OF_GROUPS)
+        of_layers = estimates_of(combined(beyond, jackknifed(run, lowest), jackknifed(run, constant)))
+        hidden, estimate = np.isnan(of_layers.values), mean_of(of_layers)
     else:
-        of_heads, _ = layer_columns.beyond_random_order(lowest, constant, positions)
-        estimate = Estimate.mean(of_heads[np.isfinite(of_heads)], "heads")
+        of_heads = beyond(*(torch.tensor(table[each], dtype=torch.float64) for each in (lowest, constant)))
+        # A head without weights to multiply has no norm of them either.
+        there = table["frobenius_squared"].notna() if name == "PWPᵀ" else of_heads.isfinite()
+        hidden = ~of_heads.isfinite().numpy()[there]
+        estimate = Estimate.mean(of_heads[of_heads.isfinite()], "heads")
     verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
-    # The QK matrix is of single contexts: no mean of them has noise.
-    if name == "QK matrix" or (over == "heads" and study.model is None):
-        return verdict
-
-    def without_noise(basis: layer_columns.GroupedBasis) -> float:
-        if over == "layers":
-            shares = layer_columns.gram_shares(basis, (1, 10))
-        else:
-            shares = layer_columns.product_shares(basis, study.require_model(), (1, 10))
-        beyond, _ = layer_columns.beyond_random_order(shares[:, 1], shares[:, 0], positions)
-        # What noise hides could be the other way.
-        return float(np.nan_to_num(beyond, nan=float(verdict.answer == FAILS)).mean())
-
-    return layer_columns.unless_noise(study, run, verdict, outcome.criterion(key), without_noise)
+    return unless_hidden(verdict, hidden, over.removesuffix("s"))
 
 
 @declared("geometry/table3")
 def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
-    smooth = _concentrated(outcome, study, "concentrated", "PPᵀ")
+    smooth = _concentrated(outcome, run, "concentrated", "PPᵀ")
     outcome.verdicts.append(smooth)
     shares_here, rows = {}, []
     for name, (prefix, over, paper) in ROWS_OF_TABLE_3.items():
@@ -206,7 +211,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
         )
         if over == "layers":
             continue
-        inherited = _concentrated(outcome, study, "inherited", name)
+        inherited = _concentrated(outcome, run, "inherited", name)
         if smooth.answer != HOLDS:
             why = f"no smoothness of PPᵀ is known that could be inherited ({inherited.evidence})"
             inherited = untestable(inherited.claim, why)
@@ -216,10 +221,6 @@ def table_3(study: Study, outcome: Outcome) -> None:
         shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}
     )
     outcome.draw("table3", drawn)
-
-
-NOISY = 0.5
-"""Share of sampling noise in a curve from which on it is not judged."""
 
 
 def _beside_published(
@@ -249,7 +250,11 @@ def _beside_published(
 
 @declared("geometry/table4")
 def rank(study: Study, outcome: Outcome) -> None:
-    _beside_published(outcome, study.run, "rank", "ScreeNOT rank", published.RANK, "Table 4")
+    _beside_published(outcome, study.run, "rank_screenot", "ScreeNOT rank", published.RANK, "Table 4")
+    outcome.read(
+        "directions that contexts which did not choose them show, too",
+        _bracketed(*mean_over_layers(value_of(study.run, "rank"))[:2]),
+    )
     layer_columns.judge_low_rank(outcome, study, every=True)
 
 
@@ -258,12 +263,12 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
     run, first = study.run, 1
     _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
     values = value_of(run, "stable_rank")[first:]
-    if not np.isfinite(values).any():
-        outcome.cannot_judge("stable-rank", "this run has no stable_rank")
-        return
-    worst = int(np.nanargmax(values))
-    highest = layer_estimates(run, "stable_rank").at(first + worst)
-    outcome.judge("stable-rank", highest, layers=len(values), worst=worst + first)
+    hidden = np.isnan(values)
+    worst = first + int(np.where(hidden, -np.inf, values).argmax())
+    highest, words = layer_estimates(run, "stable_rank").at(worst), {"layers": int((~hidden).sum())}
+    outcome.verdicts.append(
+        unless_hidden(outcome.verdict("stable-rank", highest, worst=worst, **words), hidden)
+    )
 
 
 @declared("geometry/table6")
@@ -271,122 +276,104 @@ def relative_norm(study: Study, outcome: Outcome) -> None:
     _beside_published(
         outcome, study.run, "relative_norm", "relative norm", published.RELATIVE_NORM, "Table 6"
     )
-    layer_columns.judge_significant(outcome, study)
+    layer_columns.judge_significant(outcome, study.run)
 
 
-def roughness(basis: Tensor) -> Floats:
-    """Compute von Neumann's ratio of (N, n, d): 1 for positions in random order, near 0 on a curve."""
-    centred = basis - basis.mean(1, keepdim=True)
-    steps = basis.diff(dim=1).square().sum((1, 2)) / (basis.shape[1] - 1)
-    spread = centred.square().sum((1, 2)) / basis.shape[1]
-    return (steps / (2 * spread) * (basis.shape[1] - 1) / basis.shape[1]).numpy()
+def turns(plane: Float64[Tensor, "positions 2"]) -> Tensor:
+    """Count the turns about its own centre, net, that a curve makes in its plane."""
+    x, y = (plane - plane.mean(dim=0)).T
+    step = torch.remainder(torch.atan2(y, x).diff() + math.pi, 2 * math.pi) - math.pi
+    return step.sum().abs() / (2 * math.pi)
 
 
-def turns(plane: Tensor) -> Floats:
-    """Count the turns about its own centre, net, that a curve makes in its plane: (N, n, 2) → (N)."""
-    centred = plane - plane.mean(1, keepdim=True)
-    angle = torch.atan2(centred[..., 1], centred[..., 0])
-    step = torch.remainder(angle.diff(dim=1) + math.pi, 2 * math.pi) - math.pi
-    return (step.sum(1).abs() / (2 * math.pi)).numpy()
+def roughness(p: Basis) -> Jackknifed:
+    """Estimate von Neumann's ratio on two directions: 1 for positions in random order, near 0 on a curve.
 
-
-def shape_of(run: Run) -> pd.DataFrame:
-    """Measure the shape of every layer: scale, share of energy in two directions, and the curve on these two.
-
-    `sampling_noise`: share of the curve's variance that C contexts have by chance, at most. `smooth_roughness`: without
-    it; NaN where it is half of the variance or more.
+    Mean squared step over twice the variance, n − 1 of n positions. NaN where the curve is at the noise floor.
     """
-    basis = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
-    plane = torch.from_numpy(need(run, "positional_pca")[:, 1:, :2]).double()
-    return _shape(basis, plane, _noise_variance(run), NOISY)
+    one, other = leading_of_others(p, 2)
+    steps, spread = ((a * b).sum(dim=(1, 2)) for a, b in ((one.diff(dim=1), other.diff(dim=1)), (one, other)))
+    seen = leaving_out(lambda used: used @ spread / used.sum(), len(p)).above_noise()
+    return leaving_out(lambda used: (used @ steps) / (used @ spread) / 2, len(p)).where(seen)
 
 
-def shape_errors(run: Run, basis: GroupedBasis | None) -> pd.DataFrame:
-    """Compute the standard errors of the columns of `shape_of`; NaN without a basis by group."""
-    noise = 2 * _noise_variance(run)  # of half of the contexts
+def shape_of(bases: list[Basis]) -> dict[str, Jackknifed]:
+    """Measure the shape of every layer: scale, share of energy in two directions, and the curve on these two."""
 
-    def numbers(half: Tensor) -> Floats:
-        squares, directions = torch.linalg.eigh(half @ half.mT)
-        plane = directions[..., -2:] * squares[:, None, -2:].clamp_min(0).sqrt()
-        return np.asarray(_shape(half, plane, noise, noisy=1.0).to_numpy(dtype=np.float64))
-
-    like = shape_of(run)
-    return pd.DataFrame(errors_of(basis, numbers, like), columns=like.columns)
-
-
-def _noise_variance(run: Run) -> Floats:
-    """Compute the variance of the mean over the run's contexts, in the plane of the curve, by layer."""
-    cvec = torch.from_numpy(need(run, "cvec_pca")[:, :, :2]).double()
-    return (cvec.var(1).sum(-1) / run.provenance["corpus"]["contexts"]).numpy()
-
-
-def _shape(basis: Tensor, plane: Tensor, noise_variance: Floats, noisy: float) -> pd.DataFrame:
-    """Measure the shape from a basis (layers, positions, d) and its curve (layers, positions, 2)."""
-    noise = noise_variance / plane.var(1).sum(-1).numpy()
-    rough = roughness(plane)
-    within = np.where(noise < noisy, noise, np.nan)
-    return pd.DataFrame(
-        {
-            "layer": range(len(basis)),
-            "scale": (torch.linalg.matrix_norm(basis, 2) / basis.shape[1] ** 0.5).numpy(),
-            "share_of_two_directions": (plane.square().sum((1, 2)) / basis.square().sum((1, 2))).numpy(),
+    def of_layer(p: Basis) -> dict[str, Jackknifed]:
+        rough = roughness(p)
+        curves = p @ torch.linalg.svd(p.mean(dim=0), full_matrices=False).Vh[:2].T
+        energy = energy_within(p)
+        return {
+            "scale": combined(lambda largest: largest / p.shape[1] ** 0.5, largest_square(p).root()),
+            "share_of_two_directions": Jackknifed(energy.value[1], energy.without[:, 1]),
             "roughness": rough,
-            "sampling_noise": noise,
-            "smooth_roughness": np.clip((rough - within) / (1 - within), 0, None),
-            "turns": turns(plane),
+            "turns": leaving_out(
+                lambda used: turns(torch.tensordot(used, curves, dims=1) / used.sum()), len(p)
+            ).where(rough.value.isfinite()),
         }
-    )
+
+    return together([of_layer(p) for p in bases])
 
 
 def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
-    shape, errors = shape_of(run), shape_errors(run, grouped_basis(study, run))
+    layers, bases = len(run.layers), bases_by_group(study, run)
+    if bases is None:
+        for claim in ("continuous", "low-dimensional", "spiral"):
+            outcome.cannot_judge(claim, WITHOUT_TEXT, place=place)
+    else:
+        _judge_shape(outcome, shape_of(bases), place)
+    drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
+    outcome.draw("principal-components", drawn, place=place)
+    outcome.draw("waves", by_layer(layers, lambda layer: geometry.waves(run, layer)))
 
-    def estimates(name: str, where: Floats | bool = True) -> Estimates:
-        return Estimates(np.where(where, shape[name], np.nan), errors[name].to_numpy(), *OF_GROUPS)
 
-    rough = estimates("smooth_roughness")
-    outcome.judge("continuous", rough, place=place)
-    outcome.judge("low-dimensional", estimates("share_of_two_directions"), place=place)
+def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> None:
+    estimates = {name: estimates_of(numbers) for name, numbers in shape.items()}
+    rough, turned = estimates["roughness"], estimates["turns"]
+    for claim, name in (("continuous", "roughness"), ("low-dimensional", "share_of_two_directions")):
+        verdict = outcome.verdict(claim, estimates[name], place=place)
+        outcome.verdicts.append(unless_hidden(verdict, np.isnan(estimates[name].values)))
     continuous, _ = outcome.criterion("continuous").decided(rough.values, rough.shared_margins)
     if continuous.any():
-        outcome.judge("spiral", estimates("turns", continuous), place=place)
+        outcome.judge(
+            "spiral", replace(turned, values=np.where(continuous, turned.values, np.nan)), place=place
+        )
     else:
-        why = f"of {len(shape)} layers none has a curve that is known to be continuous"
+        why = f"of {len(rough.values)} layers none has a curve that is known to be continuous"
         outcome.cannot_judge("spiral", why, place=place)
-    means = {name: _bracketed(*mean_over_layers(shape[name].to_numpy())[:2]) for name in shape.columns[2:]}
+    means = {name: _bracketed(*mean_over_layers(each.values)[:2]) for name, each in estimates.items()}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
-    roughness_of = "roughness of the curve on these two (random order: 1)"
-    outcome.read(roughness_of, means["smooth_roughness"], "“continuous”")
+    outcome.read("roughness of the curve on these two (random order: 1)", means["roughness"], "“continuous”")
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
-    outcome.tables["shape"] = shape.join(errors.drop(columns="layer").add_suffix("_se"))
-    drawn = by_layer(len(shape), lambda layer: geometry.spiral(run, layer), grid=True)
-    outcome.draw("principal-components", drawn, place=place)
-    outcome.draw("waves", by_layer(len(shape), lambda layer: geometry.waves(run, layer)))
+    columns = {name: each.values for name, each in estimates.items()}
+    columns |= {f"{name}_se": each.errors for name, each in estimates.items()}
+    outcome.tables["shape"] = pd.DataFrame({"layer": range(len(rough.values))} | columns)
 
 
 @declared("geometry/figure1")
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
-    outcome.judge("growing", scale_growth(grouped_basis(study)))
+    bases = bases_by_group(study)
+    if bases is None:
+        outcome.cannot_judge("growing", WITHOUT_TEXT)
+    else:
+        growth = scale_growth(bases)
+        outcome.verdicts.append(unless_hidden(outcome.verdict("growing", growth), np.isnan([growth.value])))
 
 
-def scale_growth(basis: GroupedBasis | None) -> Estimate:
-    """Compute the largest scale over layer 0's: of each balanced half, at the layer that its complement chooses."""
-    if basis is None:
-        return Estimate(math.nan)
-    scales = by_halves(basis, lambda p: (torch.linalg.matrix_norm(p, 2) / p.shape[1] ** 0.5).numpy())
-    # Complements follow the rows of Hadamard's matrix.
-    chosen = np.roll(scales, len(scales) // 2, axis=0).argmax(axis=1)
-    growth = np.where(scales[:, 0] > 0, scales[np.arange(len(scales)), chosen] / scales[:, 0], np.nan)
-    error = half_sample_error(torch.from_numpy(growth))
-    return Estimate(float(growth.mean()), float(error), *OF_GROUPS)
+def scale_growth(bases: list[Basis]) -> Estimate:
+    """Estimate the largest scale over that of layer 0; NaN where the latter is at the noise floor."""
+    squares = stacked(largest_square(p) for p in bases)
+    growth = combined(lambda scales: scales.max() / scales[0], squares.root()).corrected()
+    return estimate_of(growth.where(squares.above_noise()[0]))
 
 
 @declared("geometry/figure24")
 def on_random_tokens(study: Study, outcome: Outcome) -> None:
     run = study.random_run()
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
-    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
     if run is not study.run:
         outcome.runs["random"] = run.provenance
 
@@ -394,21 +381,23 @@ def on_random_tokens(study: Study, outcome: Outcome) -> None:
 @declared("geometry/figure3")
 def spectrum(study: Study, outcome: Outcome) -> None:
     run = study.run
-    ranks = np.nan_to_num(value_of(run, "rank")).astype(int)
-    energy, found = layer_columns.energy_within_rank(run), layer_columns.found_ranks(run)
-    errors = errors_of(grouped_basis(study), lambda p: layer_columns.energy_within(p, found), energy)
-    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks, "energy_within_rank": energy})
+    ranks, energy = value_of(run, "rank"), layer_columns.energy_within_rank(study)
+    table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks})
+    if energy is None:
+        outcome.cannot_judge("few-values", WITHOUT_TEXT)
+    else:
+        table = table.assign(energy_within_rank=energy.values, energy_within_rank_se=energy.errors)
+        outcome.read("share of energy within the rank", percent(mean_of(energy).value))
+        lowest, highest = (number(of(ranks[ranks > 0], default=0)) for of in (min, max))
+        verdict = outcome.verdict("few-values", energy, lowest=lowest, highest=highest)
+        outcome.verdicts.append(unless_hidden(verdict, np.isnan(energy.values)))
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
         table[f"singular_value_{index + 1}"] = singular_values[:, index]
     outcome.tables["spectrum"] = table
     smooth, _ = layer_average(run, "low_frequency_10")
-    outcome.read("share of energy within the rank", percent(mean_over_layers(energy)[0]))
-    energy_here = with_error(smooth.value, smooth.error)
-    outcome.read("energy of the 10 × 10 lowest frequencies", energy_here, "GPT-2: 99.7 %")
-    few = Estimates(energy, errors, *OF_GROUPS)
-    outcome.judge("few-values", few, lowest=number(ranks.min()), highest=number(ranks.max()))
-    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
+    outcome.read("energy of the 10 × 10 lowest frequencies", shown(smooth), "GPT-2: 99.7 %")
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
     outcome.draw("singular-values", geometry.singular_values(run))
     outcome.draw("frequencies", by_layer(len(ranks), lambda layer: geometry.dct(run, layer)))
 

@@ -14,14 +14,20 @@ from theodolite import Corpus, OpenModel, Run, open_model
 from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
-from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of, untestable
-from theodolite.report.data import OF_GROUPS, error_of, evenly, layer_estimates, need, value_of
-from theodolite.system.wording import listed, number, with_error
+from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of
+from theodolite.report.data import OF_GROUPS, evenly, layer_estimates, need
+from theodolite.system.wording import listed, number
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
-from theodolite_papers.hidden_geometry.layer_columns import LEAST_POSITIONS, norms_beyond_noise, read_by_group
-from theodolite_papers.hidden_geometry.positional_basis import shape_errors, shape_of
+from theodolite_papers.hidden_geometry.layer_columns import (
+    LEAST_POSITIONS,
+    estimates_of,
+    read_by_group,
+    shown,
+    unless_hidden,
+)
+from theodolite_papers.hidden_geometry.positional_basis import shape_of
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64
@@ -30,12 +36,12 @@ SURVEYED_CONTEXTS = 64
 SHOWN_STEPS, SHOWN_LAYERS = 10, 7
 
 MEASURES = {
-    "rank": "rank (ScreeNOT)",
-    "relative_norm_beyond_noise": "relative norm without sampling noise",
+    "rank": "rank (replicated directions)",
+    "relative_norm": "relative norm",
     "low_frequency_10": "share of energy at K = 10",
-    "smooth_roughness": "roughness (random order: 1)",
+    "roughness": "roughness (random order: 1)",
     "turns": "turns about the centre",
-    "incoherence_mean": "incoherence, mean",
+    "incoherence_mean": "incoherence (root mean square cosine)",
 }
 
 
@@ -69,19 +75,16 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
         runs[step] = run = study.survey(checkpoint, contexts, run_folder)
-        basis = read_by_group(checkpoint, contexts, run, study.show)
-        norms = layer_estimates(run, "relative_norm")
-        norms = norms if basis is None else norms_beyond_noise(norms, basis)
-        shape = shape_of(run).assign(step=step, relative_norm_beyond_noise=norms.values)
-        errors = shape_errors(run, basis).assign(relative_norm_beyond_noise=norms.errors)
-        for measure in MEASURES:
-            known = measure in shape
-            shape[measure] = shape[measure] if known else value_of(run, measure)
-            shape[f"{measure}_se"] = errors[measure] if known else error_of(run, measure)
-        parts.append(shape)
-    columns = [f"{measure}{end}" for measure in MEASURES for end in ("", "_se")]
-    table = pd.concat(parts, ignore_index=True)[["step", "layer", *columns, "sampling_noise"]]
-    return runs, table
+        bases = read_by_group(checkpoint, contexts, study.show)
+        shape = {} if bases is None else shape_of(bases)
+        columns = {
+            name: estimates_of(shape[name]) if name in shape else layer_estimates(run, name)
+            for name in MEASURES
+        }
+        values = {name: each.values for name, each in columns.items()}
+        errors = {f"{name}_se": each.errors for name, each in columns.items()}
+        parts.append(pd.DataFrame({"step": step, "layer": range(len(run.layers))} | values | errors))
+    return runs, pd.concat(parts, ignore_index=True)
 
 
 def needed_for(outcome: Outcome, key: str) -> dict[str, Criterion]:
@@ -111,22 +114,20 @@ def appears(outcome: Outcome, key: str, table: pd.DataFrame, layer: int, *, expe
     claim, needed = outcome.sentence(key, layer=layer), needed_for(outcome, key)
     rows = table[table["layer"] == layer].sort_values("step", ignore_index=True)
     met, steps = met_at(rows, needed), rows["step"].tolist()
-    ends, shown = [], []
+    ends, numbers_at = [], []
     for _, row in rows.iloc[[0, -1]].iterrows():
-        numbers = {name: (float(row[name]), float(row[f"{name}_se"])) for name in needed}
-        shown.append(", ".join(f"{MEASURES[name]} {with_error(*each)}" for name, each in numbers.items()))
+        numbers = {name: Estimate(float(row[name]), float(row[f"{name}_se"]), *OF_GROUPS) for name in needed}
+        numbers_at.append(", ".join(f"{MEASURES[name]} {shown(each)}" for name, each in numbers.items()))
         verdicts = [
-            outcome.verdict(f"{key}.{name}", Estimate(*each, *OF_GROUPS), layer=layer)
+            unless_hidden(outcome.verdict(f"{key}.{name}", each, layer=layer), np.isnan([each.value]))
             for name, each in numbers.items()
         ]
         ends.append(all_of(f"all criteria are met at step {row['step']:g}", verdicts))
     before, after = ends
-    if not np.isfinite(rows["smooth_roughness"].iloc[-1]):
-        noise = f"sampling noise of {SURVEYED_CONTEXTS} contexts"
-        return untestable(claim, f"half of the curve at step {steps[-1]} or more is {noise}; {shown[-1]}")
     limits = ", ".join(f"{MEASURES[name]} {rule.side} {number(rule.limit)}" for name, rule in needed.items())
     evidence = (
-        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {shown[0]}; step {steps[-1]}: {shown[-1]}; "
+        f"all criteria are met {_when(steps, met)}; step {steps[0]}: {numbers_at[0]}; step {steps[-1]}: "
+        f"{numbers_at[1]}; "
         f"criteria, as in tables 2 and 6 and figure 1: {limits}"
     )
     for step, verdict in ((steps[0], before), (steps[-1], after)):

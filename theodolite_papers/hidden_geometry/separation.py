@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
+from theodolite.estimates import Estimate, Floats
 from theodolite.report import published
 from theodolite.report.data import (
     error_of,
@@ -27,9 +25,19 @@ from theodolite.report.data import (
 from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
+from theodolite.theory.unbiased import Jackknifed, combined
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import layer_columns
+from theodolite_papers.hidden_geometry.layer_columns import (
+    between_over_within,
+    columns_with_errors,
+    estimates_of,
+    jackknifed,
+    mean_of,
+    over_random,
+    smooth_verdict,
+    unless_hidden,
+)
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
@@ -102,34 +110,16 @@ def chosen_contexts(
     return [place for place, _ in pairs], [label for _, label in pairs]
 
 
-def _blocks(grams: Floats, first: int, of: list[int]) -> pd.DataFrame:
-    """Tabulate by layer the mean cosine within and between labels, and the mean |cosine| of positions and contexts."""
-    label = np.array(of)
-    pairs = np.triu(np.ones((len(of), len(of)), dtype=bool), 1)
-    same = label[:, None] == label[None]
-    inner = grams[:, first:, first:]
-    return pd.DataFrame(
-        {
-            "layer": range(len(grams)),
-            "within": inner[:, pairs & same].mean(axis=1) if (pairs & same).any() else np.nan,
-            "between": inner[:, pairs & ~same].mean(axis=1),
-            "position_context": np.abs(grams[:, :first, first:]).mean(axis=(1, 2)),
-        }
-    )
+def _judge_layers(outcome: Outcome, key: str, numbers: Jackknifed) -> None:
+    estimates = estimates_of(numbers)
+    outcome.verdicts.append(unless_hidden(outcome.verdict(key, estimates), np.isnan(estimates.values)))
 
 
-def gap_errors(grams: Floats, first: int, of: list[int]) -> Floats:
-    """Compute standard errors of within − between at every layer, by leaving out one context at a time (jackknife)."""
-    label, inner = np.array(of), grams[:, first:, first:]
-    same = label[:, None] == label[None]
-    means = []
-    for pairs in (same & ~np.eye(len(of), dtype=bool), ~same):
-        rows, counts = (inner * pairs).sum(axis=2), pairs.sum(axis=1)
-        pair_count = (counts.sum() - 2 * counts).astype(np.float64)
-        others = np.where(pair_count > 0, pair_count, np.nan)
-        means.append((rows.sum(axis=1, keepdims=True) - 2 * rows) / others)
-    gaps = means[0] - means[1]
-    return jackknife_error(gaps.T)
+BLOCKS = {
+    "cosine_within": ("mean cosine within a label", ""),
+    "cosine_between": ("mean cosine between labels", ""),
+    "incoherence_mean": ("root mean square cosine of positions and contexts", "“values close to 0”"),
+}
 
 
 @declared("geometry/figure2")
@@ -142,18 +132,15 @@ def figure_2(study: Study, outcome: Outcome) -> None:
     basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
     rows = np.concatenate([basis[:, positions], contexts[:, places]], axis=1)
     grams = normalised_gram(torch.from_numpy(rows)).numpy()
-    blocks = _blocks(grams, len(positions), of)
-    count, cosine = len(set(of)), {name: number(float(blocks[name].mean())) for name in blocks}
+    count = len(set(of))
     outcome.read("labels and contexts", f"{count} labels, {len(places)} contexts", "4 documents of 32")
-    outcome.read("mean cosine within a label", cosine["within"])
-    outcome.read("mean cosine between labels", cosine["between"])
-    outcome.read("mean |cosine| of positions and contexts", cosine["position_context"], "“values close to 0”")
-    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, study, run))
-    outcome.judge("incoherent", layer_columns.over_random(study, "mean"))
-    gap = (blocks["within"] - blocks["between"]).to_numpy()
-    outcome.judge("clusters", Estimates(gap, gap_errors(grams, len(positions), of), len(of), "contexts"))
-    _deepens(outcome, gap)
-    outcome.tables["blocks"] = blocks
+    _read_means(outcome, run, BLOCKS)
+    outcome.verdicts.append(smooth_verdict(outcome, run))
+    _judge_layers(outcome, "incoherent", over_random(run))
+    gap = combined(torch.sub, jackknifed(run, "cosine_within"), jackknifed(run, "cosine_between"))
+    _judge_layers(outcome, "clusters", gap)
+    _deepens(outcome, gap.value.numpy())
+    outcome.tables["blocks"] = columns_with_errors(run, BLOCKS)
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
     outcome.draw(
         "gram",
@@ -201,22 +188,20 @@ def _printed(field: str) -> str:
 COMPARED = {
     "silhouette": ("silhouette of the labels", ""),
     "cluster_ari": ("adjusted Rand index of k-means against labels", ""),
-    "similarity_within": ("similarity within labels", _printed("within")),
-    "similarity_between": ("similarity between labels", _printed("between")),
+    "similarity_within": ("root mean square cosine within labels", _printed("within")),
+    "similarity_between": ("root mean square cosine between labels", _printed("between")),
 }
 INCOHERENCES = {
-    "incoherence_mean": ("mean", _printed("incoherence")),
-    "incoherence_random": ("mean of random directions", "“random baseline is about 0.1”"),
-    "incoherence_max": ("maximum", ""),
-    "incoherence_max_random": ("maximum of random directions", ""),
+    "incoherence_mean": ("root mean square cosine", _printed("incoherence")),
+    "incoherence_random": ("that of random directions", "“random baseline is about 0.1”"),
 }
-"""Layer column → (how it is called, what the paper prints)."""
+"""Layer column → (how it is called, what the paper prints: mean |cosine|)."""
 
 
-def _read_means(outcome: Outcome, run: Run, columns: dict[str, tuple[str, str]], of: str = "") -> None:
+def _read_means(outcome: Outcome, run: Run, columns: dict[str, tuple[str, str]]) -> None:
     for name, (title, printed) in columns.items():
         mean, _ = layer_average(run, name)
-        outcome.read(f"{of}{title}, mean over layers", with_error(mean.value, mean.error), printed)
+        outcome.read(f"{title}, mean over layers", with_error(mean.value, mean.error), printed)
 
 
 def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]]:
@@ -236,11 +221,8 @@ def clusters(study: Study, outcome: Outcome) -> None:
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
     outcome.judge("nearer", layer_estimates(run, "silhouette"))
     outcome.judge("clusters", layer_estimates(run, "cluster_ari"))
-    pair = ("similarity_within", "similarity_between")
-    columns = (find(run, name) for name in pair for find in (value_of, error_of))
-    ratio, errors = layer_columns.quotient(*columns)
-    outcome.judge("separated", replace(layer_estimates(run, pair[0]), values=ratio, errors=errors))
-    outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
+    _judge_layers(outcome, "separated", between_over_within(run))
+    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
     grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
     shown = [names[label] for label in of]
@@ -252,21 +234,19 @@ def clusters(study: Study, outcome: Outcome) -> None:
     indices = {"silhouette": "silhouette of the labels", "cluster_ari": "k-means against labels"}
     outcome.draw("agreement", drawing.over_layers(layers, _curves(run, indices), "index"))
     similarity = {"similarity_within": "within a label", "similarity_between": "between labels"}
-    outcome.draw("similarity", drawing.over_layers(layers, _curves(run, similarity), "mean |cosine|"))
+    outcome.draw(
+        "similarity", drawing.over_layers(layers, _curves(run, similarity), "root mean square cosine")
+    )
 
 
 @declared("geometry/incoherence")
 def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     titles = {name: title for name, (title, _) in INCOHERENCES.items()}
-    _read_means(outcome, run, INCOHERENCES, "|cosine|, ")
-    over = value_of(run, "incoherence_mean") / value_of(run, "incoherence_random")
-    outcome.read("mean over that of random directions", number(float(np.nanmean(over))))
-    for name in ("mean", "largest"):
-        outcome.judge(name, layer_columns.over_random(study, name))
-    chance = layer_columns.chance_cosines(study)
-    outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES).assign(
-        **{f"{name}_rotated_limit": chance.limits(name) for name in ("mean", "largest")}
-    )
-    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "|cosine|", baselines=True)
+    _read_means(outcome, run, INCOHERENCES)
+    ratio = over_random(run)
+    outcome.read("over that of random directions", number(mean_of(estimates_of(ratio)).value))
+    _judge_layers(outcome, "mean", ratio)
+    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES)
+    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "cosine", baselines=True)
     outcome.draw("incoherence", drawn)

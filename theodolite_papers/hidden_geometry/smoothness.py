@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
-from theodolite.estimates import Estimate, Floats
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
-from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
+from theodolite.report.data import evenly, layer_average, layer_estimates, need
 from theodolite.report.drawing import geometry
 from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
+from theodolite.theory.unbiased import combined, leaving_out
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.hidden_geometry import layer_columns
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
-    GroupedBasis,
+    WITHOUT_TEXT,
+    bases_by_group,
+    energy_within,
+    estimates_of,
+    gram_between,
+    is_seen,
+    mean_of,
+    shown,
     smooth_verdict,
-    unless_noise,
+    stacked,
+    unless_hidden,
 )
 
 
@@ -102,79 +112,65 @@ ENERGY = 0.9
 
 
 def spike(gram: Tensor) -> Tensor:
-    """Measure how far a normalised Gram matrix' diagonal (…, n, n) stands out: 1 − mean cosine at distance n/32."""
-    return 1 - gram.diagonal(_nearby(gram), -2, -1).mean(-1)
+    """Measure how far the diagonal of a Gram matrix (n, n) stands out: 1 − ⟨row, row at distance n/32⟩ over squares."""
+    distance = max(1, round(len(gram) / NEARBY))
+    squares = gram.diagonal()
+    return 1 - 2 * gram.diagonal(distance).sum() / (squares[distance:] + squares[:-distance]).sum()
 
 
-def _nearby(gram: Tensor) -> int:
-    return max(1, round(gram.shape[-1] / NEARBY))
+def directions_needed(shares: Tensor) -> Tensor:
+    """Count the leading directions that hold 0.9 of the energy, of which 1, 2, … hold `shares`."""
+    return (shares < ENERGY).sum().double() + 1
 
 
-def directions_needed(basis: Tensor) -> Tensor:
-    """Count the directions that hold 0.9 of the energy of (…, n, d)."""
-    return _holding(torch.linalg.svdvals(basis).square())
-
-
-def _holding(energy: Tensor) -> Tensor:
-    """Count the largest entries of (…, n) that hold 0.9 of the sum."""
-    return (energy.cumsum(-1) / energy.sum(-1, keepdim=True) < ENERGY).sum(-1) + 1
-
-
-def measures(bases: Tensor) -> Floats:
-    """Compute spike, directions needed and low-frequency share of every positional basis: (3, N)."""
-    grams = normalised_gram(bases)
-    numbers = spike(grams), directions_needed(bases), low_frequency_ratio(grams, (10,))[..., 0]
-    return np.stack([each.double().numpy() for each in numbers])
-
-
-def spike_without_noise(basis: GroupedBasis) -> float:
-    """Compute the mean spike over layers, of sums: a position hardly above its noise has no length to divide by."""
-    gram = layer_columns.gram_without_noise(basis)
-    distance, squares = _nearby(gram), gram.diagonal(0, -2, -1)
-    squares = (squares[..., distance:] + squares[..., :-distance]).mean(-1) / 2
-    nearby = gram.diagonal(distance, -2, -1).mean(-1)
-    return float(torch.where(squares > 0, (1 - nearby / squares).clamp(0, 2), 0).mean())
-
-
-def directions_without_noise(basis: GroupedBasis) -> float:
-    """Compute the directions needed, mean over layers."""
-    energy = torch.linalg.eigvalsh(layer_columns.gram_without_noise(basis)).flip(-1).clamp_min(0)
-    return float(_holding(energy).double().mean())
-
-
-def share_without_noise(basis: GroupedBasis) -> float:
-    """Compute the share of low frequencies, mean over layers."""
-    return float(np.nan_to_num(layer_columns.low_frequency_without_noise(basis), nan=1.0).mean())
+def measures(basis: Float64[Tensor, "positions width"]) -> list[float]:
+    """Compute spike, directions needed and low-frequency share of a basis that holds no noise."""
+    energy = torch.linalg.svdvals(basis).square()
+    smooth = low_frequency_ratio(normalised_gram(basis), (10,))[0]
+    needed = directions_needed(energy.cumsum(0) / energy.sum())
+    return [float(spike(basis @ basis.T)), float(needed), float(smooth)]
 
 
 DIFFERENCES = {
-    "spike": ("how far the diagonal stands out", "“large spiky values”, “smooth”", spike_without_noise),
-    "directions": (
-        f"directions that hold {percent(ENERGY)} of the energy",
-        "“a sharper drop”",
-        directions_without_noise,
-    ),
-    "low_frequency_10": ("share of energy at K = 10", "“more low-frequency”", share_without_noise),
+    "spike": ("how far the diagonal stands out", "“large spiky values”, “smooth”"),
+    "directions": (f"directions that hold {percent(ENERGY)} of the energy", "“a sharper drop”"),
+    "low_frequency_10": ("share of energy at K = 10", "“more low-frequency”"),
 }
-"""Of the claims of appendix B.1: how a reading calls it, the paper's words, and the learned number without noise."""
+"""Of the claims of appendix B.1: how a reading calls it, and the paper's words."""
 
 
-def _judge_difference(study: Study, outcome: Outcome, name: str, of_bases: Floats, error: float) -> None:
-    """Judge a number of the fixed encoding, centred and as printed, against that of every layer."""
-    what, words, without_noise = DIFFERENCES[name]
-    (fixed, uncentred), of_layers = of_bases[:2], of_bases[2:]
-    learned = float(np.mean(of_layers))
-    outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed)}, {number(learned)}", words)
+def learned_measures(study: Study) -> dict[str, Estimates]:
+    """Estimate the numbers of `DIFFERENCES` of every layer; NaN at the noise floor; without the text the last alone."""
+    learned = {"low_frequency_10": layer_estimates(study.run, "low_frequency_10")}
+    if bases := bases_by_group(study):
+        spikes = [leaving_out(lambda used, p=p: spike(gram_between(p, used)), len(p)) for p in bases]
+        seen = [is_seen(p) for p in bases]
+        needed = [combined(directions_needed, energy_within(p)) for p in bases]
+        for name, numbers in (("spike", spikes), ("directions", needed)):
+            learned[name] = estimates_of(
+                stacked(each.where(above) for each, above in zip(numbers, seen, strict=True))
+            )
+    return learned
+
+
+def _judge_difference(
+    study: Study, outcome: Outcome, name: str, learned: Estimates | None, fixed: Sequence[float]
+) -> None:
+    """Judge a number of every layer against that of the fixed encoding, centred and as printed."""
+    if learned is None:
+        outcome.cannot_judge(name, WITHOUT_TEXT)
+        return
+    what, words = DIFFERENCES[name]
+    hidden, mean = np.isnan(learned.values), mean_of(learned)
+    outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed[0])}, {shown(mean)}", words)
     numbers = (
-        f"learned {number(learned)} (mean over {len(of_layers)} layers), sinusoidal {number(fixed)} "
-        f"({number(uncentred)} uncentred)"
+        f"learned {number(mean.value)} (mean over {(~hidden).sum()} layers), sinusoidal {number(fixed[0])} "
+        f"({number(fixed[1])} uncentred)"
     )
-    verdict = outcome.verdict(name, Estimate(learned - fixed, error, *OF_GROUPS), numbers=numbers)
+    verdict = outcome.verdict(name, replace(mean, value=mean.value - fixed[0]), numbers=numbers)
     if need(study.run, "positional_basis").shape[1] - 1 < LEAST_POSITIONS:
         verdict = untestable(verdict.claim, f"{numbers}; fewer than {LEAST_POSITIONS} positions")
-    criterion = outcome.criterion(name)
-    free = unless_noise(study, study.run, verdict, criterion, lambda basis: without_noise(basis) - fixed)
-    outcome.verdicts.append(free)
+    outcome.verdicts.append(unless_hidden(verdict, hidden))
 
 
 def _pictured(run: Run, bases: Tensor) -> Run:
@@ -194,20 +190,19 @@ def _pictured(run: Run, bases: Tensor) -> Run:
 @declared("geometry/figure7")
 def figure_7(study: Study, outcome: Outcome) -> None:
     run = study.run
-    learned = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
-    layers, positions, width = learned.shape
+    bases = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
+    layers, positions, width = bases.shape
     fixed = sinusoidal(positions + 1, width + width % 2)[1:, :width]
     centred = fixed - fixed.mean(0)
     layer_names = [f"layer {layer}" for layer in range(layers)]
-    names = ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]
-    numbers = measures(torch.cat([centred[None], fixed[None], learned]))
-    outcome.tables["bases"] = pd.DataFrame({"basis": names} | dict(zip(DIFFERENCES, numbers, strict=True)))
-    # The fixed encoding has no error; the error of the mean over layers is taken of that mean.
-    basis = layer_columns.grouped_basis(study)
-    errors = layer_columns.errors_of(basis, lambda p: measures(p).mean(axis=1), np.zeros(len(DIFFERENCES)))
-    for name, of_bases, error in zip(DIFFERENCES, numbers, errors, strict=True):
-        _judge_difference(study, outcome, name, of_bases, float(error))
-    bases = torch.cat([centred[None], learned])
+    learned, of_fixed = learned_measures(study), np.array([measures(each) for each in (centred, fixed)])
+    table = pd.DataFrame({"basis": ["sinusoidal, centred", "sinusoidal, as printed", *layer_names]})
+    for name, numbers in zip(DIFFERENCES, of_fixed.T, strict=True):
+        _judge_difference(study, outcome, name, learned.get(name), numbers)
+        if name in learned:
+            table[name] = np.concatenate([numbers, learned[name].values])
+    outcome.tables["bases"] = table
+    bases = torch.cat([centred[None], bases])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
     outcome.draw("gram", by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True))
     values = torch.linalg.svdvals(bases).numpy()
@@ -220,11 +215,11 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     run, (mean, _) = study.run, layer_average(study.run, "low_frequency_10")
     outcome.read(
         "energy of the 10 × 10 lowest frequencies, mean over layers",
-        with_error(mean.value, mean.error),
+        shown(mean),
         f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
     )
-    share = f"its share of energy at K = 10 is {mean.value:.3f}"
-    verdict = smooth_verdict(outcome, study, run, "rough", LEAST_UNSMOOTH_POSITIONS)
+    share = f"its share of energy at K = 10: {shown(mean)}"
+    verdict = smooth_verdict(outcome, run, "rough", LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
@@ -232,4 +227,5 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     layers = len(run.layers)
     outcome.draw("gram", by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True))
     outcome.draw("frequencies", by_layer(layers, lambda layer: geometry.dct(pictured, layer)))
-    outcome.draw("smoothness", figures_layers.low_frequency(run))
+    if math.isfinite(mean.value):
+        outcome.draw("smoothness", figures_layers.low_frequency(run))

@@ -15,16 +15,26 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.judging import all_of
-from theodolite.report.data import OF_GROUPS, evenly, need, value_of
+from theodolite.measure.position import squared_lengths
+from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
+from theodolite.theory.unbiased import Jackknifed, leaving_out
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.hidden_geometry.layer_columns import GroupedBasis, errors_of, grouped_basis
+from theodolite_papers.hidden_geometry.layer_columns import (
+    WITHOUT_TEXT,
+    Basis,
+    bases_by_group,
+    estimates_of,
+    gram_between,
+    shown,
+    stacked,
+    unless_hidden,
+)
 
 _PAIRS = 64
 """Query-key pairs evaluated with each drawn set of weights."""
@@ -209,62 +219,45 @@ def _directions(count: int, width: int, generator: torch.Generator) -> Tensor:
 ORDERS = (1, 2, 3)
 
 
-def premise_without_noise(
-    basis: GroupedBasis | None, layers: list[int], order: Floats, cutoff: int
-) -> Estimates:
-    """Extrapolate the bound over no approximation to infinitely many contexts, by layer, at the order of each.
+def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
+    """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
+    lengths = squared_lengths(p)[0][0].sqrt()
+    return gram_between(p, used) / lengths.outer(lengths)
 
-    Noise of means over C contexts is a nugget of size 1/C, which differences amplify: the bound is taken of one, two,
-    four and all eight groups, and the line in 1/C read off at 0. The error is the jackknife's over groups, and with
-    it how much the line changes without the smallest part. NaN where positions are not seen above their noise.
+
+def premise_of(p: Basis, cutoff: int) -> tuple[float, float]:
+    """Estimate the bound over the error of no approximation at k = `cutoff`, of the best m, and its standard error.
+
+    A largest difference takes the noise along, and the differences amplify it: that of noise alone, from two halves of
+    the contexts, is how far off it is at most, taken for two standard errors.
     """
-    if basis is None:
-        return Estimates(np.full(len(layers), np.nan), np.full(len(layers), np.nan), *OF_GROUPS)
-    every = tuple(range(GROUPS))
-    without = [every[:group] + every[group + 1 :] for group in every]
-    parts = [tuple(range(start, start + size)) for size in (1, 2, 4) for start in range(0, GROUPS, size)]
-    means = {
-        part: basis.of(torch.isin(torch.arange(GROUPS), torch.tensor(part)).double())[layers]
-        for part in (*parts, every, *without)
-    }
-    values = _line(means, every, order, cutoff)
-    left_out = np.stack([_line(means, others, order, cutoff) for others in without])
-    misfit = values - _line(means, every, order, cutoff, least=2)
-    return Estimates(values, np.hypot(jackknife_error(left_out), misfit), *OF_GROUPS)
+    cosines, halves = cosines_between(p), torch.arange(len(p)) % 2
+    if not cosines.isfinite().all():
+        return math.nan, math.nan
+    one, other = (cosines_between(p, (halves == half).double()) for half in (0, 1))
+    trivial = torch.linalg.matrix_norm(cosines, 2) / len(cosines)
+    of_orders = (
+        [
+            float(smoothness_bound(gram, cutoff, order).bound / trivial)
+            for gram in (cosines, (one - other) / 2)
+        ]
+        for order in ORDERS
+    )
+    value, noise = min(of_orders)
+    return value, noise / 2
 
 
-def _line(
-    means: dict[tuple[int, ...], torch.Tensor],
-    whole: tuple[int, ...],
-    order: Floats,
-    cutoff: int,
-    least: int = 1,
-) -> Floats:
-    """Fit a line in 1/C through the parts of `least` groups or more and the whole; its value at 0, by layer."""
-    # Lengths free of noise, from products of different groups: with a part's own the nugget would saturate.
-    groups = torch.stack([means[(group,)] for group in whole])
-    products = groups.sum(0).square().sum(-1) - groups.square().sum((0, -1))
-    lengths = (products / (len(whole) * (len(whole) - 1))).clamp_min(0).sqrt()
-    levels: dict[int, list[Floats]] = {}
-    for part in means:
-        if part == whole or (least <= len(part) <= GROUPS // 2 and set(part) <= set(whole)):
-            ratio = _bound_ratio(means[part] / lengths[..., None], order, cutoff)
-            levels.setdefault(len(part), []).append(ratio)
-    design = np.stack([np.ones(len(levels)), [1 / size for size in levels]], axis=1)
-    level_means = np.stack([np.mean(ratios, axis=0) for ratios in levels.values()])
-    weights: Floats = np.linalg.pinv(design)[0]
-    return np.asarray(weights @ level_means)
+def attained_over_none(p: Basis, cutoff: int) -> Jackknifed:
+    """Estimate the error of `cutoff` low frequencies over that of none; NaN at positions without a length."""
 
+    def ratio(used: Float64[Tensor, " groups"]) -> Tensor:
+        cosines = cosines_between(p, used)
+        if not cosines.isfinite().all():
+            return torch.tensor(math.nan, dtype=torch.float64)
+        trivial = torch.linalg.matrix_norm(cosines, 2) / len(cosines)
+        return smoothness_bound(cosines, cutoff, ORDERS[0]).attained / trivial
 
-def _bound_ratio(unit: torch.Tensor, order: Floats, cutoff: int) -> Floats:
-    """Divide the bound at k = `cutoff` and each layer's order by the error of no approximation; NaN of no numbers."""
-    grams = unit @ unit.mT
-    ratios = np.full(len(grams), np.nan)
-    for layer, gram in enumerate(grams):
-        if gram.isfinite().all():
-            bound = smoothness_bound(gram, cutoff, ORDERS[int(order[layer])]).bound
-            ratios[layer] = float(bound / torch.linalg.matrix_norm(gram, 2) * len(gram))
-    return ratios
+    return leaving_out(ratio, len(p)).corrected()
 
 
 LARGEST_CUTOFF, CUTOFFS_SHOWN = 64, 13
@@ -326,54 +319,54 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     cutoffs = cutoffs_of(basis.shape[1])
     bounds, attained, trivial = _bounds(normalised_gram(basis[layers]), cutoffs)
     moderate = min(MODERATE, cutoffs[-1])
-    at_moderate = cutoffs.index(moderate)
-    raw = bounds[:, :, at_moderate] / trivial[:, None]
-    best, order = raw.min(axis=1), raw.argmin(axis=1)
-    ratio = attained[:, at_moderate] / trivial
     below = bounds.min(axis=1) < trivial[:, None]  # the bound of some order, by layer and k
     useful = [cutoffs[int(row.argmax())] for row in below if row.any()]
     smallest = f"none up to {cutoffs[-1]}"
     if useful:
-        smallest = f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(best)} layers"
+        smallest = f"{min(useful)} to {max(useful)}, in {len(useful)} of {len(layers)} layers"
     outcome.read("smallest k at which a bound is informative", smallest, "“moderate k and m”")
-    median = f"over no approximation at k = {moderate}"
-    outcome.read(f"bound {median}, best m, median of layers", number(float(np.median(best))))
-    outcome.read(f"attained {median}, median of layers", number(float(np.median(ratio))), "“G ≈”")
     # Errors that are nothing but rounding are compared with a bound that is.
     rounding = 1e-12 * trivial[:, None, None]
     orders = f"m = {', '.join(map(str, ORDERS))}"
     # Of this matrix, whatever text it is of: the theorem is about every Gram matrix.
     largest = Estimate.exact(float((attained[:, None] / np.maximum(bounds, rounding)).max()))
     outcome.judge("bound", largest, layers=len(trivial), last=cutoffs[-1], orders=orders)
-    basis_by_group = grouped_basis(study)
-    premise = premise_without_noise(basis_by_group, layers, order, moderate)
-    words = {"k": moderate, "orders": orders, "lowest": number(best.min()), "highest": number(best.max())}
-    if premise.errors is not None and np.isfinite(premise.errors).any():
-        outcome.judge("premise", premise, **words)
-    else:
-        why = (
-            "some position is not seen above the noise of these contexts, or of seven eighths of them, which its "
-            "error takes, or the text is not at hand; use more --contexts"
+    _judge_approximation(outcome, bases_by_group(study), layers, moderate)
+    _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
+
+
+def _judge_approximation(
+    outcome: Outcome, bases: list[Basis] | None, layers: list[int], moderate: int
+) -> None:
+    """Judge whether the Gram matrices, without noise, are nearly those of few frequencies, and by the theorem."""
+    if bases is None:
+        for claim in ("premise", "implied", "approximated"):
+            outcome.cannot_judge(claim, WITHOUT_TEXT)
+        return
+    chosen = [bases[layer] for layer in layers]
+    values, errors = np.array([premise_of(p, moderate) for p in chosen]).T
+    premise = Estimates(values, errors, *OF_GROUPS)
+    near = estimates_of(stacked(attained_over_none(p, moderate) for p in chosen))
+    for name, of_layers, paper in (
+        ("bound", values, "“moderate k and m”"),
+        ("attained", near.values, "“G ≈”"),
+    ):
+        median = Estimate(float(pd.Series(of_layers).median()))
+        outcome.read(
+            f"{name} over no approximation at k = {moderate}, median of layers", shown(median), paper
         )
-        outcome.cannot_judge("premise", f"{outcome.sentence('premise', 'what', **words)}: {why}")
-
-    def attained_of(part: torch.Tensor) -> Floats:
-        grams = normalised_gram(part[layers])
-        trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
-        return (smoothness_bound(grams, moderate, ORDERS[0]).attained / trivial).numpy()
-
-    errors = errors_of(basis_by_group, attained_of, ratio)
-    near = Estimates(ratio, errors, *OF_GROUPS)
+    words = {"k": moderate, "orders": f"m = {', '.join(map(str, ORDERS))}"}
+    hidden = np.isnan(values)
+    outcome.verdicts.append(unless_hidden(outcome.verdict("premise", premise, **words), hidden))
     meets, _ = outcome.criterion("premise").decided(premise.values, premise.margins)
     if meets.any():
-        outcome.judge("implied", replace(near, values=near.values[meets], errors=errors[meets]), k=moderate)
+        implied = replace(near, values=np.where(meets, near.values, np.nan))
+        outcome.judge("implied", implied, k=moderate)
     else:
         outcome.cannot_judge("implied", "no layer is known to have bounded differences, the premise")
-    outcome.judge("approximated", near, k=moderate)
-    columns = {"layer": layers, "m": np.array(ORDERS)[order], "bound": best}
-    columns |= {"bound_without_noise": premise.values, "bound_without_noise_se": premise.errors}
-    outcome.tables["premise"] = pd.DataFrame(columns)
-    _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
+    outcome.verdicts.append(unless_hidden(outcome.verdict("approximated", near, k=moderate), hidden))
+    columns = {"bound": values, "bound_se": errors, "attained": near.values, "attained_se": near.errors}
+    outcome.tables["premise"] = pd.DataFrame({"layer": layers} | columns)
 
 
 @declared("geometry/theorem2")
@@ -382,15 +375,14 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     run = study.run
     clean = kernel_factorisation(INCOHERENCES, SETTING, DRAWS)
     noisy = kernel_factorisation(INCOHERENCES, replace(SETTING, noise=True), DRAWS)
-    mean, largest = (float(np.nanmean(value_of(run, f"incoherence_{name}"))) for name in ("mean", "max"))
+    mean, _ = layer_average(run, "incoherence_mean")
     width, positions = run.provenance["model"]["width"], need(run, "positional_basis").shape[1] - 1
     contexts = need(run, "context_basis").shape[1]
     outcome.read("slope of ln error against ln incoherence, without noise", number(clean.slope), "1")
     of_bound = Estimate.exact(float((clean.maximum / clean.bound).max()))
     outcome.judge("factorises", of_bound, draws=DRAWS, levels=len(INCOHERENCES))
     _with_noise(outcome)
-    outcome.read("this model's mean incoherence, mean over layers", number(mean))
-    outcome.read("its largest incoherence, mean over layers", number(largest))
+    outcome.read("root mean square cosine of position and context, mean over layers", shown(mean))
     outcome.read(
         f"incoherence above which the statement with noise is informative ({positions} positions, {contexts} contexts)",
         number(math.sqrt(math.log(positions * contexts) / width)),
@@ -406,7 +398,7 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
         clean.incoherence.numpy(),
         {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
         (along.numpy(), factorisation_bound(along, SETTING.sparsity).numpy()),
-        {"this model: mean incoherence": mean, "its maximum": largest},
+        ("this model: root mean square", mean.value),
     )
     outcome.draw("factorisation", drawn)
 

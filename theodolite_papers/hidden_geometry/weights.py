@@ -15,12 +15,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 from jaxtyping import Float64
+from scipy.linalg import hadamard
 from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Estimate, Floats
-from theodolite.judging import HOLDS, Criterion, judge, unless_explained
+from theodolite.judging import HOLDS, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import column, evenly, head_grid, need, need_column
@@ -29,7 +30,7 @@ from theodolite.theory import qk_moments
 from theodolite.theory.haar import haar_rotation
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.hidden_geometry.layer_columns import grouped_basis, noise_bases
+from theodolite_papers.hidden_geometry.layer_columns import Basis, bases_by_group
 
 CORNERS = (5, 10, 20, 40, 60)
 """Sizes K of the corner; the paper sees K ≈ 20 in its figure 4."""
@@ -271,8 +272,14 @@ def corner_of(width: int) -> int:
     return min(within or CORNERS[:1], key=lambda k: abs(k - CORNER))
 
 
+def noise_of(p: Basis) -> Float64[Tensor, "draws positions width"]:
+    """Estimate what sampling alone puts into a positional basis: means of eight groups, half of them with a minus."""
+    signs = torch.from_numpy(hadamard(len(p))[1:]).double()
+    return torch.tensordot(signs, p, dims=1) / len(p)
+
+
 def _split(
-    model: OpenModel, basis: Tensor, noise: Float64[Tensor, "draws layers positions width"], corner: int
+    model: OpenModel, basis: Tensor, text: list[Basis] | None, corner: int
 ) -> tuple[list[_Layer], list[int]]:
     """Split every block that has weights, and list the others. `basis`: (L + 1, T − 1, d), without position 0."""
     layers, without = [], []
@@ -286,8 +293,9 @@ def _split(
         directions = torch.linalg.svd(basis[block].double(), full_matrices=True).Vh.mT
         w_q, w_k = weights.w_q.to(model.device), weights.w_k.to(model.device)
         split = decouple(w_q, w_k, directions.to(model.device), weights.scaling)
-        short = noise.shape[2] < corner  # fewer positions: completed, as V is
-        drawn = torch.linalg.svd(noise[:, block], full_matrices=short).Vh[..., :corner, :].mT.to(model.device)
+        noise = basis.new_empty(0, *basis.shape[1:]).double() if text is None else noise_of(text[block])
+        short = noise.shape[1] < corner  # fewer positions: completed, as V is
+        drawn = torch.linalg.svd(noise, full_matrices=short).Vh[..., :corner, :].mT.to(model.device)
         chance = corner_energy(w_q.double(), w_k.double(), drawn)
         layers.append(_Layer(block, split, weights.projection, chance.cpu()))
     return layers, without
@@ -342,20 +350,20 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
         "random": percent(median["diagonal_random"]),
     }
     aligned = outcome.verdict("low-rank", low_rank.tolist(), **words)
-    if aligned.answer == HOLDS:
-        explanation = _noise_explains(table, corner, low_rank, outcome.criterion("low-rank"))
-        aligned = unless_explained(aligned, HOLDS, explanation)
-    outcome.verdicts.append(aligned)
+    outcome.verdicts.append(
+        unless_explained(aligned, HOLDS, _noise_explains(outcome, table, corner, low_rank))
+    )
     outcome.judge("diagonal", (table["diagonal_ratio"] >= TIMES).tolist(), **words)
     outcome.judge("concentrated", concentrated.tolist(), **words)
 
 
-def _noise_explains(table: pd.DataFrame, corner: int, low_rank: pd.Series, criterion: Criterion) -> str:
+def _noise_explains(outcome: Outcome, table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
     """Word what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"
     beyond = low_rank & (table[energy] > table[noise] + DEVIATIONS * table[f"{noise}_sd"])
+    criterion = outcome.criterion("low-rank")
     if judge("", "", share_of_heads(beyond.tolist(), criterion), criterion).answer == HOLDS:
         return ""
     return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
@@ -406,9 +414,8 @@ def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
 def figure_4(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     basis = torch.from_numpy(need(study.run, "positional_basis")[:, 1:])
-    corner, text = corner_of(model.width), grouped_basis(study)
-    noise = basis.new_empty(0, *basis.shape, dtype=torch.float64) if text is None else noise_bases(text)
-    layers, without = _split(model, basis, noise, corner)
+    corner = corner_of(model.width)
+    layers, without = _split(model, basis, bases_by_group(study), corner)
     if not layers:
         raise no_head_matrix(model.id)
     table = outcome.tables["heads"] = _table(layers, corner)

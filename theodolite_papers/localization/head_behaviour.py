@@ -6,8 +6,6 @@ what the head reads, and from W_QK Σ̂ with that of its increments.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,8 +19,8 @@ from torch import Tensor
 
 from theodolite import OpenModel, Run
 from theodolite.errors import WorkError
-from theodolite.estimates import Estimate, Floats, jackknife_error
-from theodolite.measure.rank_correlation import partial_rank_correlation, rank_correlation
+from theodolite.estimates import Estimate, Floats
+from theodolite.measure.rank_correlation import agreement, over_heads, rank_correlation_of_heads
 from theodolite.models.guard import measures
 from theodolite.report import style
 from theodolite.report.data import evenly, head_labels, need, need_column
@@ -54,9 +52,6 @@ COMPARED = (
     ("eta", "entropy", "η", "entropy"),
 )
 """Predicted number, measured number, and how both are called."""
-
-LEAST_HEADS = 8
-"""Below that, a number over heads has no error worth giving, and a rank correlation says nothing."""
 
 CLOSE = 0.1
 """Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
@@ -123,53 +118,11 @@ def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction
     return Prediction(torch.cat(curves).cpu(), np.concatenate(names), torch.cat(etas).cpu())
 
 
-def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
-    """Estimate a number over heads, with its error from leaving out one layer at a time (jackknife).
-
-    Heads of one layer are not independent. statistic: of heads by their indices. No error below `LEAST_HEADS`.
-    """
-    heads, of = np.arange(len(layers)), np.unique(layers)
-    value = statistic(heads) if len(heads) else math.nan
-    if len(heads) < LEAST_HEADS or not math.isfinite(value):
-        return Estimate(value)
-    if len(of) == 1:
-        return Estimate(value, n=1, of="layers")
-    error = jackknife_error([statistic(heads[layers != layer]) for layer in of])
-    return Estimate(value, float(error), len(of), "layers")
-
-
 def mean_over_heads(values: Floats, layers: Indices) -> Estimate:
     """Average over the heads that have a number, (heads,)."""
     known = np.isfinite(values)
     values = values[known]
     return over_heads(lambda heads: float(values[heads].mean()), layers[known])
-
-
-def rank_correlation_of_heads(x: Floats, y: Floats, layers: Indices, given: Floats | None = None) -> Estimate:
-    """Correlate ranks over heads that have both, with the ranks of `given` held fixed; NaN below `LEAST_HEADS`."""
-    columns = (x, y) if given is None else (x, y, given)
-    known = np.isfinite(columns).all(axis=0)
-    if known.sum() < LEAST_HEADS:
-        return Estimate(math.nan)
-    of, values = rank_correlation if given is None else partial_rank_correlation, np.stack(columns)[:, known]
-    return over_heads(lambda heads: float(of(*values[:, heads])), layers[known])
-
-
-def agreement(first: np.ndarray, second: np.ndarray, layers: Indices) -> tuple[Estimate, float]:
-    """Compute κ of two namings of the heads (Cohen 1960), `UNDEFINED` left out, and the share that agree."""
-    known = (first != UNDEFINED) & (second != UNDEFINED)
-    names = np.unique(np.concatenate([first[known], second[known]]))
-    first_codes, second_codes = (np.searchsorted(names, values[known]) for values in (first, second))
-
-    def kappa(heads: Indices) -> float:
-        one, two = first_codes[heads], second_codes[heads]
-        same = (one == two).mean()
-        chance = sum((one == name).mean() * (two == name).mean() for name in range(len(names)))
-        # Where both have one name throughout, chance alone agrees fully: no agreement beyond it can be seen.
-        return float((same - chance) / (1 - chance)) if chance < 1 else math.nan
-
-    share = float((first_codes == second_codes).mean()) if known.any() else np.nan
-    return over_heads(kappa, layers[known]), share
 
 
 def curve_errors(

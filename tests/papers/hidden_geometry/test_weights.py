@@ -63,7 +63,7 @@ def _model(run, positional: int, diagonal: int, refused: tuple[int, ...] = ()):
 def _text(monkeypatch, run, noise: torch.Tensor) -> None:
     """Let the run's text be eight groups of contexts whose bases are the run's plus noise (layers, 8, T − 1, d)."""
     basis = run.arrays["positional_basis"][:, 1:].double()
-    monkeypatch.setattr(weights, "grouped_basis", lambda study: grouped(basis, noise))
+    monkeypatch.setattr(weights, "bases_by_group", lambda study: grouped(basis, noise))
 
 
 def _noise(*size: int) -> torch.Tensor:

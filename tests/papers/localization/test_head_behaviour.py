@@ -13,13 +13,13 @@ from sklearn.metrics import cohen_kappa_score
 from tests.papers.shared import answers, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
+from theodolite.measure.rank_correlation import agreement, rank_correlation_of_heads
 from theodolite.passes.survey import survey
 from theodolite.report.page import block_of
 from theodolite.theory import propagation_finite
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.localization.head_behaviour import (
-    agreement,
     curve_errors,
     from_increments,
     from_survey,
@@ -27,7 +27,6 @@ from theodolite_papers.localization.head_behaviour import (
     judge_entropy,
     mean_over_heads,
     others_median,
-    rank_correlation_of_heads,
 )
 from theodolite_papers.localization.text_as_walk import read_walk, text_walk
 

@@ -83,7 +83,7 @@ def singular_values(run: Run) -> go.Figure:
     What is nothing but rounding, such as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024,
     Fig. 3, left.
     """
-    values, ranks = need(run, "singular_values"), column(run.layers, "rank")
+    values, ranks = need(run, "singular_values"), column(run.layers, "rank_screenot")
     traces: list[Any] = [style.depth_bar(len(values))]
     index = np.arange(1, values.shape[1] + 1, dtype=np.int32)
     for layer in evenly(len(values), CURVES):

@@ -6,7 +6,7 @@ every curve except those that name it. Whiskers are one standard error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import published, style
 from theodolite.report.data import (
+    AT_FLOOR,
+    at_floor,
     caller_columns,
     column,
     columns_of,
@@ -32,6 +34,7 @@ from theodolite.report.drawing.grammar import (
     level,
     line,
     map_height,
+    noise_floor,
     reference,
     rows_down,
     sentence,
@@ -48,7 +51,7 @@ FROM_ZERO = {"rangemode": "tozero"}
 SHARES = {"range": [0, 1.05]}
 LOG = {"type": "log", "dtick": "D2", "tickformat": "~g"}
 BY_LAYER = {
-    "rank": published.RANK,
+    "rank_screenot": published.RANK,
     "stable_rank": published.STABLE_RANK,
     "relative_norm": published.RELATIVE_NORM,
 }
@@ -71,8 +74,21 @@ def _chart(
     ]
     if not drawn:
         need_column(run.layers, next(iter(curves)))
+    drawn += _floors(run, curves)
     layout = {"xaxis": style.layer_axis(layer_numbers(run)), "yaxis": yaxis}
     return style.figure([*below, *drawn], "layer", y, layout=layout)
+
+
+def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
+    """Draw what noise or chance alone gives, of all curves that declare it, once each."""
+    described = columns_of(run, "layers")
+    floors = {described[name].floor for name in curves if name in described} - {""}
+    return [
+        trace
+        for floor in sorted(floors)
+        if (values := column(run.layers, floor)) is not None
+        for trace in noise_floor(layer_numbers(run), values)
+    ]
 
 
 def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
@@ -83,10 +99,11 @@ def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = s
 
 def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
     """Return a measure's standard errors, its values with them in words (None: it has none), and the hover text."""
-    errors = error_of(run, name)
-    if np.nansum(errors) == 0:
+    errors, hidden = error_of(run, name), at_floor(run, name)
+    if np.nansum(errors) == 0 and not hidden.any():
         return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
-    told = [with_error(*pair) for pair in zip(need_column(run.layers, name), errors, strict=True)]
+    numbers = zip(need_column(run.layers, name), errors, hidden, strict=True)
+    told = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
     return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
 
 

@@ -16,7 +16,7 @@ from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import evenly, need
-from theodolite.report.drawing.grammar import dots, heat, map_height, reference, rows_down
+from theodolite.report.drawing.grammar import dots, heat, map_height, noise_floor, reference, rows_down
 from theodolite.report.exhibit import exhibit
 from theodolite.system.wording import for_plotly, head_name, number, percent, shown_token
 
@@ -95,7 +95,7 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
 
 def strength(traces: pd.DataFrame) -> go.Figure:
     """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
-    drawn = []
+    drawn = noise_floor([0, float(traces["caught"].max())], float(traces["tag_chance"].max()))
     by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
     for kind, rows in by_kind:
         texts = [
