@@ -557,9 +557,9 @@ def entropies(reference: Run, other: Run) -> Survival:
     table = table[table["difference"].notna()].reset_index(drop=True)
     sides = sides_of(table, "share")
     first, second = (side.value.numpy() for side in sides)
-    *similar, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
+    similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
     kept, lost = same_range(
-        similar, first, second, *(margins(side.error, len(side.without)) for side in sides)
+        (similar, changed), first, second, *(margins(side.error, len(side.without)) for side in sides)
     )
     left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
     moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))

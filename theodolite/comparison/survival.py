@@ -377,7 +377,7 @@ def statuses(
     status = np.where(is_unit, status_of(kept, lost), np.where(is_new, NEW, UNDECIDED))
     # Of a number within a standard error of the limit nobody knows on which side it will be.
     distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
-    needed = np.where(status == UNDECIDED, contexts * np.square(margin / distance), np.nan)
+    needed = np.where(is_unit & (status == UNDECIDED), contexts * np.square(margin / distance), np.nan)
     columns = {
         "status": status,
         "contexts_needed": np.ceil(needed),
