@@ -204,19 +204,26 @@ def context_columns(x: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         }
     for where in ("within", "between"):
         row |= {f"similarity_{where}": math.nan, f"cosine_{where}": math.nan}
+    own = np.diag(cosine)
     for where, chosen in kinds.items():
         pairs = [(a, b) for a in range(contexts) for b in range(a) if chosen(a, b)]
-        square = sum(cosine[a, b] * cosine[b, a] for a, b in pairs) / sum(
-            cosine[a, a] * cosine[b, b] for a, b in pairs
-        )
-        row[f"similarity_{where}"] = float(_root(square))
+        squares = [(cosine[a, b] * cosine[b, a], own[a] * own[b]) for a, b in pairs]
+        both = [(cosine[a, b] + cosine[b, a], own[a] + own[b]) for a, b in pairs]
+        row[f"similarity_{where}"] = float(_root(_quotient(squares, pairs, group)))
         if where != "random":
-            row[f"cosine_{where}"] = sum(cosine[a, b] + cosine[b, a] for a, b in pairs) / sum(
-                cosine[a, a] + cosine[b, b] for a, b in pairs
-            )
+            row[f"cosine_{where}"] = _quotient(both, pairs, group)
     covariance = np.cov(x.reshape(-1, width).T, ddof=0)
     row["incoherence_random"] = np.linalg.norm(covariance) / np.trace(covariance)
     return row
+
+
+def _quotient(terms: list[tuple[float, float]], pairs: list[tuple[int, int]], group: np.ndarray) -> float:
+    """Σ part / Σ whole over pairs of contexts; NaN where the mean whole is not above its noise."""
+    part, whole = np.array(terms).T
+    of_pairs = group[np.array(pairs)]
+    without = [whole[(of_pairs != g).all(1)] for g in range(group.max() + 1)]
+    known = all(map(len, without)) and whole.mean() > 2 * _error(np.array([w.mean() for w in without]))
+    return part.sum() / whole.sum() if known else math.nan
 
 
 def layer_columns(dense: Dense, labels: np.ndarray) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from theodolite.accumulate.means import Means, Sample
+from theodolite.accumulate.means import Means, Sample, means_of_first, means_of_halves
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
 from theodolite.accumulate.sums import KeyedSums, SavedState, cache_sized_groups, each_part
@@ -44,6 +44,33 @@ def test_kept_tokens_are_the_tokens_themselves():
     state = filled(h, [4, 3]).state()
     for k, (context, position) in enumerate([(0, 1), (3, 8), (6, 4)]):
         assert torch.equal(state["token"][:, k], h[:, context, position].double())
+
+
+def test_means_of_some_groups_are_those_of_their_contexts():
+    """Oracle: numpy, of seven contexts that are groups of their own; one lacks a position, which the next one has."""
+    h = hidden()
+    left_out = torch.zeros(CONTEXTS, LENGTH, dtype=torch.bool)
+    left_out[2, 5] = left_out[[2, 4], 6] = True
+    means = Means(2, LENGTH, WIDTH, sample())
+    for layer in range(2):
+        means.update(layer, h[layer], 0, left_out)
+    state, x = means.state(), h[1].double().numpy()
+    mean, pos = means_of_first(state, 1, torch.tensor([2, 4]), trailing=1)
+    rows = x[2].copy()
+    rows[5] = x[4, 5]
+    text = [1, 2, 3, 4, 5, 7]
+    np.testing.assert_allclose(mean, rows[text].mean(0))
+    np.testing.assert_allclose(pos[text], rows[text] - rows[text].mean(0), atol=1e-9)
+    assert not pos[6].any()
+    both, positions = means_of_halves(state)
+    for half, contexts in enumerate(([0, 2, 4, 6], [1, 3, 5])):
+        there = ~left_out[contexts].numpy()
+        own = x[contexts][:, 1:][there[:, 1:]].mean(0)
+        np.testing.assert_allclose(both[half, 1], own)
+        expected = [x[contexts, t][there[:, t]].mean(0) - own for t in range(LENGTH)]
+        np.testing.assert_allclose(positions[half, 1], expected, rtol=1e-6, atol=1e-4)
+    alone = means_of_halves(filled(h[:, :1], [1]).state() | {"contexts": torch.eye(8)[:1].expand(2, -1)})[0]
+    assert torch.equal(alone[0], alone[1])
 
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5), offset=st.floats(-1e4, 1e4))

@@ -162,7 +162,7 @@ def test_a_page_of_a_model_of_another_shape_beside_one_of_the_same(pair):
         pytest.approx(run.sinks["share"].sum()),
         True,
     )
-    assert "Outlier dimensions" in render(experiment_of(audits, made), made, run.provenance)
+    assert "Positions, layer by layer" in render(experiment_of(audits, made), made, run.provenance)
 
 
 def test_a_page_of_nothing_and_of_hostile_names(pair):

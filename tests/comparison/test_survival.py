@@ -73,7 +73,7 @@ def one_unit(before: float, after: float, error: float) -> pd.DataFrame:
     ],
 )
 def test_fates_by_hand(before, after, error, fate):
-    assert statuses(one_unit(before, after, error), 0.01)["status"].tolist() == [fate]
+    assert statuses(one_unit(before, after, error), 0.01, every=True)["status"].tolist() == [fate]
 
 
 @given(SHARES, SHARES, st.floats(0, 1, width=32))
@@ -83,11 +83,19 @@ def test_fates_mirror_each_other(before, after, error):
     back = table.rename(
         columns=lambda name: name.replace("before", "x").replace("after", "before").replace("x", "after")
     )
-    there, back = (statuses(one, 0.01)["status"][0] for one in (table, back))
+    there, back = (statuses(one, 0.01, every=True)["status"][0] for one in (table, back))
     if before >= 0.01 and after < 0.01:
         assert (there == "lost") == (back == "new")
     if before == after >= 0.01 and error == 0:
         assert there == back == "survived"
+
+
+def test_what_few_contexts_show_is_no_unit():
+    """In one, two or three of eight groups: the number is 1, 1.53 and 2.05 times its error."""
+    groups = (torch.arange(8)[:, None] < torch.arange(1, 4)).double()
+    table = joined(groups, 0 * groups)
+    assert statuses(table, 0.01)["unit"].tolist() == [2]
+    assert statuses(table.iloc[:2], 0.01, every=True)["least"].eq(np.inf).all()
 
 
 def test_what_both_models_owe_to_the_contexts_is_no_error():
@@ -271,7 +279,7 @@ def family_of(before: np.ndarray, after: np.ndarray, **options) -> Survival:
     """Of units that are in these contexts, (contexts, units) of 0 and 1."""
     contexts, units = before.shape
     sides = (torch.from_numpy(one.reshape(8, -1, units).mean(1)) for one in (before, after))
-    table = statuses(joined(*sides), 0.01)
+    table = statuses(joined(*sides), 0.01, every=True)
     return replace(part(["lost"]), table=table, contexts=contexts, **options)
 
 

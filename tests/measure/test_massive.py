@@ -88,6 +88,16 @@ def test_they_are_named_and_counted():
     }
 
 
+@pytest.mark.parametrize(("share", "left_out"), [(0.4, True), (1.0, False)])
+def test_what_most_tokens_have_is_no_exception(share: float, left_out: bool):
+    """Oracle: how many tokens were planted: a dimension that is huge in all of them is the stream's."""
+    h = hidden(0)[1]
+    planted = 1 + int(share * (LENGTH - 1))
+    h[5, 1:planted, 2] = 5e4
+    marked = massive_tokens(h, TEXT)
+    assert (0 if marked is None else int(marked.sum())) == (planted - 1) * left_out
+
+
 def test_numbers_are_those_of_the_other_tokens():
     """Oracle: numpy's means, moments and norms of all tokens but these."""
     h = with_outliers()

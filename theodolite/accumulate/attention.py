@@ -183,8 +183,8 @@ class AttentionStatistics(LayerSums):
         kinds |= {"last": slice(end, None)} if self.trailing else {}
         kinds |= {"registers": slice(1, self.leading)} if self.leading > 1 else {}
         for group, part in self.groups.parts(first_context, len(sink)):
-            for kind, keys in kinds.items():
-                self.add(f"sink_{kind}", layer, sink[part, :, keys].any(dim=-1).sum(dim=0), group)
+            for kind, places in kinds.items():
+                self.add(f"sink_{kind}", layer, sink[part, :, places].any(dim=-1).sum(dim=0), group)
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)

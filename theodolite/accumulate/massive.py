@@ -19,18 +19,26 @@ from theodolite.theory.outliers import massive_activations
 NAMED_CONTEXTS, NAMED_TOKENS = 256, 8
 """Tokens are named in the first contexts, and of each context and layer the first."""
 
+MOST = 0.5
+"""Share of a context's tokens up to which they are exceptions."""
+
 
 def massive_tokens(
     hidden: Float[Tensor, "batch positions width"], text: slice
 ) -> Bool[Tensor, "batch positions"] | None:
-    """Mark the tokens of the text with a massive activation in any dimension (Sun et al. 2024); None: there is none."""
+    """Mark the tokens of the text with a massive activation in any dimension (Sun et al. 2024); None: there is none.
+
+    None of a context where more than `MOST` of them have one: a dimension that is huge in all tokens is the stream's
+    own (Gemma 3), and leaving them out would leave nothing to measure.
+    """
     largest = hidden.abs().amax(dim=-1)
     contexts = (largest[:, text] > PUBLISHED.massive).any(dim=1).nonzero().flatten()
     if not len(contexts):
         return None
     marked = torch.zeros_like(largest, dtype=torch.bool)
     massive = massive_activations(hidden[contexts].abs().unsqueeze(2), PUBLISHED).squeeze(2).any(dim=-1)
-    marked[contexts, text] = massive[:, text]
+    exceptions = massive[:, text].double().mean(dim=1, keepdim=True) <= MOST
+    marked[contexts, text] = massive[:, text] & exceptions
     return marked if marked.any() else None
 
 

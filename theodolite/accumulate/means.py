@@ -232,22 +232,32 @@ def mean_and_pos(
     return mean, position_mean - mean
 
 
+def means_of_first(
+    state: State, layer: int, groups: Int[Tensor, " groups"], trailing: int = 0, leading: int = 1
+) -> tuple[Float[Tensor, " width"], Float[Tensor, "positions width"]]:
+    """Return μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
+    readers = state["readers"][layer, groups]
+    first = (readers > 0).double().argmax(dim=0)
+    place = torch.arange(len(first))
+    readers, sums = readers[first, place], state["position_sum"][layer, groups[first], place]
+    mean, pos = mean_and_pos(sums, readers, slice(leading, len(first) - trailing))
+    return mean, pos * (readers > 0)[:, None]
+
+
 def means_of_halves(
     state: State, trailing: int = 0, leading: int = 1
 ) -> tuple[Float[Tensor, "2 layers width"], Float[Tensor, "2 layers positions width"]]:
     """Return μ and pos of the contexts in either half of the groups; of a single group, twice its own."""
     filled = (state["contexts"].sum(dim=0) > 0).nonzero().flatten()
     text = slice(leading, state["position_sum"].shape[2] - trailing)
-    halves = []
+    means, positions = [], []
     for half in (filled[0::2], filled[1::2]):
         chosen = half if len(half) else filled
-        sums, readers = (state[name][:, chosen].sum(dim=1) for name in ("position_sum", "readers"))
-        mean, pos = zip(
-            *(mean_and_pos(*layer, text) for layer in zip(sums, readers, strict=True)), strict=True
-        )
-        halves.append((torch.stack(mean), (torch.stack(pos) * (readers > 0).unsqueeze(-1)).float()))
-    mean, pos = (torch.stack(each) for each in zip(*halves, strict=True))
-    return mean, pos
+        for sums, readers in zip(state["position_sum"][:, chosen], state["readers"][:, chosen], strict=True):
+            mean, pos = mean_and_pos(sums.sum(dim=0), readers.sum(dim=0), text)
+            means.append(mean)
+            positions.append((pos * (readers.sum(dim=0) > 0)[:, None]).float())
+    return torch.stack(means).unflatten(0, (2, -1)), torch.stack(positions).unflatten(0, (2, -1))
 
 
 def whole_contexts(

@@ -249,11 +249,11 @@ def compare(
     return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
 
 
-def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
+def _means(reference: Run, other: Run) -> dict[str, tuple[Change, Verdict]]:
     """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
     means = {}
     for name, (table, measure) in SIMILAR_MEANS.items():
-        if change := parts_of.mean_change(*runs, table, measure):
+        if change := parts_of.mean_change(reference, other, table, measure):
             estimate = Estimate(change.after - change.before, change.error, GROUPS, "groups of contexts")
             estimate = estimate if estimate.value else Estimate.exact(0.0)
             means[name] = (

@@ -191,9 +191,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
             continue
         if draw is drawing.outliers:  # all comparisons have the same rows and columns
             dimensions = sorted({int(each) for table in tables.values() for each in table["dimension"]})
-            layers = next(
-                len(part.table) for audit in audits for part in audit.parts if part.name == "positional basis"
-            )
+            layers = 1 + audits[0].runs[audits[0].reference]["model"]["layers"]
             draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
         figures = [functools.partial(draw, table) for table in tables.values()]
 

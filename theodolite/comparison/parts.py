@@ -16,6 +16,7 @@ from torch import Tensor
 
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
 from theodolite.comparison.survival import (
+    ABOVE_NOISE,
     BY_HALVES,
     ENDS,
     HALF,
@@ -30,6 +31,7 @@ from theodolite.comparison.survival import (
     Survival,
     by_group,
     decided,
+    established,
     expected_by_chance,
     join,
     margins,
@@ -119,20 +121,23 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         rows = by_group(rows, rows["share"], without(run, "sinks.share"))
         sums = rows.filter(regex=r"^value").columns
         shares.append(rows.groupby(SINK, as_index=False).agg({"token": "first"} | dict.fromkeys(sums, "sum")))
-    table = _joined_sinks(shares[0], shares[1], ["value"])
-    table = table[(table[list(SIDES)] >= LEAST_SHARE).any(axis=1)].reset_index(drop=True)
-    table = _strongest_first(statuses(table, LEAST_SHARE, _contexts(reference)), *SIDES)
+    joined = _joined_sinks(shares[0], shares[1], ["value"])
+    table = _strongest_first(statuses(joined, LEAST_SHARE, _contexts(reference)), *SIDES)
+    rarer = [number(joined[side].sum() - table[side].sum()) for side in SIDES]
     paired = None if places is None else kept_places(*places)
     together = "; all of them together by the share that is at the same place of the same context"
     return Survival(
         "sinks",
         "sink",
-        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts; it {BY_HALVES}"
+        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
         f"{'' if paired is None else together}",
         shown(table),
-        Change.of("sinks per context", torch.sum, *sides_of(table)),
+        Change.of("sinks per context", torch.sum, *sides_of(joined)),
         lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)",
-        details=() if paired is None else (f"at the same place of the same context: {paired}",),
+        details=(
+            *([] if paired is None else [f"at the same place of the same context: {paired}"]),
+            *([f"rarer ones {rarer[0]} → {rarer[1]} per context"] if len(table) < len(joined) else []),
+        ),
         weight="before",
         least=LEAST_SHARE,
         paired=paired,
@@ -186,7 +191,10 @@ def tags(reference: Run, other: Run) -> Survival:
         rows["tagged"] = rows["tagged"].fillna(0.0)
         traces.append(rows[rows["kind"] != "learned"])
     table = _joined_sinks(traces[0], traces[1], ["value", "released", "share", "row", "tagged"])
-    is_unit = [table[side].ge(TAGGED) & table[f"share_{side}"].ge(LEAST_SHARE) for side in SIDES]
+    is_unit = [
+        established(tag, TAGGED) & established(share, LEAST_SHARE)
+        for tag, share in zip(sides_of(table), sides_of(table, "share"), strict=True)
+    ]
     table = table[is_unit[0] | is_unit[1]].reset_index(drop=True)
     directions, groups = (
         [
@@ -199,9 +207,11 @@ def tags(reference: Run, other: Run) -> Survival:
     plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
     table["cosine"] = torch.where(cosine.value.isfinite(), cosine.value, plain).numpy()
     kept, turned, table["cosine_margin"] = decided(ALONG, cosine)
-    table = statuses(table, TAGGED, _contexts(reference))
+    table = statuses(table, TAGGED, _contexts(reference), every=True)
     status = table["status"].to_numpy()
-    is_gone = table["cosine"].notna() | (statuses(table, LEAST_SHARE, name="share")["status"] == LOST)
+    is_gone = table["cosine"].notna() | (
+        statuses(table, LEAST_SHARE, name="share", every=True)["status"] == LOST
+    )
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
     table = _strongest_first(table, "tagged_before", "tagged_after")
@@ -232,7 +242,7 @@ def tags(reference: Run, other: Run) -> Survival:
     return Survival(
         "tags",
         "tag",
-        f"a sink in at least {percent(LEAST_SHARE)} of the contexts whose grouping explains at least "
+        f"a sink in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}, whose grouping explains at least "
         f"{percent(TAGGED)} of the variance of the head's output (η²); its tag survives where at least half of η² is "
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
@@ -299,7 +309,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     table = join(sides[0], sides[1], ["layer", "dimension"], ["value"])
     # An outlier of one model is so many times the median there; in the other it may be as any dimension.
     least = np.where(marked[0][layer, dimension], 0.0, np.inf)
-    table = statuses(table, least, _contexts(reference))
+    table = statuses(table, least, _contexts(reference), every=True)
     new = table["status"].eq(NEW) & marked[1][layer, dimension].numpy()
     table["status"] = np.where(least == 0, table["status"], np.where(new, NEW, UNDECIDED))
     published = [
@@ -333,17 +343,16 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         ]
         side = pd.concat(places, ignore_index=True).query("value > 0")
         sides.append(side.astype({"layer": int, "dimension": int}))
-    table = statuses(
-        join(sides[0], sides[1], ["layer", "dimension", "position"], ["value"]), 1, _contexts(reference)
-    )
+    joined = join(sides[0], sides[1], ["layer", "dimension", "position"], ["value"])
+    table = statuses(joined, 1, _contexts(reference)).reset_index(drop=True)
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
-        "median; it survives where it has at least half as many, and is lost where it has fewer, each with the whole "
-        "95 % interval",
+        f"median, {ABOVE_NOISE}; it survives where it has at least half as many, and is lost where it has fewer, each "
+        "with the whole 95 % interval",
         shown(table),
-        Change.of("massive activations, summed over layers", torch.sum, *sides_of(table)),
+        Change.of("massive activations, summed over layers", torch.sum, *sides_of(joined)),
         least=1,
         contexts=_contexts(reference),
     )
@@ -360,12 +369,12 @@ def positions(reference: Run, other: Run) -> Survival:
         sides.append(side)
     table = join(sides[0], sides[1], ["layer"], list(names))
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
-    overlaps, owed = overlap(reference, other), overlap_bias(reference, other)
+    overlaps, owed = overlap(reference, other, by_energy=True), overlap_bias(reference, other)
     kept, turned, table["overlap_margin"] = decided(A_HALF, overlaps, bias=owed)
     table["overlap"] = overlaps.value.numpy()
     table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
-    table = statuses(table, floors[0], _contexts(reference)).assign(least=floors[0])
-    norms, is_unit = table["status"], table["before"] >= floors[0]
+    table = statuses(table, floors[0], _contexts(reference), every=True)
+    norms, is_unit = table["status"], np.isfinite(table["least"])
     status = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
     table["status"] = np.where(is_unit, status, norms)
     norm, rank = (
@@ -378,10 +387,10 @@ def positions(reference: Run, other: Run) -> Survival:
     return Survival(
         "positional basis",
         "layer",
-        "of a residual layer: survives where at least half of its leading directions, as many as the rank, are left "
-        "(overlap: mean squared cosine of the principal angles) and at least half of its relative norm, and is lost "
-        "where less of one is, each with the whole 95 % interval; curve: similarity of the positions' Gram matrices "
-        "(linear CKA), which is invariant to rotation",
+        "of a residual layer where it is above the noise: survives where at least half of the energy along its leading "
+        "directions, as many as the rank, lies along the other's (overlap) and at least half of its relative norm is "
+        "left, and is lost where less of one is, each with the whole 95 % interval; curve: similarity of the "
+        "positions' Gram matrices (linear CKA), which is invariant to rotation",
         table,
         norm,
         verb=("keeps its positional basis", "keep their positional basis"),
@@ -411,25 +420,29 @@ def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions 
     return float(crossed.square() / (own * others))
 
 
-def overlap(first: Run, second: Run) -> Jackknifed:
+def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
     """Compute ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
-    With what it is without each group of contexts, which both runs read.
+    With what it is without each group of contexts, which both runs read. `by_energy`: each of the first one's
+    directions counts by its squared singular value, so that those that sampling exchanges count little.
     """
-    one, two = (_directions(run, _ranks(first)) for run in (first, second))
-    return Jackknifed(_overlaps(one.value, two.value), _overlaps(one.without, two.without))
+    shares, (one, two) = (
+        _energies(first, by_energy),
+        (_directions(run, _ranks(first)) for run in (first, second)),
+    )
+    return combined(lambda v, w: _overlaps(v, w, shares), one, two)
 
 
 def overlap_bias(first: Run, second: Run) -> Floats:
-    """Bound what `overlap` owes to the contexts: how far sampling moves the directions of both runs, in the mean.
+    """Bound what `overlap` by energy owes to the contexts: how far sampling moves both runs' directions, in the mean.
 
     What both owe to the same contexts makes them more alike, and what only one does less alike.
     """
     moved = []
     for run in (first, second):
-        directions = _directions(run, _ranks(first))
+        directions, shares = _directions(run, _ranks(first)), _energies(run, True, _ranks(first))
         # Without a group, directions move by a (G − 1)th of what they are off.
-        apart = 1 - _overlaps(directions.without, directions.value)
+        apart = 1 - torch.stack([_overlaps(directions.value, one, shares) for one in directions.without])
         moved.append((len(apart) - 1) * apart.mean(dim=0))
     return ((moved[0] + moved[1]) / 2).numpy()
 
@@ -442,11 +455,21 @@ def _directions(run: Run, ranks: Tensor) -> Jackknifed:
     return Jackknifed(whole * kept, without * kept)
 
 
+def _energies(run: Run, by_energy: bool, ranks: Tensor | None = None) -> Float[Tensor, "layers most"]:
+    """Return how much each leading direction counts: evenly, or by its squared singular value; 1 in all."""
+    values = torch.linalg.svdvals(_bases(run)[0]).square()
+    kept = torch.arange(values.shape[1]) < (_ranks(run) if ranks is None else ranks)[:, None]
+    values = (values if by_energy else torch.ones_like(values)) * kept
+    return values / values.sum(dim=1, keepdim=True)
+
+
 def _overlaps(
-    one: Float[Tensor, "... layers most width"], two: Float[Tensor, "... layers most width"]
-) -> Tensor:
-    count = (one != 0).any(dim=-1).sum(dim=-1)
-    return (one @ two.mT).square().sum(dim=(-2, -1)) / count
+    one: Float[Tensor, "layers most width"],
+    two: Float[Tensor, "layers most width"],
+    shares: Float[Tensor, "layers more"],
+) -> Float[Tensor, " layers"]:
+    """Add up the squared length of each of one's directions along all of two's."""
+    return ((one @ two.mT).square().sum(dim=2) * shares[:, : one.shape[1]]).sum(dim=1)
 
 
 def chance_overlap(run: Run) -> float:
@@ -534,9 +557,9 @@ def entropies(reference: Run, other: Run) -> Survival:
     table = table[table["difference"].notna()].reset_index(drop=True)
     sides = sides_of(table, "share")
     first, second = (side.value.numpy() for side in sides)
-    *similar, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
+    similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
     kept, lost = same_range(
-        similar, first, second, *(margins(side.error, len(side.without)) for side in sides)
+        (similar, changed), first, second, *(margins(side.error, len(side.without)) for side in sides)
     )
     left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
     moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))
@@ -607,7 +630,7 @@ def _values(run: Run, name: str) -> Floats:
 
 def head_types(reference: Run, other: Run) -> Survival:
     """Compare the heads that follow a pattern or attend to sinks, by the report's thresholds."""
-    runs, tables = (reference, other), []
+    runs, tables, units = (reference, other), [], np.zeros(2, dtype=int)
     for role in ROLES:
         if not any(role.column in run.heads for run in runs):
             continue
@@ -621,11 +644,9 @@ def head_types(reference: Run, other: Run) -> Survival:
         )
         table = join(one, two, HEAD, ["value"])
         table.insert(len(HEAD), "type", role.title)
-        table.insert(len(HEAD) + 1, "least", role.threshold)
-        table = table[(table[list(SIDES)] >= role.threshold).any(axis=1)].reset_index(drop=True)
-        tables.append(shown(statuses(table, role.threshold, _contexts(reference))))
+        units += (table[list(SIDES)] >= role.threshold).sum().to_numpy()
+        tables.append(shown(statuses(table, role.threshold, _contexts(reference))).reset_index(drop=True))
     table = pd.concat(tables, ignore_index=True)
-    units = [int((table[side] >= table["least"]).sum()) for side in SIDES]
 
     def change(row: pd.Series) -> str:
         scores = f"{number(row['before'], 2)} → {number(row['after'], 2)}"

@@ -28,6 +28,8 @@ NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are le
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
 """The rule of halves in words (`statuses`)."""
+ABOVE_NOISE = "and more often than by twice its standard error"
+"""What a unit is besides, in words: one that few contexts show says nothing about the model."""
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
 SIDES = ("before", "after")
@@ -335,22 +337,37 @@ def decided(
     return holds & of, fails & of, margins
 
 
+def established(numbers: Jackknifed, least: float | Floats) -> Flags:
+    """Mark what is at least `least`, and above twice its standard error where that is known."""
+    return ((numbers.value >= torch.as_tensor(least)) & ~(numbers.value <= 2 * numbers.error)).numpy()
+
+
 def statuses(
-    table: pd.DataFrame, least: float | Floats, contexts: int = 0, name: str = "value"
+    table: pd.DataFrame,
+    least: float | Floats,
+    contexts: int = 0,
+    name: str = "value",
+    *,
+    every: bool = False,
 ) -> pd.DataFrame:
     """Add the `status` of each unit of a joined table by the rule of halves, and `contexts_needed` to decide it.
 
-    A unit of the reference has at least `least` before. It survives where at least half of that is left, and is lost
-    where less is, each with the whole interval of after − before/2; else it is undecided. What has `least` after only
-    is new where there was less than half of it before, with the whole interval, else undecided.
+    A unit of the reference has at least `least` before, which is above twice its standard error. It survives where at
+    least half of that is left, and is lost where less is, each with the whole interval of after − before/2; else it is
+    undecided. What is a unit after only is new where there was less than half of it before, with the whole interval,
+    else undecided.
 
     Args:
         least: what makes a unit.
         contexts: that both runs read.
         name: of the number.
+        every: keep the rows of what is a unit of neither run.
+
+    Returns:
+        The rows that are units, with their index; `least` is infinite where it is none of the reference.
     """
     before, after = sides_of(table, name)
-    is_unit = before.value.numpy() >= least
+    is_unit, is_unit_after = (established(side, least) for side in (before, after))
     left, beyond = (
         combined(lambda one, other: one - HALF * other, *sides)
         for sides in ((after, before), (before, after))
@@ -360,8 +377,14 @@ def statuses(
     status = np.where(is_unit, status_of(kept, lost), np.where(is_new, NEW, UNDECIDED))
     # Of a number within a standard error of the limit nobody knows on which side it will be.
     distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
-    needed = np.where(status == UNDECIDED, contexts * np.square(margin / distance), np.nan)
-    return table.assign(status=status, contexts_needed=np.ceil(needed))
+    needed = np.where(is_unit & (status == UNDECIDED), contexts * np.square(margin / distance), np.nan)
+    columns = {
+        "status": status,
+        "contexts_needed": np.ceil(needed),
+        "least": np.where(is_unit, least, np.inf),
+    }
+    table = table.assign(**columns)
+    return table if every else table[is_unit | is_unit_after]
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:

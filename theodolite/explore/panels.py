@@ -340,13 +340,12 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
     xi, eta = (number(row[f"{name}_symmetric{suffix}"]) for name in ("xi", "eta"))
     margin = number(row[f"regime_margin{suffix}"], 2)
     predicted = f"{regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)"
-    agreement = regime_agreement(run, suffix)
-    if agreement is None:
+    agreement, regimes = regime_agreement(run, suffix), measured_regimes(run)
+    if agreement is None or regimes is None:
         return f"Predicted regime, not measured here: {predicted}."
-    measured = measured_regimes(run)[row.name]
     return (
-        f"Predicted regime: {predicted}. Measured on the text: {measured}, ρ {number(row['propagation'], 2)}. Over all "
-        f"heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
+        f"Predicted regime: {predicted}. Measured on the text: {regimes[row.name]}, ρ {number(row['propagation'], 2)}. "
+        f"Over all heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
         f"({agreement})."
     )
 

@@ -160,8 +160,9 @@ class AttributionPass:
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, progress: Progress) -> None:
-        layer, halves = layer_pass.layer, torch.tensor([[0], [1]]).expand(-1, len(layer_pass.stream))
-        parts = decompose_by_groups(layer_pass.stream, self.mean[:, layer], self.pos[:, layer], *halves)
+        layer, h = layer_pass.layer, layer_pass.stream
+        first = torch.zeros(len(h), dtype=torch.int64)
+        parts = decompose_by_groups(h, self.mean[:, layer], self.pos[:, layer], first, first + 1)
         try:
             self._rows += _rows(layer_pass, parts, self.patterns, self.chosen[layer_pass.layer])
         except WorkError as error:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.means import mean_and_pos
+from theodolite.accumulate.means import means_of_first
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
@@ -114,9 +114,8 @@ class SharesPass:
             query, key, None if grid is None else grid.shape
         ).cpu()
         if rows.start == 0:
-            sums, readers = (self.means[name][layer].sum(dim=0) for name in ("position_sum", "readers"))
-            rows_of_mean = sums / readers.clamp_min(1)[:, None]
-            for name, values in _norm_of_rows(layer_pass, rows_of_mean).items():
+            summed, readers = (self.means[name][layer].sum(dim=0) for name in ("position_sum", "readers"))
+            for name, values in _norm_of_rows(layer_pass, summed / readers.clamp_min(1)[:, None]).items():
                 state[name][layer] = values
         parts = self._parts(layer_pass, self.groups[rows])
         try:
@@ -139,20 +138,12 @@ class SharesPass:
         needed, index = torch.cat(sides).unique(return_inverse=True)
         # For positions that a group lacks, those after it: none of them is of the other side, or the context's own.
         chains = [filled[(n + torch.arange(0, max(groups - 2, 1), 2)) % groups] for n in needed]
-        mean, pos = zip(*(self._mean_and_pos(layer, chain) for chain in chains), strict=True)
-        pos = torch.stack([of_read(each, read, self.trailing) for each in pos])
-        return decompose_by_groups(
-            layer_pass.stream, torch.stack(mean), pos, *index.chunk(2), self.corpus.leading
-        )
-
-    def _mean_and_pos(self, layer: int, groups: Int[Tensor, " groups"]) -> tuple[Tensor, Tensor]:
-        """Compute μ and pos of the first of these groups that has each position; pos is 0 where none has it."""
-        readers = self.means["readers"][layer, groups]
-        first = (readers > 0).double().argmax(dim=0)
-        place = torch.arange(len(first))
-        readers, sums = readers[first, place], self.means["position_sum"][layer, groups[first], place]
-        mean, pos = mean_and_pos(sums, readers, slice(self.corpus.leading, len(first) - self.trailing))
-        return mean, pos * (readers > 0)[:, None]
+        trailing, leading = self.trailing, self.corpus.leading
+        means = [means_of_first(self.means, layer, chain, trailing, leading) for chain in chains]
+        mean = torch.stack([mean for mean, _ in means])
+        pos = torch.stack([of_read(pos, read, trailing) for _, pos in means])
+        query, key = index.chunk(2)
+        return decompose_by_groups(layer_pass.stream, mean, pos, query, key, leading)
 
 
 def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:

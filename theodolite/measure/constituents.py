@@ -21,7 +21,7 @@ from theodolite.judging import Criterion
 from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
-from theodolite.theory.unbiased import Jackknifed
+from theodolite.theory.unbiased import Jackknifed, ratio
 
 COARSE: dict[str, tuple[str, ...]] = {
     "constant": ("mean", "bias"),
@@ -158,18 +158,9 @@ class ShareSums:
 
         They sum to 1, and are NaN for constant logits; without the only context, too.
         """
-        return self._shares(self.products, (-3, -2, -1)), self._shares(self.additive, (-1,))
-
-    def _shares(self, sums: Tensor, behind: tuple[int, ...]) -> Jackknifed:
-        contexts = -1 - len(behind)
-        one = self.total[(..., *[None] * (len(behind) - 1))]
-
-        def ratio(summed: Tensor, total: Tensor) -> Tensor:
-            return summed / torch.where(total > 0, total, torch.nan)
-
-        whole, total = sums.sum(dim=contexts, keepdim=True), one.sum(dim=contexts, keepdim=True)
-        without = ratio(whole - sums, total - one).movedim(contexts, 0)
-        return Jackknifed(ratio(whole, total).squeeze(contexts), without)
+        total = self.total.movedim(-2, 0)
+        of_pairs = ratio(self.products.movedim(-4, 0), total[..., None, None])
+        return of_pairs, ratio(self.additive.movedim(-2, 0), total)
 
 
 def share_sums(

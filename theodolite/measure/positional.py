@@ -92,8 +92,8 @@ def positional_heads(
     tilde = query + mean_query  # of keys the mean is the same in a row
     normed_query = normed_query + (norm.bias.double() @ w_q.double())[:, None, None].to(query)
     counts = [frequencies_below(k, basis.p.shape[1], grid) for k in CUTOFFS]
-    lowest = (lowest_frequencies(p, max(CUTOFFS), grid).unsqueeze(0) for p in (query, key))
-    corners = corner_energies(*lowest, counts)
+    low_query, low_key = (lowest_frequencies(p, max(CUTOFFS), grid).unsqueeze(0) for p in (query, key))
+    corners = corner_energies(low_query, low_key, counts)
 
     def of_head(head: int) -> tuple[Jackknifed, Tensor]:
         properties = (tilde[head], key[head]), (normed_query[head], normed_key[head])

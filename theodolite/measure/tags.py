@@ -39,7 +39,7 @@ OUTLIER_RATIO = 6.0
 
 SHOWN_DIMENSIONS = 5
 
-STRONGEST = 64
+STRONGEST = 256
 """So many sinks, those that tag most tokens, keep their tags by group of contexts."""
 
 TRACED_HEADS = "heads of a trace"
@@ -104,9 +104,10 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     """Compute what the sinks and heads of one layer write into the residual stream, float64; layers join along rows.
 
     direction, value (sinks, d): each sink's tag and value vector through W_O; direction_se (sinks): how far sampling
-    over contexts moves each direction's unit vector, root mean square; by_group (≤ 64, G, d): sums that are along the
-    direction of `STRONGEST` sinks in each group of contexts, and by_group_row, which sinks these are; principal
-    (heads, d), principal_share (heads): the leading direction of each head's output, and its share of the variance.
+    over contexts moves each direction's unit vector; by_group (≤ 256, G, d): sums that are along the direction of
+    `STRONGEST` sinks in each group of contexts, over the length of all, and by_group_row, which sinks these are;
+    principal (heads, d), principal_share (heads): the leading direction of each head's output, and its share of the
+    variance.
     """
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
@@ -126,14 +127,14 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
     strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
     strongest = strongest[sinks["keys"][strongest, 0] == layer]
-    of_strongest = w_o[sinks["keys"][strongest, 1].long()]
+    by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
     own = w_o[heads["keys"][in_layer, 1].long()]
     principal, share = _principal(heads["moment"][in_layer], own)
     return {
         "direction": direction,
         "direction_se": turned,
-        "by_group": sinks["difference"][strongest] @ of_strongest,
+        "by_group": by_group / torch.linalg.vector_norm(by_group, dim=(1, 2), keepdim=True),
         "by_group_row": strongest,
         "value": value,
         "principal": principal,
@@ -202,7 +203,11 @@ _trace = partial(Column, "traces")
         "The mean difference in the residual stream between what the head gives the tokens that the sink caught and "
         "the others.",
     ),
-    Array("tag_by_group", "(≤ 64, 8, d)", "Of the first rows, the sums behind it by group of contexts."),
+    Array(
+        "tag_by_group",
+        "(≤ 256, 8, d)",
+        "Of the first rows, the same by group of contexts, over the length of all, in float16.",
+    ),
     *(
         Array(
             f"traces.{name}{WITHOUT}",
@@ -256,7 +261,7 @@ def traces(
     place[written["by_group_row"]] = torch.arange(len(written["by_group"]))
     none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
     by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
-    directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.float()}
+    directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.half()}
     without = {
         f"traces.{name}{WITHOUT}": torch.where(_known(contexts), one.without[:, order], torch.nan).float()
         for name, one in numbers.items()

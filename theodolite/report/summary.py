@@ -108,10 +108,11 @@ def _position(run: Run) -> Iterator[str | Finding]:
         )
     if (smooth := health.check(run, findings.SMOOTHNESS)) is not None:
         yield smooth
-        yield (
-            f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
-            f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
-        )
+        if layer_mean(run, "low_frequency_10") is not None:
+            yield (
+                f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
+                f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
+            )
 
 
 def _context(run: Run) -> Iterator[str | Finding]:
@@ -333,7 +334,7 @@ def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
 
 
-TOPICS: dict[str, Callable[[Run], Iterator[str]]] = {
+TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
     "Position": _position,
     "Context": _context,
     "Localization": _localization,

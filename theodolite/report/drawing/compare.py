@@ -116,7 +116,7 @@ def _few_ticks(count: int) -> dict[str, Any]:
 
 
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Map the share of tokens beyond 6 by outlier dimension and residual layer; blank where it is no outlier."""
+    """Map the size of outlier dimensions over the layer's median by residual layer; blank where it is no outlier."""
     shown: list[Panel] = []
     for side in SIDES:
         grid = table.pivot(index="dimension", columns="layer", values=side).reindex(
@@ -126,8 +126,8 @@ def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.
             grid.to_numpy(np.float64),
             0,
             float(table[list(SIDES)].max(axis=None)),
-            f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.1%}}<extra></extra>",
-            bar=None if shown else style.colour_bar("share of tokens", tickformat="~%"),
+            f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.3g}} × median<extra></extra>",
+            bar=None if shown else style.colour_bar("× median"),
             y=[str(dimension) for dimension in dimensions],
         )
         columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
