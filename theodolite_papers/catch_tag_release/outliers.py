@@ -78,7 +78,8 @@ def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
         "corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None))
     )
     states = run_stages([stage], lambda what, done, total: None)
-    return sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
+    table, _ = sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
+    return table
 
 
 def _estimate(whole: float, of_parts: Sequence[float], contexts: int) -> Estimate:
