@@ -43,18 +43,18 @@ LARGE = Shape(126, 128, 16384, 8192, 10**12 // 8192)
 
 
 def state_bytes(s: Shape) -> dict[str, int]:
-    """Count the bytes of each part of a state, but for the rows of sink tokens, 48 bytes each."""
+    """Count the bytes of each part of a state, but for the rows of sink tokens, and of massive ones."""
     residual, g, d, t = s.layers + 1, GROUPS, s.width, s.length
     r, examples = min(SKETCH, d), min(EXAMPLES, s.contexts)
     numbers = {
         "sums by position": residual * g * t * d,
         "second moments": (residual + s.layers) * (1 + d + d * d),
-        "sketches": residual * (g * (1 + d + d * r) + d * r),
-        "sample": residual * (d * (s.sampled + s.tokens_kept) + s.sampled),
-        "outliers": residual * d * (4 * g + 2),
-        "attention": s.layers * (s.heads * (5 * t + 16) + 2 * examples * t + 2 * t + 3),
+        "sketches": residual * (g * (2 + d + d * r) + d * r),
+        "sample": residual * (d * (2 * s.sampled + s.tokens_kept) + 2 * s.sampled),
+        "outliers": residual * (d * (5 * g + 2) + g),
+        "attention": s.layers * (s.heads * (5 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
         "logit spread": s.layers * s.heads * 2,
-        "scalars": residual * (5 + t) * g,
+        "scalars": residual * ((5 + t) * g + 1),
     }
     return {name: count * FLOAT for name, count in numbers.items()}
 

@@ -118,9 +118,9 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     tags = Tags(1, 2, 1)
     sums, place = measured(catches, HeadOutputs(x[0], x[0] + 1.0, torch.eye(2).double()[None]))
     rows = tags.update(0, catches, position, sums, 0)
-    tags.add_place(rows, 0, place, place)
+    tags.add_place(rows, 0, place, 0)
     stream = released(catches, torch.randn(8, 5))
-    tags.add_place(rows, 1, stream, stream)
+    tags.add_place(rows, 1, stream, 0)
     assert all(torch.isfinite(tensor).all() for tensor in tags.state().values())
 
 

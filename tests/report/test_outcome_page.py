@@ -66,7 +66,7 @@ def test_a_page_holds_every_verdict_figure_and_table(run, tmp_path, name):
     assert loaded["provenance"] == run.provenance
     if name == "geometry/table1":
         rows = loaded["tables"]["averages"]
-        assert rows[0]["rank estimate"] == pytest.approx(run.layers["rank"].mean())
+        assert rows[0]["rank estimate"] == pytest.approx(run.layers["rank_screenot"].mean())
         assert rows[1]["incoherence"] is None  # NaN: the paper prints a dash for NanoGPT
     for table, frame in outcome.tables.items():
         back = pd.read_parquet(page.parent / f"table-{table}.parquet")
