@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,7 +82,7 @@ class Jackknifed:
         return self.value > errors * self.error
 
 
-def ratio(parts: Float[Tensor, "groups ..."], wholes: Float[Tensor, "groups ..."]) -> Jackknifed:
+def ratio(parts: Shaped[Tensor, "groups ..."], wholes: Shaped[Tensor, "groups ..."]) -> Jackknifed:
     """Compute Σb/Σt over groups, and without each."""
     b, t = parts.sum(dim=0), wholes.sum(dim=0)
     return Jackknifed(b / t, (b - parts) / (t - wholes))
@@ -244,7 +244,7 @@ def _without_each(holds: Float64[Tensor, "pairs groups"]) -> Float64[Tensor, "us
 
 
 def _mean_of(
-    products: Float64[Tensor, "uses *rest pairs pairs"], marked: Float64[Tensor, "uses pairs pairs"]
+    products: Float64[Tensor, "uses *rest pairs pairs"], marked: Float64[Tensor, "all_uses pairs pairs"]
 ) -> Jackknifed:
     """Average the marked products of all groups, and without each; NaN where none is marked."""
     means = torch.einsum("u...ij,uij->u...", products.expand(len(marked), *products.shape[1:]), marked)
