@@ -426,10 +426,8 @@ def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
     With what it is without each group of contexts, which both runs read. `by_energy`: each of the first one's
     directions counts by its squared singular value, so that those that sampling exchanges count little.
     """
-    shares, (one, two) = (
-        _energies(first, by_energy),
-        (_directions(run, _ranks(first)) for run in (first, second)),
-    )
+    ranks = _ranks(first)
+    (one, shares), (two, _) = (_leading(run, ranks, by_energy) for run in (first, second))
     return combined(lambda v, w: _overlaps(v, w, shares), one, two)
 
 
@@ -440,27 +438,28 @@ def overlap_bias(first: Run, second: Run) -> Floats:
     """
     moved = []
     for run in (first, second):
-        directions, shares = _directions(run, _ranks(first)), _energies(run, True, _ranks(first))
+        directions, shares = _leading(run, _ranks(first), by_energy=True)
         # Without a group, directions move by a (G − 1)th of what they are off.
         apart = 1 - torch.stack([_overlaps(directions.value, one, shares) for one in directions.without])
         moved.append((len(apart) - 1) * apart.mean(dim=0))
     return ((moved[0] + moved[1]) / 2).numpy()
 
 
-def _directions(run: Run, ranks: Tensor) -> Jackknifed:
-    """Return a run's leading directions, (layers, ≤ 20, d), as many of each layer as `ranks` says and zeros behind."""
+def _leading(run: Run, ranks: Tensor, by_energy: bool) -> tuple[Jackknifed, Float[Tensor, "layers most"]]:
+    """Return a run's leading directions, (layers, ≤ 20, d), as many of each layer as `ranks` says and zeros behind.
+
+    And how much each counts: evenly, or by its squared singular value; 1 in all.
+    """
     without = run.arrays[f"positional_directions{WITHOUT}"].double()
-    whole = torch.linalg.svd(_bases(run)[0], full_matrices=False).Vh[:, : without.shape[2]]
-    kept = (torch.arange(without.shape[2]) < ranks[:, None]).unsqueeze(-1)
-    return Jackknifed(whole * kept, without * kept)
-
-
-def _energies(run: Run, by_energy: bool, ranks: Tensor | None = None) -> Float[Tensor, "layers most"]:
-    """Return how much each leading direction counts: evenly, or by its squared singular value; 1 in all."""
-    values = torch.linalg.svdvals(_bases(run)[0]).square()
-    kept = torch.arange(values.shape[1]) < (_ranks(run) if ranks is None else ranks)[:, None]
-    values = (values if by_energy else torch.ones_like(values)) * kept
-    return values / values.sum(dim=1, keepdim=True)
+    _, values, directions = torch.linalg.svd(_bases(run)[0], full_matrices=False)
+    most = without.shape[2]
+    kept = torch.arange(values.shape[1]) < ranks[:, None]
+    shares = (values.square() if by_energy else torch.ones_like(values)) * kept
+    kept = kept[:, :most].unsqueeze(-1)
+    return (
+        Jackknifed(directions[:, :most] * kept, without * kept),
+        shares / shares.sum(dim=1, keepdim=True),
+    )
 
 
 def _overlaps(
