@@ -25,7 +25,7 @@ from theodolite.measure.position import grouped_basis
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, of_rows, product, together
 
 _layer = partial(Column, "layers", group=CONTEXTS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE, source=f"{SONG}, Table 1")
@@ -225,15 +225,9 @@ class Contexts:
             for kept in self.apart
         ]
 
-        def stacked(name: str) -> Jackknifed:
-            left_out = torch.tensor([one[name] for one in without], dtype=torch.float64)
-            return Jackknifed(torch.tensor(numbers[name], dtype=torch.float64), left_out)
-
+        columns = of_rows(numbers, without)
         # The nearest of several labels is the nearer, the less is known of each.
-        return {
-            "silhouette": stacked("silhouette").corrected(),
-            "cluster_ari": stacked("cluster_ari"),
-        }, found
+        return columns | {"silhouette": columns["silhouette"].corrected()}, found
 
 
 def _ratio(

@@ -24,7 +24,7 @@ from theodolite.measure.column import LEFT_OUT, SHARE, SIGNED, STREAM, Array, Co
 from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.smoothness import Grid, grid_frequencies, lowest_frequencies, unit_rows
-from theodolite.theory.unbiased import Jackknifed, leaving_out, together
+from theodolite.theory.unbiased import Jackknifed, of_rows, together
 
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
@@ -104,33 +104,21 @@ STREAM_COLUMNS = (
 @gives(*STREAM_COLUMNS)
 def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str, Any]:
     """Compute the columns of size and change, N values each, from states of `Means` and `OutlierCounts`."""
-    groups = (means["contexts"] > 0).all(dim=0).nonzero().flatten()
 
     def of_layer(layer: int) -> dict[str, Jackknifed]:
-        names = list(
-            residual_columns(means, outliers, layer, (means["contexts"][layer] > 0).double(), leading)
-        )
-
-        def numbers(used: Float[Tensor, " groups"]) -> Tensor:
-            chosen = torch.zeros(means["contexts"].shape[1], dtype=torch.float64)
-            chosen[groups] = used
-            row = residual_columns(means, outliers, layer, chosen, leading)
-            contexts = means["contexts"][layer]
-            whole = float(contexts.sum() / (chosen @ contexts))  # counts are of the whole corpus
-            return torch.tensor(
-                [
-                    value * (whole if name.startswith("massive_activations") else 1)
-                    for name, value in row.items()
-                ],
-                dtype=torch.float64,
-            )
-
-        found = leaving_out(numbers, len(groups))
-        row = {name: Jackknifed(found.value[i], found.without[:, i]) for i, name in enumerate(names)}
-        for name in (name for name in names if name.startswith("massive_activations")):
+        contexts = means["contexts"][layer]
+        every = (contexts > 0).double()
+        uses = [every, *(every - one for one in torch.eye(len(every), dtype=torch.float64)[contexts > 0])]
+        rows = [residual_columns(means, outliers, layer, used, leading) for used in uses]
+        counts = [name for name in rows[0] if name.startswith("massive_activations")]
+        for name in counts:
+            for used, row in zip(uses, rows, strict=True):
+                row[name] *= float(contexts.sum() / (used @ contexts))  # counts are of the whole corpus
+        columns = of_rows(rows[0], rows[1:])
+        for name in counts:
             # What is rare may be in none of the contexts by luck: no count is more certain than by one.
-            row[name] = row[name].about(row[name].value, row[name].error.clamp_min(1))
-        return row
+            columns[name] = columns[name].about(columns[name].value, columns[name].error.clamp_min(1))
+        return columns
 
     layers = range(len(means["contexts"]))
     return {"layer": list(layers)} | together([of_layer(layer) for layer in layers])

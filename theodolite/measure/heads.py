@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -135,8 +134,7 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
     for name, (part, whole) in parts.items():
         if part in attention:
             values = ratio(attention[part].transpose(0, 1), whole.transpose(0, 1))
-            without = values.without.flatten(1)
-            columns[name] = Jackknifed(values.value.flatten(), torch.where(known, without, torch.nan))
+            columns[name] = Jackknifed(values.value.flatten(), values.without.flatten(1)).if_known(known)
     return columns
 
 
@@ -219,8 +217,8 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFr
     }
     order = ["layer", "head", "contexts", "token_id"]
     table = table_of(columns).sort_values(order, ascending=[True, True, False, True])
-    without = torch.where((contexts > 0).all(), share.without, torch.nan)[:, table.index.to_numpy(copy=True)]
-    return table.reset_index(drop=True), {f"sinks.share{WITHOUT}": without.float()}
+    share = share[table.index.to_numpy(copy=True)].if_known((contexts > 0).all())
+    return table.reset_index(drop=True), {f"sinks.share{WITHOUT}": share.without.float()}
 
 
 @gives(

@@ -14,7 +14,7 @@ from theodolite.measure.column import LEFT_OUT, SHARE, WITHOUT, Array, Column, g
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.publications import ZHANG
 from theodolite.theory.outliers import typical_magnitude
-from theodolite.theory.unbiased import Jackknifed, ratio
+from theodolite.theory.unbiased import combined, ratio
 
 _outlier = partial(Column, "outliers")
 _massive = partial(_outlier, source=f"{ZHANG}, section 2")
@@ -67,10 +67,7 @@ def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[st
     for name in _COUNTED:
         # Of all contexts: as many times the mean.
         mean = ratio(outliers[name].transpose(0, 1), contexts.T[:, :, None])
-        count = Jackknifed(
-            *(values[..., layer, dimension] * total[layer] for values in (mean.value, mean.without))
-        )
-        count = Jackknifed(count.value, torch.where(known, count.without, torch.nan))
+        count = combined(lambda of: of * total[layer], mean[rows]).if_known(known)
         columns[f"{name}_se"] = count.error
         arrays[f"outliers.{name}{WITHOUT}"] = count.without.float()
     return table_of(columns), arrays
@@ -88,8 +85,8 @@ def typical_sizes(outliers: State) -> dict[str, Tensor]:
     """Compute the typical size of every dimension; without a group NaN below eight contexts."""
     tokens = outliers["tokens"]
     logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
-    without = torch.where((tokens > 0).all(), typical_magnitude(logs.without), torch.nan)
+    sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
     return {
-        "typical_magnitude": typical_magnitude(logs.value).float(),
-        f"typical_magnitude{WITHOUT}": without.float(),
+        "typical_magnitude": sizes.value.float(),
+        f"typical_magnitude{WITHOUT}": sizes.without.float(),
     }

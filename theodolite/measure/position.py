@@ -243,18 +243,11 @@ def layer_numbers(
     tiled = basis.p * basis.readers.sum(dim=0).sqrt()[:, None]
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
-    tokens = sketch["count"][basis.groups]
-
-    def moments(used: Float[Tensor, " groups"]) -> Tensor:
-        """Return the largest eigenvalue and the trace of as many tokens as there are in all."""
-        both = largest_eigenvalue(sketch, basis.groups, used), total_variance(sketch, basis.groups, used)
-        return torch.stack(both) * (tokens.sum() / (used @ tokens))
-
-    sketched = leaving_out(moments, groups)
+    sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
     exact = torch.stack([largest, moment.trace()])
-    whole, variance = (
-        Jackknifed(exact[i], sketched.without[:, i] * exact[i] / sketched.value[i]) for i in (0, 1)
-    )
+    # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
+    moments = Jackknifed(exact, sketched.without * exact / sketched.value)
+    whole, variance = moments[0], moments[1]
     energy, square = product(tiled.flatten(1)), largest_square(tiled)
     lengths, near = squared_lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
@@ -278,21 +271,19 @@ def _noise(tiled: Float[Tensor, "groups positions width"]) -> Tensor:
     return 2 * largest_square(differences).error * math.sqrt(pairs)
 
 
-def largest_eigenvalue(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
-    """Find the largest eigenvalue of the used groups' centred second moment, by their sketches of one layer."""
-    mean, directions = sketch["mean"][groups], sketch["directions"]
-    weight = used * sketch["count"][groups]
+def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Float[Tensor, 2]:
+    """Return the largest eigenvalue and the trace of the used groups' centred second moment, from sketches of a layer.
+
+    As of as many tokens as all the groups have.
+    """
+    mean, counts, directions = sketch["mean"][groups], sketch["count"][groups], sketch["directions"]
+    weight = used * counts
     difference = mean - weight @ mean / weight.sum()
     between = difference.T @ (weight[:, None] * (difference @ directions))
     factor = low_rank(torch.tensordot(used, sketch["sketch"][groups], dims=1) + between, directions)
-    return torch.linalg.eigvalsh(factor.T @ factor)[-1]
-
-
-def total_variance(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Tensor:
-    """Compute the trace of the used groups' centred second moment, from one layer of `MomentSketches`."""
-    mean, weight = sketch["mean"][groups], used * sketch["count"][groups]
-    difference = mean - weight @ mean / weight.sum()
-    return used @ sketch["trace"][groups] + weight @ difference.square().sum(dim=1)
+    largest = torch.linalg.eigvalsh(factor.T @ factor)[-1]
+    trace = used @ sketch["trace"][groups] + weight @ difference.square().sum(dim=1)
+    return torch.stack([largest, trace]) * (counts.sum() / weight.sum())
 
 
 def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:
@@ -306,7 +297,7 @@ def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:
     )
     energies = []
     for own, other in zip(p, others, strict=True):
-        directions = _leading_directions(other, int(screenot.value))
+        directions = directions_of_gram(other, int(screenot.value))
         energies.append(((own @ directions) * (other @ directions)).sum(dim=0))
     energy = torch.stack(energies)
 
@@ -329,8 +320,8 @@ def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
     return max(min(SCREENOT_RANK, (min(p.shape) - 2) // 2), 0)
 
 
-def _leading_directions(matrix: Float[Tensor, "rows width"], count: int) -> Float[Tensor, "width count"]:
-    """Find the leading right singular vectors, by way of the smaller Gram matrix."""
+def directions_of_gram(matrix: Float[Tensor, "rows width"], count: int) -> Float[Tensor, "width count"]:
+    """Find the leading right singular vectors, the largest last, by way of the smaller Gram matrix."""
     rows, width = matrix.shape
     gram = matrix @ matrix.T if rows <= width else matrix.T @ matrix
     vectors = torch.linalg.eigh(gram).eigenvectors[:, len(gram) - count :]
@@ -379,7 +370,4 @@ def _shares(
     lowest = torch.stack([lowest_frequencies(p * scale[:, None], max(CUTOFFS), grid) for scale in scales])
     corners = corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
     shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
-    return {
-        f"{name}_{k}": Jackknifed(shares.value[place], shares.without[:, place])
-        for place, k in enumerate(CUTOFFS)
-    }
+    return {f"{name}_{k}": shares[place] for place, k in enumerate(CUTOFFS)}

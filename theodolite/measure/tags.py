@@ -246,7 +246,7 @@ def traces(
         "first_caught": sums["first"] / sums["catching"],
         "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": torch.where(_known(contexts), written["direction_se"], torch.nan),
+        "direction_se": written["direction_se"] * (1.0 if contexts >= GROUPS else torch.nan),
         "alignment": _cosine(direction, written["value"]),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
@@ -263,7 +263,7 @@ def traces(
     by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
     directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.half()}
     without = {
-        f"traces.{name}{WITHOUT}": torch.where(_known(contexts), one.without[:, order], torch.nan).float()
+        f"traces.{name}{WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
         for name, one in numbers.items()
     }
     return table.reset_index(drop=True), directions | without | sorted_arrays
@@ -300,18 +300,12 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
     return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
 
 
-def _known(contexts: int) -> Tensor:
-    """Tell whether all groups have contexts: else no error is known."""
-    return torch.tensor(contexts >= GROUPS)
-
-
 def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], dict[str, Tensor]]:
     """Compute `tag` and `released`, all columns of η² in the head's output and after it, and arrays by layer."""
     layers = sums["keys"][:, 0].long()
     rows = torch.arange(len(layers))
     between, total = sums["squares"].transpose(0, 1).unbind(dim=3)
-    eta = ratio(between, total)
-    eta = Jackknifed(eta.value, torch.where(_known(contexts), eta.without, torch.nan))
+    eta = ratio(between, total).if_known(contexts >= GROUPS)
     chance = sums["chance"] / total.sum(dim=0)
     release = {
         "release": _from_entering(eta.value, layers),
@@ -322,7 +316,7 @@ def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str
     later = torch.arange(in_stream.shape[1]) > layers[:, None]
     best = torch.where(later, in_stream.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
     tag, before, after, released, last = (
-        Jackknifed(eta.value[rows, place], eta.without[:, rows, place])
+        eta[rows, place]
         for place in (
             torch.full_like(layers, HEAD_OUTPUT),
             *(1 + HEAD_OUTPUT + layer for layer in (layers, layers + 1, best)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.measure.column import WITHOUT, Array, gives
-from theodolite.measure.position import SCREENOT_RANK, positions_read
+from theodolite.measure.position import SCREENOT_RANK, directions_of_gram, positions_read
 from theodolite.system.processor import parallel_map
 
 SPARE, ITERATIONS = 10, 2
@@ -73,11 +73,8 @@ def _without_groups(
 ) -> Float[Tensor, "groups directions width"]:
     """Find one layer's leading directions without each group; `basis`: of all contexts."""
     most = min(SCREENOT_RANK, *basis.shape)
-    # Of the smaller Gram matrix, as a start: its small eigenvalues are not exact.
-    is_wide = len(basis) < basis.shape[1]
-    start = torch.linalg.eigh(basis @ basis.T if is_wide else basis.T @ basis).eigenvectors
-    start = start.flip(1)[:, : most + SPARE]
-    directions = leading_directions(basis, basis.T @ start if is_wide else start)
+    # As a start: small eigenvalues of a Gram matrix are not exact.
+    directions = leading_directions(basis, directions_of_gram(basis, min(most + SPARE, *basis.shape)))
     whole, all_readers = sums.sum(dim=0), readers.sum(dim=0)
 
     def without(group: int) -> Tensor:

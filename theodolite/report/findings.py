@@ -1,7 +1,7 @@
 """A finding: a sentence about a run, with the quantity that it is about and what it says of it.
 
-Two findings about one quantity must not disagree. So each quantity that the page judges has one function here, with
-one number and one limit; health checks and the summary both word its answer.
+Two findings about one quantity must not disagree. So what the page judges of a run is judged here, by one number and
+one limit; health checks and the summary both word its answer.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,11 +72,20 @@ class Jackknifed:
         root, (low, high) = _root(self.value), (_root(self.value + side * self.error) for side in (-2, 2))
         return self.about(root, torch.maximum(root - low, high - root) / 2)
 
+    def __getitem__(self, index: Any) -> Jackknifed:
+        """Take some of several numbers."""
+        every = index if isinstance(index, tuple) else (index,)
+        return Jackknifed(self.value[index], self.without[(slice(None), *every)])
+
     def where(self, kept: Bool[Tensor, " *shape"] | bool) -> Jackknifed:
         """Give NaN for what is not kept."""
         return Jackknifed(
             *(torch.where(torch.as_tensor(kept), v, math.nan) for v in (self.value, self.without))
         )
+
+    def if_known(self, known: Bool[Tensor, " *shape"] | bool) -> Jackknifed:
+        """Give no error where it is not known: NaN for what it is without a group."""
+        return Jackknifed(self.value, torch.where(torch.as_tensor(known), self.without, math.nan))
 
     def above_noise(self, errors: float = 2.0) -> Tensor:
         """Tell what is above 0 by so many standard errors."""
@@ -99,6 +109,16 @@ def stacked(rows: Sequence[Jackknifed]) -> Jackknifed:
     return Jackknifed(
         torch.stack([row.value for row in rows]), torch.stack([row.without for row in rows], dim=1)
     )
+
+
+def of_rows(whole: Mapping[str, float], without: Sequence[Mapping[str, float]]) -> dict[str, Jackknifed]:
+    """Put numbers by name of all groups, and those without each, together."""
+    return {
+        name: Jackknifed(
+            *(torch.tensor(of, dtype=torch.float64) for of in (value, [row[name] for row in without]))
+        )
+        for name, value in whole.items()
+    }
 
 
 def together(rows: Sequence[Mapping[str, Jackknifed]]) -> dict[str, Jackknifed]:

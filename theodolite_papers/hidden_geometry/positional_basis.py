@@ -306,7 +306,7 @@ def shape_of(bases: list[Basis]) -> dict[str, Jackknifed]:
         energy = energy_within(p)
         return {
             "scale": combined(lambda largest: largest / p.shape[1] ** 0.5, largest_square(p).root()),
-            "share_of_two_directions": Jackknifed(energy.value[1], energy.without[:, 1]),
+            "share_of_two_directions": energy[1],
             "roughness": rough,
             "turns": leaving_out(
                 lambda used: turns(torch.tensordot(used, curves, dims=1) / used.sum()), len(p)
