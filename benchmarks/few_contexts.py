@@ -17,10 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.massive import massive_tokens, without
-from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
+from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.estimates import sigmas
 from theodolite.measure.contexts import context_columns
@@ -28,7 +25,7 @@ from theodolite.measure.geometry import stream_columns
 from theodolite.measure.position import position_columns
 from theodolite.models import OpenModel
 from theodolite.models.open import open_model
-from theodolite.passes.corpus_pass import CorpusPass
+from theodolite.passes.survey_pass import SurveyPass
 from theodolite.theory.unbiased import Jackknifed
 from tools.real_models import real_model
 
@@ -42,44 +39,24 @@ EXEMPT = {
 """Columns that are no estimates of something that all contexts would show better."""
 
 
-class LayersPass(CorpusPass):
-    """Sum what the columns of the layers are made of, and nothing of attention."""
+class LayersPass(SurveyPass):
+    """Sum what a survey sums of a text, but for attention."""
 
-    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
-        super().__init__(model, corpus, 0, 32)
-        contexts, length = corpus.contexts.shape
-        nothing = torch.empty(0, dtype=torch.int64)
-        self.sample = Sample(torch.arange(contexts), nothing, nothing)
-        layers = model.layers + 1
-        self.means = Means(layers, length, model.width, self.sample)
-        self.residual = SecondMoments(layers, model.width)
-        self.sketches = MomentSketches(layers, model.width, contexts)
-        self.outliers = OutlierCounts(layers, model.width, contexts)
-        self._first = 0
+    def attention_input(self, layer: int, hidden: Tensor) -> None:
+        """Leave out what an attention module reads."""
 
-    def begin(self, first: int, ids: Tensor) -> None:
-        """Announce the next contexts, `first …`."""
-        self._first = first
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer."""
-        text = slice(1, hidden.shape[1])
-        left_out = massive_tokens(hidden, text)
-        self.means.update(layer, hidden, self._first, left_out)
-        for first, rows in without(hidden, left_out, text):
-            centred = Centred.of(rows)
-            self.residual.update_centred(layer, centred)
-            self.sketches.update_centred(layer, centred, self._first + first)
-        self.outliers.update(layer, hidden, self._first)
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Compute a layer's attention, of which nothing is kept."""
+        return attend(inputs)
 
 
 def layers_of(model: OpenModel, corpus: Corpus) -> dict[str, Jackknifed]:
     """Compute the columns of the layers on a text; counts as for a thousand contexts."""
-    reading = LayersPass(model, corpus)
+    reading = LayersPass(model, corpus, 0, 32)
     reading.read(0, reading.total)
     means, residual = reading.means.state(), reading.residual.state()
     columns: dict[str, Any] = position_columns(means, residual, reading.sketches.state())
-    columns |= context_columns(means, residual, reading.sample, corpus.labels)
+    columns |= context_columns(means, residual, reading.sample, corpus.labels[reading.sample.kept])
     columns |= stream_columns(means, reading.outliers.state())
     numbers = {name: values for name, values in columns.items() if isinstance(values, Jackknifed)}
     scale = 1000 / reading.total

@@ -37,27 +37,19 @@ EXAMPLES = 4
 """Contexts shown token by token in the report."""
 
 
-class HeadsPass(CorpusPass):
-    """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
+class MeansPass(CorpusPass):
+    """Sum the residual stream of a text by position, the tokens with massive activations apart."""
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
-        contexts, length = corpus.contexts.shape
+        length = corpus.contexts.shape[1]
         self.leading = corpus.leading
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.sample = self._choose_sample()
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
-        self.inputs = SecondMoments(model.layers, model.attention_width)
-        examples = min(self._examples, contexts)
-        self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, length, contexts, examples, self.trailing, self.leading
-        )
-        self._tokens: Tokens | None = None
         self._left_out: Tensor | None = None
         self._first = 0
-
-    _examples = 0
 
     def _choose_sample(self) -> Sample:
         nothing = torch.empty(0, dtype=torch.int64)
@@ -66,7 +58,43 @@ class HeadsPass(CorpusPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        return {"means": self.means, "inputs": self.inputs, "attention": self.attention_statistics}
+        return {"means": self.means}
+
+    def begin(self, first: int, ids: Tensor) -> None:
+        """Announce the next contexts, `first …`."""
+        self._first = first
+
+    def _text(self, hidden: Tensor) -> slice:
+        """Return the positions without position 0 (or all before an image's patches) and special tokens at the end."""
+        return slice(self.leading, hidden.shape[1] - self.trailing)
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream of one layer."""
+        refuse_nonfinite_stream(layer, hidden)
+        self._left_out = massive_tokens(hidden, self._text(hidden))
+        self.means.update(layer, hidden, self._first, self._left_out)
+
+
+class HeadsPass(MeansPass):
+    """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
+
+    _examples = 0
+
+    @measures("model")
+    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
+        super().__init__(model, corpus, seed, batch)
+        contexts, length = corpus.contexts.shape
+        self.inputs = SecondMoments(model.layers, model.attention_width)
+        examples = min(self._examples, contexts)
+        self.attention_statistics = AttentionStatistics(
+            model.layers, model.heads, length, contexts, examples, self.trailing, self.leading
+        )
+        self._tokens: Tokens | None = None
+
+    @property
+    def accumulators(self) -> dict[str, LayerSums]:
+        """The accumulators by name."""
+        return super().accumulators | {"inputs": self.inputs, "attention": self.attention_statistics}
 
     @measures("self.model")
     def merge(self, state: State) -> None:
@@ -76,18 +104,8 @@ class HeadsPass(CorpusPass):
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""
-        self._first = first
+        super().begin(first, ids)
         self._tokens = Tokens.of(ids, self.model.device)
-
-    def _text(self, hidden: Tensor) -> slice:
-        """Return the positions without position 0 (or all before an image's patches) and special tokens at the end."""
-        return slice(self.leading, hidden.shape[1] - self.trailing)
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer, its massive tokens apart."""
-        refuse_nonfinite_stream(layer, hidden)
-        self._left_out = massive_tokens(hidden, self._text(hidden))
-        self.means.update(layer, hidden, self._first, self._left_out)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""

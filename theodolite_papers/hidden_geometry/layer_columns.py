@@ -17,17 +17,15 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
-from theodolite.accumulate.massive import massive_tokens
-from theodolite.accumulate.means import Means, Sample
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.estimates import Estimate, Estimates
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
-from theodolite.passes.corpus_pass import CorpusPass, batch_of
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.passes.survey_pass import MeansPass
 from theodolite.report.data import (
     AT_FLOOR,
     OF_GROUPS,
@@ -50,38 +48,11 @@ Basis = Float64[Tensor, "groups positions width"]
 """The positional basis of a layer, of each group of contexts."""
 
 
-class _SumsPass(CorpusPass):
-    """`Means` of the residual stream, and nothing else."""
-
-    def __init__(self, model: OpenModel, corpus: Corpus) -> None:
-        super().__init__(model, corpus, 0, batch_of(corpus, None))
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
-        nothing = torch.empty(0, dtype=torch.int64)
-        sample = Sample(torch.full((self.total,), -1), nothing, nothing)
-        length = corpus.contexts.shape[1]
-        self.means = Means(model.layers + 1, length, model.width, sample, self.trailing)
-        self._first = 0
-
-    @property
-    def accumulators(self) -> dict[str, Means]:
-        """The means."""
-        return {"means": self.means}
-
-    def begin(self, first: int, ids: Tensor) -> None:
-        """Announce the next contexts, `first …`."""
-        self._first = first
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream of one layer, without its massive tokens."""
-        text = slice(1, hidden.shape[1] - self.trailing)
-        self.means.update(layer, hidden, self._first, massive_tokens(hidden, text))
-
-
 def read_by_group(model: OpenModel, corpus: Corpus, show: ShowStage) -> list[Basis] | None:
     """Read a text for the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
     if len(corpus.contexts) < GROUPS or corpus.leading != 1:
         return None
-    reading = _SumsPass(model, corpus)
+    reading = MeansPass(model, corpus, 0, batch_of(corpus, None))
     means = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
     text = slice(corpus.contexts.shape[1] - reading.trailing)
     means |= {name: means[name][:, :, text] for name in ("position_sum", "readers")}
@@ -240,7 +211,7 @@ def energy_within_rank(study: Study) -> Estimates | None:
         if not rank > 0:
             return Jackknifed.constant(torch.tensor(torch.nan, dtype=torch.float64), len(p))
         curve = energy_within(p)
-        return Jackknifed(curve.value[int(rank) - 1], curve.without[:, int(rank) - 1])
+        return curve[int(rank) - 1]
 
     ranks = value_of(study.run, "rank")
     return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
