@@ -13,6 +13,7 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Means
 from theodolite.accumulate.outliers import PUBLISHED
+from theodolite.accumulate.second_moments import combine
 from theodolite.accumulate.sums import KeyedSums, LayerSums, State, part_of
 from theodolite.theory.outliers import massive_activations
 
@@ -145,10 +146,6 @@ def with_massive(means: State, residual: State, massive: State) -> tuple[State, 
         rows["keys"][:, 0], rows["sum"], rows["square"], rows["count"], strict=True
     ):
         own = total / count
-        difference = own - residual["mean"][layer]
-        together = residual["count"][layer] + count
-        shared = residual["count"][layer] * count / together
-        residual["moment"][layer] += square - count * own.outer(own) + shared * difference.outer(difference)
-        residual["mean"][layer] += difference * (count / together)
-        residual["count"][layer] = together
+        sums = [residual[name][layer] for name in ("count", "mean", "moment")]
+        combine(sums, (count, own, square - count * own.outer(own)))
     return means, residual

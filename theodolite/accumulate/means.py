@@ -118,10 +118,9 @@ class Means(LayerSums):
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)
-            readers = count if left_out is None else count - left_out[part].sum(dim=0)
+            readers = count.expand(read) if left_out is None else count - left_out[part].sum(dim=0)
             for source, place in places:
-                own = readers if left_out is None else readers[source]
-                self.at("readers", layer, hidden.device)[group, place] += own
+                self.at("readers", layer, hidden.device)[group, place] += readers[source]
             for name, values in sums.items():
                 self.add(name, layer, values[part].sum(), group)
         for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):

@@ -79,7 +79,7 @@ class SecondMoments(LayerSums):
 
     def _combine(self, layer: int, count: Tensor, mean: Tensor, moment: Tensor | None) -> None:
         names = ("count", "mean", "moment")
-        _combine([self.at(name, layer, mean.device) for name in names], (count, mean, moment))
+        combine([self.at(name, layer, mean.device) for name in names], (count, mean, moment))
 
 
 class MomentSketches(LayerSums):
@@ -88,8 +88,7 @@ class MomentSketches(LayerSums):
     State: count (N, G), mean (N, G, d), trace (N, G), Σ ‖x − x̄‖², sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω,
     directions (N, d, r), Ω. Ω is orthonormal and spans about the leading directions of the first context that this
     accumulator saw, one for each layer: directions drawn at random would have to be several times the stable rank of S.
-    With r = d nothing is
-    lost. `contexts` is how many the whole corpus has.
+    With r = d nothing is lost. `contexts` is how many the whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int) -> None:
@@ -159,10 +158,10 @@ class MomentSketches(LayerSums):
         shared = before * count / (before + count).clamp_min(1)
         self.add("trace", layer, trace + shared * (mean - own).square().sum(), group)
         group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
-        _combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
+        combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
 
 
-def _combine(
+def combine(
     sums: Sequence[Tensor], other: tuple[Tensor, Tensor, Tensor | None], directions: Tensor | None = None
 ) -> None:
     """Add count, mean (d) and centred second moment S (d, d) of other rows to `sums`; with `directions` Ω, of S Ω.
