@@ -71,7 +71,7 @@ class MeansPass(CorpusPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         refuse_nonfinite_stream(layer, hidden)
-        self._left_out = massive_tokens(hidden, self._text(hidden))
+        self._left_out = massive_tokens(hidden, self._text(hidden), self._left_out if layer else None)
         self.means.update(layer, hidden, self._first, self._left_out)
 
 
