@@ -75,17 +75,13 @@ class Cutter:
                 self.longest = max(self.longest, len(pending))
             elif pending and not full:
                 if not self.choice.rows:
-                    pending = self._packed(label, pending)
+                    packed = self.short.setdefault(label, [])
+                    packed += self.frame.between + pending if packed else pending
+                    pending = packed
                 self.longest = max(self.longest, len(pending))
                 if len(pending) >= self.body:
                     yield self._counted(label, pending[: self.body])
                     self.short[label] = pending[self.body :]
-
-    def _packed(self, label: str | None, ids: list[int]) -> list[int]:
-        """Append a short document to the others of its label."""
-        packed = self.short.setdefault(label, [])
-        packed += self.frame.between + ids if packed else ids
-        return packed
 
     def _counted(self, label: str | None, ids: list[int]) -> tuple[str | None, list[int]]:
         self.cuts += 1

@@ -126,26 +126,20 @@ def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns 
     return replace(Corpus.from_ids(torch.tensor([ids], device="cpu")), name=printable(name))
 
 
-def _rows(name: str, columns: Columns) -> Iterable[str]:
+def _rows(name: str, columns: Columns) -> Iterator[str]:
     if is_drawn(name):
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
-    dataset = dataset_of(name)
     if name in PYTHON_TEXTS:
-        documents = PYTHON_TEXTS[name]()
-    elif dataset is not None:
-        documents = streamed_rows(*dataset, columns)
+        yield from (document.text for document in PYTHON_TEXTS[name]())
+    elif (dataset := dataset_of(name)) is not None:
+        yield from (document.text for document in streamed_rows(*dataset, columns))
     else:
-        return _rows_of_files(Path(name), columns)
-    return (document.text for document in documents)
-
-
-def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
-    for file in files_at(path, columns):
-        try:
-            yield from _rows_of_file(file, columns)
-        except EmptyFileError:
-            if not path.is_dir():
-                raise
+        for file in files_at(name, columns):
+            try:
+                yield from _rows_of_file(file, columns)
+            except EmptyFileError:
+                if not Path(name).is_dir():
+                    raise
 
 
 def _rows_of_file(file: Path, columns: Columns) -> Iterable[str]:

@@ -201,9 +201,7 @@ def _as_at_the_start() -> ExitStack:
             for backend in (backends.mkldnn.matmul, backends.cuda.matmul):
                 _exact_by_backend(backend, undo)
         else:
-            if (
-                precision != "highest"
-            ):  # setting it would be more than nothing: it keeps later words from being heard
+            if precision != "highest":  # setting it again would keep later words from being heard
                 undo.callback(torch.set_float32_matmul_precision, precision)
                 torch.set_float32_matmul_precision("highest")
         try:
@@ -223,9 +221,8 @@ def _as_at_the_start() -> ExitStack:
 
 def _exact_by_backend(backend: Any, undo: ExitStack) -> None:
     before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
-    undo.callback(
-        setattr, backend, "fp32_precision", "none" if before == everywhere else before
-    )  # then inherited
+    inherited_or_own = "none" if before == everywhere else before
+    undo.callback(setattr, backend, "fp32_precision", inherited_or_own)
     backend.fp32_precision = "ieee"
 
 

@@ -25,7 +25,7 @@ from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
-from theodolite.models.weights.copies import call_until_tap, copy_in_dtype, stop_at_tap
+from theodolite.models.weights.copies import copy_in_dtype, run_until_tap, stop_at_tap
 from theodolite.models.weights.norms import (
     EXACT,
     FrozenAttention,
@@ -87,97 +87,69 @@ def visit_layers(
     The model computes with its own attention implementation, so that every stream is exactly its own; only the
     layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
     """
-    visitor = _LayerVisitor(model, set(layers), visit)
-    hearing = NormCalls(visitor.leave_function)
-    with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()), hearing:
+    structure, turns = model.structure, Turns(model.structure.attention)
+    # Hooks travel with copies of a module, which are in none of these.
+    blocks = {structure.blocks[layer] for layer in layers}
+    attention = {structure.attention_at(layer) for layer in layers}
+    around = {module for block in blocks for module in block.modules()} - blocks
+    around = around.difference(*(module.modules() for module in attention))
+    entering: Tensor | None = None  # the stream as the model has it
+    made_of_it: list[tuple[nn.Module, Tensor]] = []
+    visiting = False
+
+    def enter_block(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal entering
+        if module in blocks:
+            entering = first_tensor(args, kwargs)
+            made_of_it.clear()
+
+    def leave_module(module: nn.Module, args: Any, output: Any) -> None:
+        if module in around and args and args[0] is entering and isinstance(output, Tensor):
+            made_of_it.append((module, output))
+
+    def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
+        output = function(x, *args, **kwargs)
+        if x is entering and not visiting:
+            made_of_it.append((FunctionNorm(function, args, kwargs), output))
+        return output
+
+    def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal visiting
+        if module not in attention or visiting:
+            return
+        layer = turns.take(module)
+        if layer not in layers:
+            return
+        assert entering is not None
+        call = Call(args, kwargs, structure.attention_layout).without_cache()
+        stream = structure.layout.ordered(entering)
+        norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
+        visiting = True
+        try:
+            with tapped(model.root, stop_at_tap):
+                arrived = run_until_tap(module, call)
+                name, cross = structure.names[layer], structure.cross
+                of = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
+                with without_autocast():
+                    visit(of)
+        finally:
+            visiting = False
+        if layer == max(layers):
+            raise _LastLayerDone
+
+    hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
+    hooks += [module.register_forward_hook(leave_module) for module in around]
+    hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
         model.forward(inputs)
 
 
-class _LayerVisitor:
-    """Collects what makes a `LayerPass`. Hooks travel with copies of a module, whose calls are left out."""
-
-    def __init__(self, model: OpenModel, layers: set[int], visit: Callable[[LayerPass], None]) -> None:
-        self.model = model
-        self.layers = layers
-        self.visit = visit
-        self.entering: Tensor | None = None  # the stream as the model has it
-        self.stream: Tensor | None = None
-        self.candidates: list[tuple[nn.Module, Tensor]] = []
-        self.visiting = False
-        self.turns = Turns(model.structure.attention)
-
-    def hooks(self) -> list[Any]:
-        structure = self.model.structure
-        hooks = []
-        pairs = {
-            (structure.blocks[layer], structure.attention_at(layer)): None for layer in sorted(self.layers)
-        }
-        for block, attention in pairs:
-            hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
-            inside = set(attention.modules()) | {block}
-            for module in block.modules():
-                if module not in inside:
-                    hooks.append(module.register_forward_hook(self._leave_module(module)))
-            enter = self._enter_attention(attention)
-            hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
-        return hooks
-
-    def _enter_block(self, block: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is block:
-                self.entering, self.candidates = first_tensor(args, kwargs), []
-                self.stream = self.model.structure.layout.ordered(self.entering)
-
-        return hook
-
-    def _leave_module(self, expected: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if module is expected and args and args[0] is self.entering and isinstance(output, Tensor):
-                self.candidates.append((module, output))
-
-        return hook
-
-    def leave_function(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
-        output = function(x, *args, **kwargs)
-        if x is self.entering and not self.visiting:
-            self.candidates.append((FunctionNorm(function, args, kwargs), output))
-        return output
-
-    def _enter_attention(self, attention: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not attention or self.visiting:
-                return
-            layer = self.turns.take(module)
-            if layer not in self.layers:
-                return
-            self.visiting = True
-            call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
-            try:
-                with tapped(self.model.root, stop_at_tap):
-                    layer_pass = self._layer_pass(layer, call)
-                    with without_autocast():
-                        self.visit(layer_pass)
-            finally:
-                self.visiting = False
-            if layer == max(self.layers):
-                raise _LastLayerDone
-
-        return hook
-
-    def _layer_pass(self, layer: int, call: Call) -> LayerPass:
-        structure, entered, stream = self.model.structure, call.hidden, self.stream
-        assert stream is not None
-        norm = None
-        if not _equal(entered, stream):
-            # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-            candidates = sorted(
-                self.candidates, key=lambda of: (of[1] is not call.entered, isinstance(of[0], FunctionNorm))
-            )
-            norm = next((module for module, output in candidates if _equal(output, call.entered)), None)
-        attention, name = structure.attention_at(layer), structure.names[layer]
-        inputs = call_until_tap(attention, call)
-        return LayerPass(layer, name, stream, entered, norm, attention, call, inputs, structure.cross)
+def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
+    """Find the module that made what entered attention, by its output."""
+    # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
+    in_turn = sorted(candidates, key=lambda of: (of[1] is not entered, isinstance(of[0], FunctionNorm)))
+    return next((module for module, output in in_turn if _equal(output, entered)), None)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

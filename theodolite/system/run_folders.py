@@ -21,29 +21,12 @@ RUN = "run.json"
 UNTRAINED = "untrained"
 """The baseline of a survey, and the folder within its run folder that keeps it."""
 
-OPTIONS = {
-    "name": "--corpus",
-    "length": "--length",
-    "contexts": "--contexts",
-    "seed": "--seed",
-    "label_column": "--label-column",
-    "label_rows": "--label-rows",
-    "per_label": "--per-label",
-    "batch": "--batch",
-    "dtype": "--dtype",
-    "device": "--device",
-    "attention": "--attention",
-    "local_sinks": "--local-sinks",
-    "method": "--method",
-    "sparsity": "--sparsity",
-    "pattern": "--pattern",
-    "rank_ratio": "--rank-ratio",
-    "damping": "--damping",
-    "exact": "--exact",
-    "skip": "--skip",
-    "errors": "--errors",
-}
-"""What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
+OPTIONS = (
+    *("length", "contexts", "seed", "label_column", "label_rows", "per_label", "batch", "dtype", "device"),
+    *("attention", "local_sinks", "method", "sparsity", "pattern", "rank_ratio", "damping", "exact"),
+    *("skip", "errors"),
+)
+"""Entries of a fingerprint, or of what provenance says of a corpus, that a command has an option for."""
 
 
 def is_run(folder: str | Path) -> bool:
@@ -175,7 +158,7 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
             continue
         if there.get("method") != now.get("method") and not (key in there and key in now):
             continue  # a setting that one of the two methods has not
-        option = OPTIONS.get(key, key)
+        option = "--corpus" if key == "name" else f"--{key.replace('_', '-')}" if key in OPTIONS else key
         simple = all(isinstance(value, str | int | float | None) for value in (old, new))
         said[option] = f"{option} {_shown(old)} there, {_shown(new)} now" if simple else option
     return said

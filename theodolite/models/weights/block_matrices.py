@@ -269,11 +269,10 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
     for name, projection in projections.items():
-        if free[
-            projection.rows.features
-        ].all():  # else it shares its rows with another: keys that are values, too
-            free[projection.rows.features] = False
-            parts.append(replace(whole, name=name, rows=projection.rows.features))
+        rows = projection.rows.features
+        if free[rows].all():  # else it shares its rows with another: keys that are values, too
+            free[rows] = False
+            parts.append(replace(whole, name=name, rows=rows))
     if not parts:
         return [whole]
     if free.any():

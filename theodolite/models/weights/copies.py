@@ -7,7 +7,6 @@ A copy is in another dtype or has other weights, and leaves the model as it is. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,30 +36,19 @@ class _Stopped(Exception):
 
 
 def stop_at_tap(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """Stop the attention module at the tap; `call_until_tap` catches it."""
+    """Stop the attention module at the tap; `run_until_tap` catches it."""
     raise _Stopped(inputs)
 
 
 def run_until_tap(
-    module: nn.Module, call: Call, hidden: Float[Tensor, "batch positions width"]
+    module: nn.Module, call: Call, hidden: Float[Tensor, "batch positions width"] | None = None
 ) -> AttentionInputs:
-    """Return what arrives at the tap for `hidden` in place of the hidden states of `call`.
-
-    Raises:
-        NotAffine: the module takes no hidden states but those of `call`.
-        WorkError: it did not call its attention function.
-    """
-    return _until_tap(module, lambda: call.output(module, hidden))
-
-
-def call_until_tap(module: nn.Module, call: Call) -> AttentionInputs:
-    """Return what arrives at the tap for the hidden states of `call`; errors as of `run_until_tap`."""
-    return _until_tap(module, lambda: call.run(module))
-
-
-def _until_tap(module: nn.Module, run: Callable[[], Any]) -> AttentionInputs:
+    """Return what arrives at the tap for a call, or with other hidden states; `NotAffine` if it takes no others."""
     try:
-        run()
+        if hidden is None:
+            call.run(module)
+        else:
+            call.output(module, hidden)
     except _Stopped as stopped:
         return stopped.inputs
     except torch.OutOfMemoryError:

@@ -180,9 +180,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
                 return None  # made of something else: the keys of an earlier layer (Gemma 3n)
             w[:, start : start + chunk] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tolerance = max(
-        AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps
-    )  # offloaded weights stay in their own dtype
+    tolerance = max(AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps)  # offloaded weights keep their dtype
     for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5

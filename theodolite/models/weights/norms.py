@@ -7,7 +7,6 @@ become adds up. Gain, centring and β are found by calling the norm, so that no 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,11 +92,7 @@ class FunctionNorm(nn.Module):
     ) -> None:
         super().__init__()
         self._function = function
-        self.told(args, kwargs)
-
-    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Be the norm of another call."""
-        self._args, self._kwargs = args, kwargs
+        self.arguments = args, kwargs
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm."""
@@ -105,8 +100,8 @@ class FunctionNorm(nn.Module):
         def given(value: Any) -> Any:
             return value.to(x.device, x.dtype) if isinstance(value, Tensor) else value
 
-        args, kwargs = map(given, self._args), {name: given(value) for name, value in self._kwargs.items()}
-        return self._function(x, *args, **kwargs)
+        args, kwargs = self.arguments
+        return self._function(x, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
 
 
 class NormCalls(TorchFunctionMode):
@@ -127,39 +122,32 @@ class NormCalls(TorchFunctionMode):
 
 def make_norms_modules(module: nn.Module) -> None:
     """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn."""
-    turns = _Turns(module)
-    for _, norm in norms_inside(module):
-        norm.register_forward_pre_hook(turns.enter)
-        norm.register_forward_hook(turns.leave, always_call=True)
-    module.forward = functools.partial(turns.run, module.forward)
+    own_forward = module.forward
+    running: list[nn.Module] = []  # norms that are modules, in this pass
+    turns = itertools.count()
 
-
-class _Turns:
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._turn, self._inside = module, 0, 0
-
-    def enter(self, *_: Any) -> None:
-        self._inside += 1
-
-    def leave(self, *_: Any) -> None:
-        self._inside -= 1
-
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._turn = self._inside = 0
-        with NormCalls(self._answer):
-            return forward(*args, **kwargs)
-
-    def _answer(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        if self._inside:
+    def answer(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        if running:
             return function(x, *args, **kwargs)
-        name = f"function_norm_{self._turn}"
-        self._turn += 1
-        if name not in self._module._modules:
-            self._module.add_module(name, FunctionNorm(function, args, kwargs))
-        norm = self._module.get_submodule(name)
+        name = f"function_norm_{next(turns)}"
+        if name not in module._modules:
+            module.add_module(name, FunctionNorm(function, args, kwargs))
+        norm = module.get_submodule(name)
         if isinstance(norm, FunctionNorm):
-            norm.told(args, kwargs)
+            norm.arguments = args, kwargs
         return norm(x)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal turns
+        turns = itertools.count()
+        running.clear()
+        with NormCalls(answer):
+            return own_forward(*args, **kwargs)
+
+    for _, norm in norms_inside(module):
+        norm.register_forward_pre_hook(lambda norm, _: running.append(norm))
+        norm.register_forward_hook(lambda *_: running.remove(_[0]), always_call=True)
+    module.forward = forward
 
 
 class FrozenNorm(nn.Module):
