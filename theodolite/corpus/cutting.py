@@ -22,17 +22,13 @@ READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, r
 
 
 class Cutter:
-    """Cuts documents into the bodies of contexts, and remembers what it read and left out.
+    """Cuts documents into the bodies of contexts of so many tokens, and remembers what it read and left out.
 
     Args:
-        length: tokens of a context, with those that the tokenizer puts around it.
         choice: of contexts; where it says how many, no more than `READ_TOKENS` are read after enough of them.
         pack: short documents of a label together, but where each row has a label of its own; without, short documents
             and remainders are contexts of their own length.
         show_tokens: is told how many tokens were read so far.
-
-    Raises:
-        UsageError: a length or a choice that cannot be, or a tokenizer whose special tokens fill a context.
     """
 
     def __init__(
@@ -117,10 +113,9 @@ class Cutter:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Tokenize `text` in chunks of at most `CHUNK` characters.
+    """Tokenize `text` in chunks of at most `CHUNK` characters, which end before white space where there is some.
 
-    Chunks end before white space where there is some: there the tokenizers that split words before merging
-    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by one token per chunk.
+    There the tokenizers that split words before merging give the same ids as for the whole text.
     """
     begin = 0
     while begin < len(text):

@@ -1,8 +1,7 @@
 """Few-shot prompts: labelled words under a hidden rule that is drawn anew for every prompt.
 
 A word is a few letters in any order: one per attribute, and meaningless fillers. One attribute determines the label,
-through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly. Independent of models
-and training.
+through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly.
 """
 
 from __future__ import annotations

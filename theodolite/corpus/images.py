@@ -1,6 +1,5 @@
 """Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen.
 
-A `Corpus` of images holds one `Images`; its contexts are the tokens that the model makes of a picture, by position.
 Each picture is read once to find what cannot be read and to hash what was; it is kept where all of them fit
 `KEPT_BYTES`, and read anew otherwise, a batch at a time.
 """
@@ -50,11 +49,7 @@ class TransformedImages:
     deviation: Sequence[float] = (1.0,)
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """Make the pixel values of a picture in RGB.
-
-        Raises:
-            UsageError: the transform gives something else.
-        """
+        """Make the pixel values of a picture in RGB; `UsageError` where the transform gives something else."""
         pixels = self.transform(image)
         if not isinstance(pixels, Tensor) or pixels.ndim != 3:
             raise UsageError(
@@ -137,12 +132,9 @@ def digest_of(pixels: Tensor) -> bytes:
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
 ) -> tuple[Images, Sample]:
-    """Choose and read pictures, and say what was left out; `name` is that of the corpus.
+    """Choose and read pictures of the corpus `name`, and say what was left out; `UsageError` where none is kept.
 
     They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
-
-    Raises:
-        UsageError: none is kept, or one cannot be read.
     """
     choice.check()
     if choice.rows:
@@ -177,11 +169,7 @@ def refuse_length(length: int | None) -> None:
 def read_images(
     pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens = lambda images: None
 ) -> Images:
-    """Read all pictures once. `show` is called with how many were read; it may raise to stop.
-
-    Raises:
-        UsageError: one cannot be read, or is of another size than the first as the model reads it.
-    """
+    """Read all pictures once, which `show` counts; `UsageError` where one is no picture or of another size."""
     digests: list[bytes] = []
     kept: dict[bytes, Tensor] = {}
     shape: tuple[int, ...] = ()

@@ -157,12 +157,9 @@ def addition_corpus(
 ) -> Corpus:
     """Draw addition problems with `digits` digits, one per context, cut to `length` characters.
 
-    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
-    and `=` stand at the same positions in every context; at 24, say, their places vary.
-
-    Raises:
-        UsageError: a length below 4 or above that of the longest example, or a tokenizer that does not give a token
-            for each character.
+    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+` and `=`
+    stand at the same positions in every context. `UsageError` for a length that no problem has, or a tokenizer that
+    does not give a token for each character.
     """
     full = full_length(digits)
     if not 4 <= length <= full:
@@ -188,11 +185,7 @@ def addition_corpus(
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt.
-
-    Raises:
-        UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
-    """
+    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt."""
     prompts = RULES.draw(contexts, np.random.default_rng([seed, CORPUS_STREAM]))
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:

@@ -1,7 +1,6 @@
 """Find images and their labels: in files and folders, and in data sets with a column of images.
 
-A picture is known by its place and is opened when it is asked for. Nothing here knows of pixels as a model reads them
-(`images.py` does). Pillow is asked for where a picture is opened.
+A picture is known by its place and is opened when it is asked for, by Pillow.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
     """List the images of a file, a folder or a saved data set, sorted, and count the files that were passed over.
 
     The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
-
-    Raises:
-        UsageError: there is no such place, no image in it, or columns of what is no table are asked for.
+    `UsageError` where there is no image, or columns of what is no table are asked for.
     """
     path = Path(path)
     if columns.option and holds_images(path) and not is_saved_dataset(path):

@@ -48,8 +48,7 @@ def held_out_topics() -> list[Document]:
 def stdlib_files() -> list[Path]:
     """List the Python files of the running interpreter's standard library, sorted by path relative to it.
 
-    Tests, installed packages, generated tables (`STDLIB_LEFT_OUT`) and the build settings of this machine
-    (`config-*`, `_sysconfigdata*`) are left out.
+    Left out are `STDLIB_LEFT_OUT` and the build settings of this machine (`config-*`, `_sysconfigdata*`).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []

@@ -1,7 +1,6 @@
 """Read contexts of unlike lengths: out of padded and packed rows, sorted, in runs of one length.
 
-No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position. So
-nothing is asked of masks, of which every family of models has its own idea.
+No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def contexts_of_rows(
     """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
 
     Args:
-        ids: token ids.
         attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
         position_ids: 0, 1, 2, … from the beginning of every context of a row on; as `ids`. None: a row is one.
 

@@ -31,9 +31,7 @@ from theodolite.models.structure import (
 class Call:
     """The arguments with which a model calls an attention module, and how hidden states lie in them.
 
-    Attributes:
-        args, kwargs, layout: these.
-        batch: the contexts and positions that the model read then, where they are in one row.
+    `batch` are the contexts and positions that the model read then, where they are in one row.
     """
 
     args: tuple[Any, ...]

@@ -1,9 +1,8 @@
 """A pass has its model to itself, and computes as if nothing had been set elsewhere.
 
-Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention that are switched off
-decide numbers. While a model is measured, all of these are as PyTorch and NumPy have them at the start of a process;
-afterwards they are as they were. Other threads wait: hooks and interventions hold for whoever calls the model. Nothing
-is measured here.
+Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention decide numbers. While
+a model is measured, all of these are as PyTorch and NumPy have them at the start of a process; afterwards they are as
+they were. Other threads wait: hooks and interventions hold for whoever calls the model.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`.
+    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`; it may open it again.
 
-    It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
-    may be left half read.
+    To be opened and left by one thread, never by a generator that may be left half read.
     """
     held = _held(model)
     with held.lock:
@@ -117,11 +115,8 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
     """Let PyTorch and NumPy compute while open as they do at the start of a process, without gradients.
 
     Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
-    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision
-    and kernels are of the whole process; the rest is of this thread.
-
-    Args:
-        leave_inference: what is made may be changed later, outside of the `torch.inference_mode` that is open now.
+    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. With
+    `leave_inference`, what is made may be changed outside of the `torch.inference_mode` that is open now.
     """
     with ExitStack() as undo:
         if leave_inference and torch.is_inference_mode_enabled():

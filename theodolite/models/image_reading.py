@@ -1,8 +1,6 @@
 """Read images as a checkpoint does: by its own image processor, into its tokens.
 
-The processor is that of `transformers` on Pillow and NumPy, so that pixel values are the same with torchvision and
-without it. Which tokens stand before the patches is seen from how many the model makes of an image of noise; their
-names come from the config.
+The processor is that of `transformers` on Pillow and NumPy: pixel values are the same with torchvision and without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in.
-
-Weights come from safetensors and GGUF files only, and no code of a checkpoint is ever run.
-"""
+"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in."""
 
 from __future__ import annotations
 
@@ -272,10 +269,9 @@ def verified_parts(
 
 @measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
-    """Make a model of the same class and config with random weights; the global random state stays as it is.
+    """Make a model of the same class and config with random weights; `UsageError` where it is none of `transformers`.
 
-    Raises:
-        UsageError: it is no `transformers` model, so that nothing says how its weights begin.
+    The global random state stays as it is.
     """
     if not isinstance(model.root, PreTrainedModel):
         raise UsageError(

@@ -80,11 +80,7 @@ class OpenModel:
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
-        """Make it of the results of `find_structure`, `capture_calls`, `verify_attention`; `rest`: other attributes.
-
-        Raises:
-            UsageError: its queries attend to other keys than those of their own tokens.
-        """
+        """Make it of what `verified_parts` gives; `UsageError` where queries attend to keys of other tokens."""
         if structure.cross and source.attention != "cross":
             raise UsageError(
                 f"{source.family} has more or fewer queries than keys (memory keys, a cache, another stream): only "
@@ -119,11 +115,7 @@ class OpenModel:
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The model as `transformers` has it.
-
-        Raises:
-            UsageError: it is none of `transformers`.
-        """
+        """The model as `transformers` has it; `UsageError` where it is none of these."""
         if not isinstance(self.root, PreTrainedModel):
             raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
         return self.root
@@ -229,11 +221,7 @@ class OpenModel:
             return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            UsageError: the checkpoint has none.
-        """
+        """Return the tokenizer; `UsageError` where the checkpoint has none."""
         if self.tokenizer is None:
             raise UsageError(
                 f"{self.id} has no tokenizer beside its weights that can be read: save one there"
@@ -241,11 +229,7 @@ class OpenModel:
         return self.tokenizer
 
     def required_vocabulary(self) -> Any:
-        """Return what random tokens are drawn from: the tokenizer, or the number of token ids.
-
-        Raises:
-            UsageError: the model reads no tokens.
-        """
+        """Return what random tokens are drawn from, the tokenizer or the number of ids; `UsageError` without tokens."""
         vocabulary = self.tokenizer or self.vocabulary
         if vocabulary is None:
             raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
@@ -325,11 +309,7 @@ class OpenModel:
         return self.calls[layer]
 
     def attention_alone(self, layer: int) -> nn.Module:
-        """Return the attention module of one layer, to change what it does.
-
-        Raises:
-            UsageError: other layers share it (ALBERT).
-        """
+        """Return the attention module of one layer, to change it; `UsageError` where other layers share it (ALBERT)."""
         if self.structure.shared:
             raise UsageError(
                 f"{self.id}: several layers share one attention module, so none can be changed alone"

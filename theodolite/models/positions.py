@@ -1,8 +1,7 @@
 """Describe how a model encodes positions.
 
 A model of `transformers` is told by what it hands to its attention and by the names of its parameters. Any other module
-is asked: it reads one token over and over, so that only positions differ, and then each attention module one and the
-same hidden state at all of them.
+reads one token over and over, so that only positions differ, and each of its attention modules one hidden state.
 """
 
 from __future__ import annotations

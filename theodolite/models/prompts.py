@@ -58,8 +58,7 @@ def shipped_prompt(name: str) -> str:
 def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:
     """Tokenize the prompt, special tokens included; None: random tokens, twice, `longest` at most.
 
-    Raises:
-        UsageError: the model has no tokenizer, or the prompt is too short.
+    `UsageError` where the model has no tokenizer, or the prompt is too short.
     """
     if prompt is None:
         ids, _, _ = repeated_random_tokens(
@@ -80,8 +79,7 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
     """Return the prompt asked for, or of the shipped one of that name the last tokens that fit the model's positions.
 
-    Raises:
-        UsageError: the model has no tokenizer, or the prompt asked for is too short or too long.
+    `UsageError` where the model has no tokenizer, or the prompt asked for is too short or too long.
     """
     if prompt is None:
         return prompt_ids(model, shipped_prompt(shipped), 0, 0)[-(model.longest or 0) :]

@@ -1,9 +1,8 @@
 """Queries and keys of a layer, split into what each part of the hidden states contributes.
 
-What the model does between the residual stream and its queries and keys (a norm, a projection, rotation,
-perhaps another norm) is affine once the norms' scales are held. So each part of the stream is sent the same
-way by itself: through the norm at its frozen scale, then through the attention module, called as the model
-calls it. Nothing is known here of layouts, rotations or families, and no logit is computed here.
+What the model does between the residual stream and its queries and keys (a norm, a projection, rotation, perhaps
+another norm) is affine once the norms' scales are held. So each part of the stream is sent the same way by itself:
+through the norm at its frozen scale, then through the attention module, called as the model calls it.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def visit_layers(
 ) -> None:
     """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
-    The model computes with its own attention implementation, so that every stream is exactly its own; only the
-    layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
+    The model computes with its own attention, so that every stream is exactly its own; while `visit` runs, the tap
+    calls `stop_at_tap`.
     """
     structure, turns = model.structure, Turns(model.structure.attention)
     # Hooks travel with copies of a module, which are in none of these.
@@ -256,8 +255,7 @@ def frozen_norm(
 ) -> FrozenNorm | None:
     """Freeze the norm in front of the heads at the stream of a pass, or at other `rows`; None where there is no norm.
 
-    Raises:
-        WorkError: attention does not read the stream behind a norm with one scale a vector.
+    `WorkError` where attention does not read the stream behind a norm with one scale a vector.
     """
     if of.entered.shape != of.stream.shape:
         raise WorkError(

@@ -1,7 +1,4 @@
-"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads.
-
-Of `transformers`, or any module that makes something of token ids. Nothing here knows of heads.
-"""
+"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads."""
 
 from __future__ import annotations
 
@@ -41,11 +38,9 @@ class Source:
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
-        probe: a pass over it, or over two such contexts; an encoder reads one token more, so that a decoder's attention
-            to it shows.
+        probe: a pass over it, over two such contexts, or with one token more for an encoder, to find the structure.
         of_copy: the same of a copy of the root.
-        attends: which of its attention is looked at, in such a pass.
-        attention: of an encoder-decoder, or of a module of one's own, the same by a name of its own.
+        attends: which of its attention is looked at, in such a pass; `attention`: the name of that.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
     """
 
@@ -67,11 +62,7 @@ class Source:
     def of_transformers(
         cls, model: PreTrainedModel, attention: Attention | None = None, entry: nn.Module | None = None
     ) -> Source:
-        """Describe a model of `transformers`.
-
-        Raises:
-            UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
-        """
+        """Describe a model of `transformers`; `UsageError` where it reads other things, or has no such attention."""
         if model.config.is_encoder_decoder:
             return _of_encoder_decoder(model, attention or DECODER, entry)
         if attention is not None:
@@ -216,10 +207,7 @@ class Source:
 
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
-    """Let encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
-
-    An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
-    """
+    """Let encoder and decoder read the same tokens; an encoder of speech (Whisper) hears silence."""
     check_attention(attention)
     hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
     if model.main_input_name != "input_ids" and not hears:
@@ -281,11 +269,7 @@ class _Trunk(nn.Module):
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """Run the module on token ids.
-
-        Raises:
-            UsageError: the module's own code, or the `forward` that was given, raises an error.
-        """
+        """Run the module on token ids; what its own code raises becomes a `UsageError`."""
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
@@ -341,11 +325,7 @@ def longest_of(model: PreTrainedModel) -> int | None:
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """Count the rows of a model's token embedding.
-
-    Raises:
-        UsageError: it has no one embedding of tokens (CLIP's two towers, CANINE's hashes of characters).
-    """
+    """Count the rows of a model's token embedding; `UsageError` where it has no one such (CLIP's towers, CANINE)."""
     try:
         embedding: Any = model.get_input_embeddings()
         # ZeRO keeps it flat.

@@ -1,9 +1,8 @@
-"""A model's attention modules and blocks, found in one forward pass.
+"""A model's attention modules and blocks, found in one forward pass. No family is named here.
 
-No family is named here. The attention modules are those that call the tap; a block is a member of a `ModuleList` that
-holds one, in the order in which blocks run. A block that holds none (a convolution, a state space) is a layer as well,
-with a stream and no heads; one that runs several times (ALBERT) is a layer each time. What does not fit this picture is
-refused by name.
+The attention modules are those that call the tap; a block is a member of a `ModuleList` that holds one. A block that
+holds none (a convolution, a state space) is a layer as well, with a stream and no heads; one that runs several times
+(ALBERT) is a layer each time.
 """
 
 from __future__ import annotations

@@ -22,10 +22,7 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 @dataclass
 class _Ran:
-    """A block that runs, the shapes of what enters it and its attention, and how it attends, if it does.
-
-    `read` is what its attention modules were given, in turn.
-    """
+    """A block that runs, the shapes of what enters it and its attention, how it attends, and what that `read`."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -49,8 +46,7 @@ SEVERAL = 3
 def find_structure(source: Source) -> Structure:
     """See in a small forward pass who calls the tap, and which blocks run: those that the source names, if it does.
 
-    Raises:
-        UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
+    `UsageError` where nothing calls it, a block attends twice, or there is no one residual stream.
     """
     model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
@@ -158,10 +154,6 @@ def _layers_in_order(
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
     Where blocks are named, what attends outside of them is left out.
-
-    Raises:
-        UsageError: a block attends twice, or no named one does.
-        _NoBlocks: attention is outside of every block, or no named one runs.
     """
     model, named = source.root, bool(source.blocks)
     layers: list[_Ran] = []
@@ -278,11 +270,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 def _blocks_around(
     model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
 ) -> set[nn.Module]:
-    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does.
-
-    Raises:
-        UsageError: an attention module is in no list.
-    """
+    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does."""
     around = {module: _list_around(model, name_of[module]) for module in attention}
     lists = sorted({name_of[found[0]] for found in around.values() if found is not None})
     blocks: set[nn.Module] = set()

@@ -35,8 +35,7 @@ def at_home(source: str | Path) -> str | Path:
 def local_checkpoint(source: str | Path) -> Path | None:
     """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name.
 
-    Raises:
-        UsageError: it is neither, holds no weights or pickled ones, or several GGUF models.
+    `UsageError` where it is neither, holds no weights or pickled ones, or several GGUF models.
     """
     path = Path(source).expanduser()
     if not path.exists():
@@ -80,11 +79,7 @@ def _gguf_models(folder: Path) -> list[Path]:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """List the files of the GGUF model that a file is, or is a part of, in order.
-
-    Raises:
-        UsageError: one is missing, or is no GGUF file.
-    """
+    """List the files of the GGUF model that a file is, or is a part of, in order; `UsageError` where one is missing."""
     files, part = [path], PART_OF_GGUF.fullmatch(path.name)
     if part:
         stem, count = part.groups()
@@ -106,9 +101,7 @@ def is_gguf(source: str | Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
 
-    Raises:
-        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end; or they list
-            more tensors than any model has, and reading that alone would.
+    `UsageError` where reading might never end: of pipes, devices and folders, and of more tensors than any model has.
     """
     if is_gguf(folder):
         return gguf_files(folder)

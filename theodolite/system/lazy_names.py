@@ -15,8 +15,7 @@ def lazy_names(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports in its `if TYPE_CHECKING`.
 
-    Args:
-        modules: those that are names themselves, and not listed.
+    `modules` are those that are names themselves, and not listed.
     """
     parsed = ast.parse(inspect.getsource(sys.modules[package]))
     statements = [each for block in parsed.body if isinstance(block, ast.If) for each in block.body]

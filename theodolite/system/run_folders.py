@@ -66,8 +66,7 @@ def check_tables(folder: str | Path, provenance: Mapping[str, Any]) -> None:
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
     """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
 
-    Raises:
-        UsageError: no run there, one that was damaged or changed, or one of another schema.
+    `UsageError` where there is no run, or it was damaged, changed, or is of another schema.
     """
     check_run(folder)
     try:

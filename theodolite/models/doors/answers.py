@@ -1,8 +1,4 @@
-"""Compute a module's attention in its place: by the open tap, with interventions on its inputs and output.
-
-The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
-and no statistic is computed.
-"""
+"""Compute a module's attention in its place: by the open tap, with interventions on its inputs and output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Attention that a module computes by hand, read from its products: queries with keys, a softmax, weights with values.
 
-What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end):
-numbers that multiply them, biases that are added, masks, a cap by tanh, another shape or dtype. The second product then
-says all that decided it. A function without a rule is not followed, and a module that uses one is refused by its
-name; opening verifies that all was read right: the output, recomputed, must be the model's.
+What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end). The
+second product then says all that decided it. A module that uses a function without a rule is refused by its name;
+opening verifies that all was read right: the output, recomputed, must be the model's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
 
-One forward pass both runs the model and is measured: a tap gets what decides a layer's logits, and returns the
-attention output. A model comes through a door: one that `add_door` was given, the attention interface of
-`transformers`, or the functions of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
+A model comes through a door: one that `add_door` was given, the attention interface of `transformers`, or the functions
+of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ _open: dict[nn.Module, Shared] = {}
 
 
 def tap_functions_of(model: nn.Module) -> bool:
-    """Tap a model by PyTorch's functions from now on, even if it has the attention interface; tell whether this is new.
-
-    The text side of GIT attends by hand, its vision side through the interface.
-    """
+    """Tap a model by PyTorch's functions from now on, whatever interface it has (GIT); True if this is new."""
     new = model not in _by_functions
     _by_functions.add(model)
     return new
@@ -75,8 +71,8 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
     """Let `tap` observe the attention that `model` computes while open; what it returns is not used.
 
-    Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
-    pass, their gradients and random numbers are as without it.
+    It sees PyTorch's own functions and products, and nothing that runs compiled. The numbers of the pass stay as they
+    are.
     """
     with (
         functions_door(model, eager=False),
@@ -96,14 +92,10 @@ def intervened(
 ) -> Iterator[None]:
     """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
-    Those in inputs come first, whatever the order in which they were opened, and within a kind the one opened first
-    is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed. Copies of the
-    module are left alone.
+    Those in inputs come first, and within a kind the one opened first is nearest to the attention itself. A tap gets
+    the changed inputs; what it returns is changed. Copies of the module are left alone.
 
     Args:
-        model: the model; restored on leaving.
-        module: one of its attention modules.
-        intervene: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
         of_inputs: it changes the inputs, and of the output only what follows from it.
         whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
     """

@@ -1,13 +1,8 @@
 """A checkpoint read in parts: a model without its weights, and the tensors of some modules at a time put into it.
 
-Blocks have theirs while they run or are asked for, and are written one at a time (`StreamedBlocks`).
-
-The parameters of the skeleton are on the meta device, which holds shapes and no numbers; the buffers that it computes
-by itself (angles of rotary positions) are there. To see who calls the attention, and with what, a forward pass is run
-while each parameter is one row repeated (stride 0), which takes no memory whatever the shape.
-
-What `transformers` does to the names and shapes of a checkpoint's tensors it does here, too: its own loader is given
-the few that are wanted.
+The parameters of this skeleton are on the meta device, which holds shapes and no numbers. To see who calls the
+attention, and with what, a forward pass is run while each is one row repeated (stride 0), which takes no memory. Names
+and shapes of a checkpoint's tensors are changed by `transformers`' own loader, which is given the few that are wanted.
 """
 
 from __future__ import annotations
@@ -59,11 +54,9 @@ class CannotReadLazily(WorkError):
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """A skeleton, and where the checkpoint keeps its tensors.
+    """A skeleton in a dtype, and where the checkpoint keeps its tensors.
 
     Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
         kinds: the checkpoint's name of each tensor → its file and its type there.
         names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
         changes: what `transformers` does to names and tensors of this architecture on loading.
@@ -76,12 +69,7 @@ class CheckpointTensors:
     changes: list[Any]
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
-        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
-
-        Raises:
-            CannotReadLazily: the checkpoint does not hold just what the module needs.
-            ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
-        """
+        """Load the tensors whose names in the model are wanted; `CannotReadLazily` where `what` cannot be read."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -212,13 +200,9 @@ def _repeated(tensor: Tensor, scale: float) -> Tensor:
 
 
 class _OneRow(TorchFunctionMode):
-    """Products with a matrix that is one row repeated: the first output is computed, and repeated.
-
-    BLAS would copy the matrix to where its rows have places of their own, which for the largest takes long.
-    """
+    """Computes one output of a product with a matrix that is one row repeated, of which BLAS would make a copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute one output of `linear` where all rows of the weight are the same."""
         kwargs = kwargs or {}
         if func is functional.linear and len(args) >= 2 and args[1].ndim == 2 and not args[1].stride(0):
             row = functional.linear(args[0], args[1][:1])
@@ -229,11 +213,7 @@ class _OneRow(TorchFunctionMode):
 
 
 class StreamedBlocks:
-    """The blocks of a skeleton, which have their tensors while they are `present`.
-
-    Attributes:
-        names: of the blocks, in the order of the layers.
-    """
+    """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`."""
 
     def __init__(self, tensors: StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
@@ -262,12 +242,7 @@ class StreamedBlocks:
             self._users[layer] -= 1
 
     def load_rest(self) -> None:
-        """Read, for good, what lies outside the blocks.
-
-        Raises:
-            CannotReadLazily: the checkpoint does not hold all of it.
-            WorkError: a weight is NaN or infinite.
-        """
+        """Read, for good, what lies outside the blocks; `WorkError` where it is not all there, or no numbers."""
         model = self._tensors.model
         self._tensors.load(self._is_outside, "what is outside of its blocks", self._device)
         model.tie_weights()

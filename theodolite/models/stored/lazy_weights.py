@@ -1,9 +1,8 @@
 """A checkpoint opened to be read in parts from its safetensors files; what cannot be is opened whole, and it says why.
 
-The model is a skeleton whose parameters stay on the meta device (`checkpoint_tensors.py`). Opened for its weights only,
-it has the tensors of one attention module while that layer's heads are looked at, and nothing else. Opened to be run,
-it has what lies outside the blocks (embeddings, the last norm, the head) for good, and a block's tensors while that
-runs or is asked for: the memory of a block and of its activations, whatever its size. All of it is on one device.
+Opened for its weights only, the skeleton (`checkpoint_tensors.py`) has the tensors of one attention module while that
+layer's heads are looked at. Opened to be run, it has what lies outside the blocks for good, and a block's tensors while
+that runs or is asked for: the memory of a block and of its activations, on one device.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ def _open_streamed(
 def instead_of_offloaded(model: OpenModel) -> OpenModel:
     """Reopen a model with offloaded blocks from its checkpoint, to run a block at a time; return any other as it is.
 
-    Raises:
-        UsageError: its blocks cannot be read so, or its files have changed.
+    `UsageError` where its blocks cannot be read so, or its files have changed.
     """
     blocks = (block.parameters() for block in model.structure.blocks)
     offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
@@ -213,11 +211,9 @@ class Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
     Attributes:
-        structure: of the skeleton.
         calls: how each attention module is called, with one token at position 0.
         own_calls: the same with `VERIFIED_LENGTH` tokens; `tapped_calls` as the tap makes the model call it;
-            `other_calls` with other weights in all of the model.
-        inputs: what arrived at the tap with those other weights.
+            `other_calls` with other weights in all of the model, for which `inputs` arrived at the tap.
     """
 
     tensors: StoredTensors
@@ -250,11 +246,7 @@ class Reader:
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
-        """Load the weights of one attention module while open; they are finite, and the module is verified.
-
-        Raises:
-            WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
-        """
+        """Load the weights of one attention module while open; `WorkError` unless they are finite and verified."""
         module, name = self.structure.attention_at(layer), self.structure.names[layer]
         with put_back(module):
             self.tensors.load(lambda of: of.startswith(name + "."), name)
@@ -263,11 +255,7 @@ class Reader:
             yield
 
     def verify(self, layer: int) -> None:
-        """Verify an attention module whose weights are there.
-
-        Raises:
-            CannotReadLazily: it is not what the tap says, or depends on weights outside it.
-        """
+        """Verify an attention module that has its weights; `CannotReadLazily` where other weights matter, too."""
         model, name = self.tensors.model, self.structure.names[layer]
         module = self.structure.attention_at(layer)
         shape = self.own_calls[layer].hidden.shape

@@ -91,10 +91,9 @@ def without_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's place.
+    """A checkpoint's place: its folder, its GGUF file (the first of several) or its name on the hub.
 
     Attributes:
-        place: its folder, its GGUF file (the first of several) or its name on the hub.
         local: the folder or file, or None of one on the hub.
         id: what it is called.
         revision: of the hub: the commit, or what was asked for as long as that is not known.
@@ -114,16 +113,13 @@ class Checkpoint:
         return cls(named if local is None else local, local, name, revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """Fix the revision to the commit that it is now; errors as of `commit_of`."""
+        """Fix the revision to the commit that it is now, as `commit_of` does."""
         return self if self.local else replace(self, revision=commit_of(str(self.place), self.revision))
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> dict[str, Any]:
-        """Return its id, its commit or the hash of its files, and how a GGUF file stores its weights.
-
-        `show_progress` as in `hash_checkpoint`.
-        """
+        """Return its id, its commit or the hash of its files, and how a GGUF file stores its weights."""
         if self.local is None:
             return {"id": self.id, "revision": self.revision, "sha256": None}
         stored = gguf_module().GgufFile.read(self.local).quantisation() if is_gguf(self.local) else {}
@@ -132,11 +128,7 @@ class Checkpoint:
 
 
 def gguf_module() -> Any:
-    """Import what reads GGUF files.
-
-    Raises:
-        UsageError: the extra is not installed.
-    """
+    """Import what reads GGUF files; `UsageError` where the extra is not installed."""
     try:
         from theodolite.models.stored import gguf
     except ImportError as error:
@@ -147,11 +139,9 @@ def gguf_module() -> Any:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is read of one.
+    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one.
 
-    Raises:
-        UsageError: its index names something else than safetensors of its own.
-        OSError: there is no such model or revision; without a network, the cache has none.
+    Its index must name safetensors of its own (`UsageError`); `OSError` where there is no such model or revision.
     """
     commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
     index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
@@ -168,11 +158,7 @@ def file_of(source: str | Path, name: str, revision: str | None, **options: Any)
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
-    """Return the model class that a config names, or None where it names none.
-
-    Raises:
-        UsageError: `transformers` has no such class, or the config's sizes cannot be those of the checkpoint.
-    """
+    """Return the model class that a config names, or None; `UsageError` for an unknown one, or sizes that cannot be."""
     _refuse_impossible(source, config)
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, str(names[0]), None) if names else None
@@ -236,11 +222,7 @@ def config_of(source: str | Path, revision: str | None) -> Any:
 
 
 def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
-    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
-
-    Raises:
-        UsageError: there is no such tower.
-    """
+    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is."""
     if tower is not None and tower not in ("text", "vision"):
         raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
     name = str((getattr(config, "architectures", None) or [""])[0])
@@ -260,10 +242,9 @@ def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> An
 def on_meta(
     source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Make the model of a config without its numbers; `architecture` None: the config's own backbone.
+    """Make the model of a config (`architecture` None: its own backbone) without its numbers.
 
-    Raises:
-        UsageError: the config asks for more numbers than the files of the checkpoint have bits.
+    `UsageError` where the config asks for more numbers than the files of the checkpoint have bits.
     """
     with MAKING, without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
@@ -296,11 +277,10 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint's own architecture, all of whose tensors are there.
+    """Load the model of a checkpoint's own architecture.
 
     Raises:
-        UsageError: the config asks for more than the files hold; a factored checkpoint or a GGUF file, and a
-            `device_map`.
+        UsageError: the config asks for more than the files hold; a factored or GGUF checkpoint, and a `device_map`.
         WorkError: tensors of the model are missing, or of layers that its config does not have are there.
     """
     architecture = architecture_of(source, config)
@@ -358,12 +338,7 @@ def load(
 
 
 class StoredTensors(Protocol):
-    """A model without its weights, and the tensors that are put into it, some at a time.
-
-    Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
-    """
+    """A skeleton, and what loads those of its tensors whose names are wanted (`what`: a name for all of them)."""
 
     @property
     def model(self) -> PreTrainedModel: ...  # noqa: D102
@@ -389,11 +364,7 @@ def has_adapter(source: str | Path, revision: str | None) -> bool:
 
 
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Refuse left-over tensors of layers like the model's own; others (old buffers, another head) may be left over.
-
-    Raises:
-        WorkError: there are such tensors.
-    """
+    """Raise `WorkError` for left-over tensors of layers like the model's own; others (old buffers) may be left."""
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
     extra = [name for name in unexpected if kind_of_name(name) in known]
     if extra:
@@ -441,9 +412,7 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
 def hash_checkpoint(
     folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """Hash config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
-
-    Of a GGUF file it is the hash of the file; of several, that of their bytes one after the other.
+    """Hash config and weights, which decide what the model computes; of GGUF files their bytes, one after the other.
 
     `show_progress` is told (bytes done, bytes in all), and may raise to stop.
     """
@@ -472,11 +441,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Return the device; of None a CUDA device if there is one, else the CPU.
-
-    Raises:
-        UsageError: it is none, cannot be used, or has no float64 or no numbers at all.
-    """
+    """Return the device (None: a CUDA device if there is one, else the CPU); `UsageError` where it cannot be used."""
     try:
         usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if usable.type == "mps":

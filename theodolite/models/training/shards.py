@@ -1,9 +1,8 @@
 """Read and differentiate weights that are spread over ranks: whole, one module at a time, by all ranks together.
 
 Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
-with DeepSpeed. Under tensor parallelism a rank has whole heads, and computes their attention: its matrices stay its
-own, and what it taps is put together. Gradients of whole matrices are brought to where each rank's optimizer reads its
-part: `WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
+with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
+`WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
 """
 
 from __future__ import annotations
@@ -57,11 +56,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def register_spread(outermost: nn.Module) -> None:
-    """Learn how a model's weights are spread. To be called by all ranks.
-
-    Raises:
-        UsageError: `FullyShardedDataParallel` keeps them in flat tensors.
-    """
+    """Learn how a model's weights are spread, on all ranks; `UsageError` of FSDP1, which keeps them in flat tensors."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in outermost.modules()):
@@ -176,14 +171,10 @@ def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
 
 
 def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module with whole weights (those of this rank's heads), which gathers none as it runs.
+    """Copy a module with whole weights (those of this rank's heads, in `memo`), which gathers none as it runs.
 
     FSDP2 gives a module a class that refuses to be copied (torch 2.13: `_unimplemented_deepcopy` in
-    torch/distributed/fsdp/_fully_shard/_fully_shard.py). So such a module is copied as `copy` copies any other, from
-    its state into an empty one of its class before; of the model itself nothing is changed.
-
-    Args:
-        memo: as `copy.deepcopy` takes it, with plain parameters in place of those that are spread.
+    torch/distributed/fsdp/_fully_shard/_fully_shard.py): its state is copied into an empty one of its class before.
     """
     sharded = _sharded(module)
     for child in sharded:
@@ -284,12 +275,7 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of the gradient of one parameter.
-
-    Attributes:
-        parameter: whose it is.
-        gradient: of this rank's part; with DeepSpeed of all of it.
-    """
+    """One rank's part of the gradient of one parameter; with DeepSpeed all of it."""
 
     parameter: Tensor
     gradient: Tensor
@@ -328,12 +314,9 @@ def is_of_deepspeed(parameter: Tensor) -> bool:
 
 
 def check_deepspeed_has_gradients(model: nn.Module) -> None:
-    """Check that DeepSpeed, if it trains a model, will step by what is added to its gradients now.
+    """Raise `UsageError` where DeepSpeed will not step by gradients that are added now: before a backward pass, say.
 
-    Not where it keeps its optimizer on the CPU: these gradients are always there.
-
-    Raises:
-        UsageError: there are none, as before a backward pass and after a step.
+    Where it keeps its optimizer on the CPU, they are always there.
     """
     for parameter in model.parameters():
         if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:

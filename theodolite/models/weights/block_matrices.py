@@ -1,8 +1,8 @@
 """The weight matrices inside a model's blocks, read and written one at a time, whatever holds them.
 
 They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
-slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
-left out. What enters a matrix is seen where PyTorch multiplies by it (`TappedProducts`), not by a module's name.
+slices of 3-D parameters that experts multiply by; what chooses experts is left out. What enters a matrix is seen where
+PyTorch multiplies by it (`TappedProducts`).
 """
 
 from __future__ import annotations
@@ -106,12 +106,8 @@ def block_matrices(
 ) -> list[list[Matrix]]:
     """List the matrices of every block, in the order in which the block names them.
 
-    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
-
-    Args:
-        model: from `open_model` or `open_streamed`; of the second, a matrix can be read and written while its block is
-            present (`OpenModel.block_present`).
-        visit: called with those of each block while it is present.
+    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole. `visit` is
+    called with those of each block while it is present (`OpenModel.block_present`).
 
     Raises:
         UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.

@@ -1,7 +1,6 @@
 """Copies of an attention module, and what arrives at their tap for other hidden states.
 
-A copy is in another dtype or has other weights, and leaves the model as it is. It must be run while
-`tapped(…, stop_at_tap)` is open, so that it stops as soon as the tap has its queries, keys and values.
+A copy must be run while `tapped(…, stop_at_tap)` is open: it stops as soon as the tap has queries, keys and values.
 """
 
 from __future__ import annotations
@@ -75,12 +74,8 @@ def hooked_by_accelerate(module: nn.Module) -> list[nn.Module]:
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a module with its floating-point tensors in `dtype`; return the module itself where they are on meta.
 
-    A parameter that has this dtype shares its memory with the copy's. Weights that accelerate has offloaded are brought
-    here for the copy, which has none of its hooks; those that are spread over ranks are gathered. Quantised layers
-    become plain ones.
-
-    Raises:
-        WorkError: a layer is quantised in a way that cannot be read.
+    A parameter that has this dtype shares its memory with the copy's. Offloaded weights are brought here, without
+    accelerate's hooks; those spread over ranks are gathered; quantised layers become plain ones, or raise `WorkError`.
     """
     quantised = list(quantised_layers(module, type(module).__name__))
     plain = {id(layer): dequantised(name, layer).to(dtype) for name, layer in quantised}

@@ -1,15 +1,13 @@
 """Every head's W_q, W_k, W_v with their biases, and W_O, read without knowing parameter names.
 
-Where the layer's weight map says which parameters hold W_q, W_k and W_v (`weight_map.py`), they are read there. Else
-they are read through the tap. An attention module that projects its input affinely is known by what arrives at the tap
-for the input rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus row i of the weights. Each row is a
-sequence of its own at position 0, where RoPE is the identity (times its own attention scaling). The rows go through a
-float64 copy of the module, so that the subtraction of the bias costs nothing.
+Where the layer's weight map (`weight_map.py`) says which parameters hold W_q, W_k and W_v, they are read there. Else
+they follow from what arrives at the tap for the input rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus
+row i of the weights. Each row is a sequence of its own at position 0, where RoPE is the identity (times its attention
+scaling), and goes through a float64 copy of the module, so that subtracting the bias costs nothing.
 
-For W_O the rows are what the tap returns: handed back to the attention module in place of its heads' outputs, each
-comes out of it times W_O, plus what the module adds whatever it gets (a bias; in BLOOM the residual stream). Where the
-module returns its heads' outputs as they are (BERT), the module that takes them on and holds a matrix is asked in its
-stead. What comes after W_O in the block (a norm in Gemma 2, a scale a dimension) is no part of it.
+For W_O the rows are what the tap returns in place of the heads' outputs: each comes out of the module times W_O, plus
+what it adds whatever it gets. Where it returns its heads' outputs as they are (BERT), the module that takes them on and
+holds a matrix is asked. What comes after W_O in the block (a norm in Gemma 2) is no part of it.
 """
 
 from __future__ import annotations
@@ -84,14 +82,9 @@ def no_head_matrix(model_id: str) -> UsageError:
 def read_head_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, maps: WeightMaps | None = None
 ) -> HeadWeights:
-    """Read the weights of one layer's heads.
+    """Read the weights of one layer's heads, by `maps` where these are known, for a `call` of `capture_calls`.
 
-    Args:
-        call: what `capture_calls` gave for this layer.
-        maps: those of the model's layers that are known.
-
-    Raises:
-        NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
+    `NotAffine` where queries or keys are no affine function of the layer's input, even before their norm.
     """
     attention = structure.attention_at(layer)
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
@@ -211,8 +204,7 @@ def read_output_weights(
 ) -> Float64[Tensor, "heads value_width width"]:
     """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
 
-    Raises:
-        WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
+    `WorkError` where it is no fixed affine function of these.
     """
     width, heads, features, positions = call.width, 0, 0, 1
     given = torch.zeros(1, 0)
@@ -272,7 +264,6 @@ def read_output_weights(
 
 
 def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
-    """Find the module of the block, outside its attention, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention_at(layer), structure.blocks[layer]
     heads_outputs: list[Tensor] = []
     output_modules: list[nn.Module] = []

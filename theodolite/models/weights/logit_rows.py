@@ -1,7 +1,6 @@
 """Which rows of which parameters a head's logits are proportional to: to scale those of a head, and of no other.
 
-The layer's weight map says which rows make which features, whatever they multiply (DeepSeek's queries and keys are
-behind a norm), and of biases, too. A copy of the module with its rows scaled then verifies the finding.
+The layer's weight map says which rows make which features. A copy of the module with its rows scaled verifies it.
 """
 
 from __future__ import annotations
@@ -78,10 +77,9 @@ class LogitRows:
 def find_logit_rows(
     model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
 ) -> dict[int, list[LogitRows]]:
-    """Find them for some layers; `calls` is what `capture_calls` gave for `POSITIONS` tokens. Without gradients.
+    """Find them for some layers, without gradients; `calls` is what `capture_calls` gave for `POSITIONS` tokens.
 
-    Raises:
-        UsageError: some layer's logits are no query times key, or scaling no rows scales those of one head alone.
+    `UsageError` where logits are no query times key, or scaling no rows scales those of one head alone.
     """
     refuse_replaced_weights(model, "clipped")
     maps = WeightMaps(computed=False)

@@ -1,8 +1,8 @@
 """Norms around and inside attention: found, taken out, made modules where they are functions, and frozen.
 
 A norm of a transformer is x ↦ s(x) · γ ⊙ (x − centre(x)) + β: affine in x but for the scale s(x), one number a
-vector. Held at what it was for the vector that the model saw, it is affine, and what the parts of that vector
-become adds up. Gain, centring and β are found by calling the norm, so that no class of norm is named here.
+vector. Held at what it was for the vector that the model saw, it is affine. Gain, centring and β are found by calling
+the norm, so that no class of norm is named here.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Name the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
+    """Name the norms whose output is what the tap gets as queries, keys or values, up to order, scale and repeats.
 
-    Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
-    (DeepSeek's) is not among them: without it, other weights would be read.
+    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read.
     """
     outputs: dict[nn.Module, Tensor] = {}
 
@@ -184,11 +183,7 @@ class FrozenNorm(nn.Module):
     def verified(
         cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
     ) -> FrozenNorm:
-        """Freeze the norm at `inputs`, once it was found to give the `output` that the model had.
-
-        Raises:
-            WorkError: it does not, to a relative error of `tolerance`; `name` is the norm's class.
-        """
+        """Freeze the norm at `inputs`; `WorkError`, with its `name`, unless it then gives the model's `output`."""
         frozen = cls(norm, inputs)
         error = relative_error(frozen(inputs), output)
         if not error <= tolerance:
@@ -214,16 +209,9 @@ class _InTurn(nn.Module):
 class FrozenAttention:
     """Queries and keys of an attention module as an affine function of its input, for one call of it.
 
-    Args:
-        module: the attention module; a copy of it in the dtype of `entered` is used.
-        call: the arguments of the call.
-        entered: what entered (batch, positions, d); norms inside the module keep the scales they had for it.
-
-    `per_context` says that such norms are there, or that a mask is of all contexts: then batches must be those of
-    `entered`.
-
-    Raises:
-        WorkError: a norm inside cannot be frozen: it is of another form, or its weights are elsewhere.
+    Norms inside the module keep the scales they had for what `entered` (batch, positions, d). `per_context` says that
+    there are some, or that a mask is of all contexts: then batches must be those of `entered`. `WorkError` where a norm
+    cannot be frozen.
     """
 
     def __init__(

@@ -1,13 +1,11 @@
 """Find W_q, W_k and W_v of every head in a model: which rows of which parameters make which features.
 
 From this one map follow the head matrices (`head_weights.py`), LocAteR's gradient, the rows that QK-Clip scales
-(`logit_rows.py`), and what interventions and pruning replace.
-
-No parameter name is known here: the tap tells. In a copy of the attention module with random weights, one parameter
-after another is zero, and then has each of its rows multiplied by a number of the row's own. What a feature of queries,
-keys or values loses by the zero comes back multiplied by the number of the row that makes it, whatever the layout
-(fused, interleaved, grouped, transposed, a tensor for each head). The map is searched for once in a model; in the other
-layers of the same kind, what arrives at the tap for two random rows must be what it says.
+(`logit_rows.py`), and what interventions and pruning replace. No parameter name is known here: in a copy of the
+attention module with random weights, one parameter after another is zero, and then has each of its rows multiplied by a
+number of the row's own. What a feature at the tap loses by the zero comes back multiplied by the number of the row that
+makes it, whatever the layout. The map is searched for once in a model; in the other layers of the same kind, what
+arrives at the tap for two random rows must be what it says.
 """
 
 from __future__ import annotations
@@ -145,8 +143,7 @@ class Projection:
 
     Attributes:
         rows: which rows it is of a matrix.
-        module, name: the submodule, and the attribute that holds the matrix. It is looked up at every reading, since a
-            model may be given new parameters.
+        module, name: the submodule, and the attribute that holds the matrix, looked up at every reading.
         adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
         computed: whether the matrix is no parameter, but computed from others (`torch.nn.utils.parametrizations`).
     """
@@ -237,10 +234,7 @@ class Projections:
     def factors(
         self,
     ) -> tuple[Float[Tensor, "heads width head_width"], Float[Tensor, "key_heads width head_width"]]:
-        """Return W_q and W_k as differentiable views (or copies) of the parameters, in their dtype.
-
-        The same numbers as `HeadWeights.w_q` and `.w_k`, but grouped keys are not repeated.
-        """
+        """Return W_q and W_k as differentiable views (or copies) of the parameters; grouped keys are not repeated."""
         query, key = self.query, self.key
         fused = (query.module, query.name) == (key.module, key.name)
         if not fused or query.rows.input_dim != key.rows.input_dim:
@@ -272,9 +266,8 @@ _originals: dict[Place, nn.Parameter] = {}
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     """Replace `Projection.matrix(heads)` while open, for each of the (projection, heads, matrix) given.
 
-    The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
-    and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
-    holds; they may be left in any order.
+    The modules get new parameters, and on leaving the very ones that they had. Of several for the same entries the one
+    opened last holds; they may be left in any order.
     """
     opened = list(replacements)
     names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
@@ -291,7 +284,6 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 
 def _write_replacements(parameter_name: Place) -> None:
-    """Give a module its own parameter, with the entries of what is replaced now."""
     module, name = parameter_name
     replacements = [
         (projection, heads, matrix)
@@ -318,9 +310,7 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 class WeightMaps:
     """The weight maps of a model's layers: layers of one kind share one, which is searched for once.
 
-    Args:
-        computed: see through `torch.nn.utils.parametrizations`, to the matrix that they compute; else to what they
-            compute it from.
+    `computed`: see through `torch.nn.utils.parametrizations`, to the matrix that they compute, not to its parts.
     """
 
     def __init__(self, computed: bool = True) -> None:
@@ -333,11 +323,8 @@ class WeightMaps:
     ) -> Result | None:
         """Return what `use` makes of a map of such modules, or else of one searched in this one; under `stop_at_tap`.
 
-        `use` returns None for a map that does not serve it, or is not that of the module. Nothing is searched for in
-        modules like one whose own map did not serve.
-
-        Raises:
-            NotAffine: the module takes no hidden states but the model's own.
+        `use` returns None for a map that does not serve it. Nothing is searched for in modules like one whose own map
+        did not.
         """
         kind = _kind(attention)
         result = _first(use, self._known.get(kind, []))
@@ -363,17 +350,14 @@ def find_projections(
     replacing: bool = False,
     maps: WeightMaps | None = None,
 ) -> list[Projections]:
-    """Find W_q, W_k and W_v of some layers. Call it without gradients.
+    """Find W_q, W_k and W_v of some layers, without gradients; `calls` is what `capture_calls` gave.
 
     Args:
-        calls: what `capture_calls` gave.
         replacing: look for matrices to be replaced: also before a norm of queries and keys (Qwen 3, Gemma 3), where no
             matrix gives the logits, but not for any that is computed from others.
-        maps: those that are known.
 
     Raises:
-        UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
-            normalised after the projection, carry an adapter, or are quantised.
+        UsageError: some layer's queries or keys are not its input times entries of one matrix each.
     """
     if replacing:
         refuse_replaced_weights(model, "replaced")
@@ -431,9 +415,6 @@ def read_mapped(
 
     Each is verified: what arrives at the copy's tap for two random rows must be these times W, plus what arrives for
     zeros, which is b. It is None where it is not so, or no one matrix makes them.
-
-    Raises:
-        NotAffine: the module takes no hidden states but the model's own.
     """
     module = copy_in_dtype(attention, dtype).eval()
     if norms:
@@ -535,7 +516,6 @@ class MarkedCopy:
         return WeightMap(tuple(map(tuple, sides)))
 
     def _answers(self) -> list[Float64[Tensor, "contexts heads head_width"]]:
-        """Compute queries, keys and values at position 0."""
         inputs = self.send()
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
