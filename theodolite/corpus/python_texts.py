@@ -1,13 +1,10 @@
-"""Read the texts inside every Python: its language reference, and the standard library's source and docstrings."""
+"""Read the texts inside every Python: its language reference, and the standard library's source."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import sysconfig
 import tokenize
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,27 +64,3 @@ def stdlib_sources() -> Iterator[Document]:
             text = file.read()
         if text.strip():
             yield Document(text, path.relative_to(root).as_posix())
-
-
-def docstrings(source: str) -> str:
-    """Extract the docstrings of a module, its classes and functions in reading order, with blank lines between.
-
-    Source that this interpreter cannot parse has none.
-    """
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the files read are not ours to report
-            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    except SyntaxError:
-        return ""
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    texts = (ast.get_docstring(node, clean=False) for node in nodes)
-    return "\n\n".join(inspect.cleandoc(text) for text in texts if text)
-
-
-def stdlib_docstrings() -> Iterator[Document]:
-    """Read the docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
-    for document in stdlib_sources():
-        if text := docstrings(document.text):
-            yield Document(text + "\n", document.label)

@@ -113,9 +113,8 @@ def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sa
         for entry in islice(entries, most):
             reservoir.add(entry)
         return Sample(_in_order(reservoir.items))
-    labels: Reservoir[list[Body]] = Reservoir(
-        None if choice.contexts is None else choice.contexts // choice.per_label, random
-    )
+    room = None if choice.contexts is None else choice.contexts // choice.per_label
+    labels: Reservoir[list[Body]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
     for label, kept in _by_label(entries, choice, random):
         longest = max(longest, (kept.seen, label), key=lambda of: of[0])
@@ -137,10 +136,8 @@ def _by_label(
     """Yield every label with a sample of its contexts; contexts without a label are passed over."""
     most = enough = None
     if choice.streamed and choice.contexts and choice.per_label:
-        most, enough = (
-            LABELS_READ_AHEAD * choice.contexts,
-            READ_AHEAD * (choice.contexts // choice.per_label),
-        )
+        most = LABELS_READ_AHEAD * choice.contexts
+        enough = READ_AHEAD * (choice.contexts // choice.per_label)
     reservoirs: dict[str, Reservoir[Body]] = {}
     complete = 0
     before: str | None = None

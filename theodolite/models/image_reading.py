@@ -62,11 +62,8 @@ def image_reader(model: OpenModel) -> TransformedImages:
     # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
     normalized = getattr(processor, "do_normalize", False)
-    colours = [
-        np.atleast_1d(each)
-        for each in ((processor.image_mean, processor.image_std) if normalized else (0, 1))
-    ]
-    mean, deviation = (tuple(values / (255 * factor) for values in each) for each in colours)
+    colours = (processor.image_mean, processor.image_std) if normalized else (0, 1)
+    mean, deviation = (tuple(np.atleast_1d(each) / (255 * factor)) for each in colours)
     return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
 
 

@@ -47,7 +47,8 @@ class OpenModel:
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
         stored: how a GGUF file stores them: {"gguf": the quantisation, "tensor_types": the tensors of each type}.
-        streamed: what reads its blocks from its files as they run, where it was opened so.
+        streamed: what reads its blocks from its files as they run, where it was opened so. `block_present` keeps a
+            block's weights (of `open_weights`: its attention's) in memory while open, as all other models do.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
     """
 
@@ -65,7 +66,7 @@ class OpenModel:
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _load_layer: Callable[[int], AbstractContextManager[None]] = field(
+    block_present: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
     )
     _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
@@ -119,10 +120,6 @@ class OpenModel:
         if not isinstance(self.root, PreTrainedModel):
             raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
         return self.root
-
-    def block_present(self, layer: int) -> AbstractContextManager[None]:
-        """Keep a block's weights in memory while open, as all have but of a model whose blocks are streamed."""
-        return nullcontext() if self.streamed is None else self.streamed.present(layer)
 
     @property
     def layers(self) -> int:
@@ -276,7 +273,7 @@ class OpenModel:
             WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
         self._check_layer(layer)
-        with self._load_layer(layer):
+        with self.block_present(layer):
             return read_head_weights(self.root, self.structure, layer, self._call(layer), self.weight_maps)
 
     @measures("self")
@@ -295,7 +292,7 @@ class OpenModel:
         known = self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
-            with self._load_layer(layer):
+            with self.block_present(layer):
                 read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
             known = self._output_weights[layer] = (state, read)
         return known[1]

@@ -48,11 +48,8 @@ class Focus:
 
 def shipped_prompt(name: str) -> str:
     """Read a prompt that the package carries: one of `assets/prompts`, such as few-shot or chain-of-thought."""
-    return (
-        (resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt")
-        .read_text(encoding="utf-8")
-        .strip()
-    )
+    path = resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt"
+    return path.read_text(encoding="utf-8").strip()
 
 
 def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.calls import Call
+from theodolite.models.calls import Call, copy_in_dtype, run_until_tap, stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
-from theodolite.models.weights.copies import copy_in_dtype, run_until_tap, stop_at_tap
 from theodolite.models.weights.norms import (
     EXACT,
     FrozenAttention,

@@ -197,14 +197,6 @@ class Source:
         """The device for inputs."""
         return device_of(self.root)
 
-    @property
-    def said_of_windows(self) -> str:
-        """Advice for the end of a message where a window hides every token."""
-        if not isinstance(self.root, PreTrainedModel):
-            return ""
-        window = getattr(self.root.config.get_text_config(), "sliding_window", None)
-        return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
-
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
     """Let encoder and decoder read the same tokens; an encoder of speech (Whisper) hears silence."""

@@ -89,8 +89,8 @@ def find_structure(source: Source) -> Structure:
         raise _not_followed(family, lost.operation)
     try:
         layers, free = _layers_in_order(source, found, attention, run), False
-    except _NoBlocks:
-        layers, free = _attention_in_order(model, attention, run), True
+    except _NoBlocks:  # then the attention modules stand for their blocks
+        layers, free = _layers_in_order(source, attention, attention, run, free=True), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
     streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
@@ -149,13 +149,13 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 
 def _layers_in_order(
-    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
+    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
 ) -> list[_Ran]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
-    Where blocks are named, what attends outside of them is left out.
+    Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
     """
-    model, named = source.root, bool(source.blocks)
+    model, named = source.root, bool(source.blocks) and not free
     layers: list[_Ran] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
@@ -165,7 +165,7 @@ def _layers_in_order(
         shape = tuple(hidden.shape)
         if module in blocks:
             # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
-            if module in attention and outputs and outputs[-1] is not hidden:
+            if not free and module in attention and outputs and outputs[-1] is not hidden:
                 raise _NoBlocks
             running.append(module)
             layers.append(_Ran(module, shape))
@@ -179,7 +179,8 @@ def _layers_in_order(
         if not layers:
             raise _NoBlocks
         before = layers[-1].inputs
-        if layers[-1].attention is module and before is not None and before.query is inputs.query:
+        same = layers[-1].attention is module and before is not None and before.query is inputs.query
+        if same or (free and before is not None):
             return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise _attends_twice(source, layers[-1], module)
@@ -191,7 +192,7 @@ def _layers_in_order(
             running.remove(module)
         if layers and layers[-1].block is module:
             outputs[:] = [first_output(output)]
-            layers[-1].left = tuple(outputs[0].shape)
+            layers[-1].left = layers[-1].shape if free else tuple(outputs[0].shape)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]
@@ -235,25 +236,6 @@ def _with_end(source: Source, structure: Structure) -> Structure:
             f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
         )
     return replace(structure, end=layout)
-
-
-def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
-    """List the attention modules, each in place of its block, in the order in which they run."""
-    layers: list[_Ran] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        shape = tuple(first_tensor(args, kwargs).shape)
-        layers.append(_Ran(module, shape, shape, shape, attention=module))
-
-    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if module in attention and layers[-1].inputs is None:
-            layers[-1].inputs = inputs
-        return attend(inputs)
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
-    with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
-        run()
-    return layers
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:

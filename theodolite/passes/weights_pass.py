@@ -16,9 +16,9 @@ from theodolite.measure.localization import layer_spectra
 from theodolite.measure.position import CUTOFFS, grouped_basis
 from theodolite.measure.positional import NormOfRows, positional_heads
 from theodolite.models import OpenModel
+from theodolite.models.calls import NotAffine
 from theodolite.models.guard import measures
 from theodolite.models.structure import NoAttention
-from theodolite.models.weights.copies import NotAffine
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
 from theodolite.system.progress import Progress
 from theodolite.theory.smoothness import Grid

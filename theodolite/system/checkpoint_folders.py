@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -25,11 +24,6 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """The name of one of the files into which a GGUF model is split."""
-
-
-def at_home(source: str | Path) -> str | Path:
-    """Replace ~ by the home folder, which the libraries that load models do not."""
-    return source.expanduser() if isinstance(source, Path) else os.path.expanduser(source)
 
 
 def local_checkpoint(source: str | Path) -> Path | None:

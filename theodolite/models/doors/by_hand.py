@@ -389,9 +389,8 @@ def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
     if not isinstance(other, Tensor) or result.shape != first.shape:
         return None
     if other.shape[-1] == 1:  # a number a head or a query
-        return replace(
-            known, query=known.query * other, bias=None if known.bias is None else known.bias * other
-        )
+        bias = None if known.bias is None else known.bias * other
+        return replace(known, query=known.query * other, bias=bias)
     # A mask, whose zeros a later bias hides.
     return known.hiding(other == 0) if bool(((other == 0) | (other == 1)).all()) else None
 

@@ -27,22 +27,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
+from theodolite.models.stored import loading
 from theodolite.models.stored.dequantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored
-from theodolite.models.stored.loading import (
-    StoredTensors,
-    architecture_of,
-    build_skeleton,
-    config_of,
-    file_of,
-    gguf_tensors,
-    has_adapter,
-    on_meta,
-    refuse_more_layers,
-    refuse_nonfinite_weights,
-    tower_of,
-    without_progress_bars,
-)
 from theodolite.models.structure import Structure
 from theodolite.system.checkpoint_folders import adapter_in, is_gguf
 from theodolite.system.files import write_text
@@ -82,7 +69,7 @@ class CheckpointTensors:
             dtype_plan=self.model._get_dtype_plan(self.dtype),
             weight_mapping=self.changes,
         )
-        with without_progress_bars(), ExitStack() as stack:
+        with loading.without_progress_bars(), ExitStack() as stack:
             # Opened anew every time: what was read of a mapped file counts as memory until it is closed.
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -101,18 +88,20 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
 
-def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> StoredTensors:
+def checkpoint_tensors(
+    source: str | Path, dtype: str | torch.dtype, revision: str | None
+) -> loading.StoredTensors:
     """Make the skeleton of a checkpoint, with the places of its tensors, none of which is read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    config = config_of(source, revision)
+    config = loading.config_of(source, revision)
     if is_gguf(source):
-        return gguf_tensors(Path(source), architecture_of(source, config), config, dtype)
-    if tower_of(config, None, lambda line: None) is not config:
+        return loading.gguf_tensors(Path(source), loading.architecture_of(source, config), config, dtype)
+    if loading.tower_of(config, None, lambda line: None) is not config:
         raise CannotReadLazily("it has two towers, of which this is the one of text")
     if is_factored(Path(source)):
         raise CannotReadLazily("its matrices are factored")
-    if has_adapter(source, revision) or adapter_in(Path(source)):
+    if loading.has_adapter(source, revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)
@@ -122,12 +111,12 @@ def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: s
     if wanted == "auto":
         wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
     wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
-    architecture = architecture_of(source, config)
-    model = build_skeleton(on_meta(source, architecture, config, wanted))
+    architecture = loading.architecture_of(source, config)
+    model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
     refuse_quantised_files(source, model, files)
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
-    refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    loading.refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
     return CheckpointTensors(model, wanted, kinds, names, changes)
 
 
@@ -136,7 +125,7 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = file_of(source, name, revision)
+        file = loading.file_of(source, name, revision)
         if file is not None:
             if name == SAFE_WEIGHTS_NAME:
                 return [file]
@@ -215,7 +204,7 @@ class _OneRow(TorchFunctionMode):
 class StreamedBlocks:
     """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`."""
 
-    def __init__(self, tensors: StoredTensors, structure: Structure, device: torch.device) -> None:
+    def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
         if structure.free or len(set(structure.blocks)) < len(structure.blocks):
@@ -252,7 +241,7 @@ class StreamedBlocks:
         missing = [n for n, tensor in model.state_dict().items() if tensor.is_meta and self._is_outside(n)]
         if missing:
             raise CannotReadLazily(f"the weights do not hold {missing[0]}")
-        refuse_nonfinite_weights(model)
+        loading.refuse_nonfinite_weights(model)
 
     def _is_outside(self, name: str) -> bool:
         return not name.startswith(tuple(block + "." for block in self.names))

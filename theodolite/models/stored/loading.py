@@ -9,6 +9,7 @@ import copy
 import functools
 import hashlib
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,28 +37,24 @@ from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import (
     ADAPTER_FILES,
     adapter_in,
-    at_home,
     is_gguf,
     local_checkpoint,
     refuse_index,
     weight_files,
 )
 
-# What the loaders of transformers raise on broken or unknown checkpoints.
+RUNNING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What models raise on inputs that they do not take."""
+
 LOADING_ERRORS = (
+    *RUNNING_ERRORS,
     OSError,
-    ValueError,
     ImportError,
-    RuntimeError,
-    LookupError,
     ArithmeticError,
-    AssertionError,
-    AttributeError,
-    TypeError,
     SafetensorError,
     StrictDataclassError,
 )
-
+"""What the loaders of transformers raise on broken or unknown checkpoints."""
 
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 """How `transformers` can turn queries and keys."""
@@ -107,10 +104,11 @@ class Checkpoint:
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
         """Find the checkpoint that a user names; None: the embedded model."""
-        named = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-        name = embedded.NAME if path_or_id is None else str(named)
-        local = local_checkpoint(named)
-        return cls(named if local is None else local, local, name, revision)
+        place = embedded.FOLDER if path_or_id is None else path_or_id
+        # The libraries that load models do not replace ~ by the home folder.
+        place = place.expanduser() if isinstance(place, Path) else os.path.expanduser(place)
+        local = local_checkpoint(place)
+        return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
         """Fix the revision to the commit that it is now, as `commit_of` does."""

@@ -256,21 +256,15 @@ def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
 def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
     """Join the attention inputs of each rank's heads."""
 
-    def joined(tensor: Tensor) -> Tensor:
-        return joined_heads(tensor, group, 1)
-
-    def of_heads(tensor: Tensor | None) -> Tensor | None:
-        return joined(tensor) if tensor is not None and tensor.shape[1] == inputs.query.shape[1] else tensor
-
-    return replace(
-        inputs,
-        query=joined(inputs.query),
-        key=joined(inputs.key),
-        value=joined(inputs.value),
-        mask=of_heads(inputs.mask),
-        bias=of_heads(inputs.bias),
-        sink=None if inputs.sink is None else joined_heads(inputs.sink, group, 0),
-    )
+    joined: dict[str, Any] = {
+        name: joined_heads(getattr(inputs, name), group, 1) for name in ("query", "key", "value")
+    }
+    for name in ("mask", "bias"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.shape[1] == inputs.query.shape[1]:
+            joined[name] = joined_heads(tensor, group, 1)
+    sink = None if inputs.sink is None else joined_heads(inputs.sink, group, 0)
+    return replace(inputs, **joined, sink=sink)
 
 
 @dataclass(frozen=True)

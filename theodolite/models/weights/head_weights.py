@@ -22,13 +22,9 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.calls import Call
-from theodolite.models.doors.answers import without_interventions
-from theodolite.models.doors.taps import tapped
-from theodolite.models.source import dtype_of
-from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.weights.copies import (
+from theodolite.models.calls import (
     AFFINE_TOLERANCE,
+    Call,
     NotAffine,
     as_sequences,
     copy_in_dtype,
@@ -36,6 +32,10 @@ from theodolite.models.weights.copies import (
     run_until_tap,
     stop_at_tap,
 )
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.doors.taps import tapped
+from theodolite.models.source import dtype_of
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
@@ -206,18 +206,14 @@ def read_output_weights(
 
     `WorkError` where it is no fixed affine function of these.
     """
-    width, heads, features, positions = call.width, 0, 0, 1
-    given = torch.zeros(1, 0)
+    heads, width, positions = structure.heads_of[layer], call.width, 1
+    features = heads * structure.value_widths[layer]
+    given = torch.zeros(1, features)
 
     def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """Replace the heads' outputs by given ones, the same at all positions; by zeros where none are given."""
-        nonlocal heads, features
-        batch, heads, queries, _width = inputs.query.shape
-        shape = (batch, queries, heads, inputs.value.shape[-1])
-        features = shape[2] * shape[3]
-        if not given.numel():
-            return inputs.value.new_zeros(shape)
-        return given.to(inputs.value).unsqueeze(1).expand(-1, queries, -1).reshape(shape)
+        """Replace the heads' outputs by given ones, the same at all positions."""
+        by_head = given.to(inputs.value).unflatten(1, (heads, -1)).unsqueeze(1)
+        return by_head.expand(-1, inputs.query.shape[2], -1, -1)
 
     with without_interventions(), torch.inference_mode():
         with tapped(model, give):
@@ -232,14 +228,12 @@ def read_output_weights(
                 sequences = as_sequences(hidden, module).expand(-1, positions, -1)
                 return call.output(module, sequences)[:, 0].double().cpu()
 
-            nothing = torch.zeros(1, 0), torch.zeros(1, width)
             try:
-                send(*nothing)  # tells as well how many heads there are, and how wide
+                send(given, torch.zeros(1, width))
             except (RuntimeError, ValueError, TypeError):
                 positions = call.hidden.shape[1]  # it takes as many as the call has: patches of an image
                 if positions == 1:
                     raise
-                send(*nothing)
             outputs = _random(2, features).to(dtype_of(module)).double()
             result = send(outputs, torch.zeros(2, width))
             passes_on = result.shape == outputs.shape and torch.equal(result, outputs)
@@ -250,11 +244,11 @@ def read_output_weights(
                 weights = torch.eye(features, dtype=torch.float64)
             else:
                 taken_on = copy_in_dtype(output_module, torch.float64)
-                weights = _linear_part(
-                    lambda rows, _: taken_on(as_sequences(rows, taken_on))[:, 0].double().cpu(),
-                    features,
-                    width,
-                )
+
+                def send_on(outputs: Tensor, _hidden: Tensor) -> Tensor:
+                    return taken_on(as_sequences(outputs, taken_on))[:, 0].double().cpu()
+
+                weights = _linear_part(send_on, features, width)
     if weights is None:
         raise WorkError(
             f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
@@ -309,9 +303,8 @@ def _linear_part(
 
 
 def _random(rows: int, columns: int) -> Float64[Tensor, "rows columns"]:
-    return torch.randn(
-        rows, columns, generator=torch.Generator().manual_seed(rows + columns), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(rows + columns)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
 def state_of(module: nn.Module) -> tuple[tuple[int, int], ...]:

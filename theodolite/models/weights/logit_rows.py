@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.calls import Call, Calls
+from theodolite.models.calls import Call, Calls, NotAffine, stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.structure import Structure
 from theodolite.models.training.adapters import refuse_replaced_weights
-from theodolite.models.weights.copies import AFFINE_TOLERANCE, NotAffine, stop_at_tap
 from theodolite.models.weights.norms import with_norms
-from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps
+from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps, near
 
 POSITIONS = 8
 """Tokens of the pass whose calls are looked at: rotations beyond that of position 0 are verified, too."""
@@ -175,14 +174,9 @@ def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
         row.scale(gamma)
     after = copied.send()
     expected = _products(before) * gamma.view(1, -1, 1, 1).to(before.query.device)
-    return _near(_products(after), expected) and _near(after.value, before.value)
+    return near(_products(after), expected) and near(after.value, before.value)
 
 
 def _products(inputs: AttentionInputs) -> Float[Tensor, "contexts heads queries keys"]:
     key = inputs.key.repeat_interleave(inputs.query.shape[1] // inputs.key.shape[1], dim=1)
     return inputs.query.double() @ key.double().transpose(-1, -2)
-
-
-def _near(tensor: Tensor, expected: Tensor) -> bool:
-    tolerance = AFFINE_TOLERANCE * float(expected.abs().max())
-    return bool((tensor - expected).abs().max() <= tolerance)

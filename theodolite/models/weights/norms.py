@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.calls import Call
+from theodolite.models.calls import Call, as_sequences, copy_in_dtype, run_until_tap
 from theodolite.models.structure import removed_on_leaving
-from theodolite.models.weights.copies import as_sequences, copy_in_dtype, run_until_tap
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""

@@ -24,28 +24,21 @@ from torch.nn.utils import parametrize
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.calls import Call, Calls
-from theodolite.models.doors.taps import tapped
-from theodolite.models.source import dtype_of
-from theodolite.models.structure import Structure
-from theodolite.models.training.adapters import (
-    adapted_weight,
-    adapter_places,
-    check_adapter,
-    is_adapter,
-    refuse_quantised_weights,
-    refuse_replaced_weights,
-    without_adapters,
-)
-from theodolite.models.training.shards import Place
-from theodolite.models.weights.copies import (
+from theodolite.models.calls import (
     AFFINE_TOLERANCE,
+    Call,
+    Calls,
     NotAffine,
     as_sequences,
     copy_in_dtype,
     run_until_tap,
     stop_at_tap,
 )
+from theodolite.models.doors.taps import tapped
+from theodolite.models.source import dtype_of
+from theodolite.models.structure import Structure
+from theodolite.models.training import adapters
+from theodolite.models.training.shards import Place
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
 
 Result = TypeVar("Result")
@@ -159,7 +152,7 @@ class Projection:
         """Return the projection in an attention module, or in a copy of it."""
         owner, _, name = rows.name.rpartition(".")
         module: Any = attention.get_submodule(owner)
-        adapter = module if is_adapter(module) else None
+        adapter = module if adapters.is_adapter(module) else None
         module = module if adapter is None else module.base_layer
         return cls(rows, module, name, adapter, name not in module._parameters)
 
@@ -183,7 +176,7 @@ class Projection:
     @property
     def effective(self) -> Tensor:
         """The matrix with what an adapter adds to it, differentiable."""
-        return self.weight if self.adapter is None else adapted_weight(self.adapter, self.weight)
+        return self.weight if self.adapter is None else adapters.adapted_weight(self.adapter, self.weight)
 
     @property
     def is_view(self) -> bool:
@@ -198,7 +191,7 @@ class Projection:
             parametrizations: Any = self.module.parametrizations
             parts = parametrizations[self.name].modules()
             return [(part, name) for part in parts for name, p in part._parameters.items() if p is not None]
-        added = [] if self.adapter is None else adapter_places(self.adapter)
+        added = [] if self.adapter is None else adapters.adapter_places(self.adapter)
         return [(self.module, self.name), *added]
 
     def view_of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
@@ -360,8 +353,8 @@ def find_projections(
         UsageError: some layer's queries or keys are not its input times entries of one matrix each.
     """
     if replacing:
-        refuse_replaced_weights(model, "replaced")
-    refuse_quantised_weights(model, "penalised")
+        adapters.refuse_replaced_weights(model, "replaced")
+    adapters.refuse_quantised_weights(model, "penalised")
     maps = maps or WeightMaps()
     with tapped(model, stop_at_tap, own_heads=True):
         return [_find(maps, structure, layer, calls[layer], replacing) for layer in layers]
@@ -384,7 +377,7 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replac
         for projection in (query, key):
             if projection.adapter is not None:
                 owner = projection.rows.name.rpartition(".")[0]
-                check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
+                adapters.check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
         dtype = torch.promote_types(dtype_of(attention), torch.float32)
         mapped, _ = read_mapped(weight_map, attention, call, weight_map.norms, dtype)
         if mapped[0] is None or mapped[1] is None:
@@ -435,13 +428,14 @@ def read_mapped(
         weights = matrix.by_head(of_rows).clone(memory_format=torch.contiguous_format)
         bias, *products = answer[:, :, 0].double()
         expected = torch.einsum("rd,hdw->rhw", rows[1:].to(weights), weights)
-        is_right = _near(torch.stack(products) - bias, expected)
+        is_right = near(torch.stack(products) - bias, expected)
         is_own = torch.equal(getattr(others, side)[0, :, 0].double(), bias)
         read.append((weights, bias if is_own else None) if is_right else None)
     return read, inputs.scaling
 
 
-def _near(tensor: Tensor, expected: Tensor) -> bool:
+def near(tensor: Tensor, expected: Tensor) -> bool:
+    """Tell whether a tensor is another but for rounding."""
     return bool((tensor - expected).abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max()))
 
 
@@ -454,7 +448,7 @@ def _kind(attention: nn.Module) -> Any:
 def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]:
     """Search the map of a module; and where it is not complete, that without the norms between projections and tap."""
     marked = MarkedCopy(attention, call)
-    without_adapters(marked.module)
+    adapters.without_adapters(marked.module)
     if computed:
         _make_computed_parameters(marked.module)
     marked.fill()
@@ -551,15 +545,15 @@ class MarkedCopy:
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
         """Select rows that make a part of the features, with what they multiply."""
         hidden = self._hidden[:, 0].cpu()
-        if _near(made, made[:1].expand_as(made)):
+        if near(made, made[:1].expand_as(made)):
             return Rows(name, input_dim, rows, "constant")
         if input_dim is None or weight.shape[input_dim] != hidden.shape[1]:
             return Rows(name, input_dim, rows, "other")
         products = (hidden @ weight.movedim(input_dim, -1).flatten(0, -2).T)[:, rows.clamp_min(0)]
         factor = torch.linalg.vecdot(products, made, dim=0) / products.square().sum(0)
-        if not _near(factor * products, made):
+        if not near(factor * products, made):
             return Rows(name, input_dim, rows, "other")
-        is_one = _near(factor, torch.ones_like(factor))
+        is_one = near(factor, torch.ones_like(factor))
         return Rows(name, input_dim, rows, "of input", None if is_one else factor)
 
 
