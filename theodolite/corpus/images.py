@@ -62,9 +62,7 @@ class TransformedImages:
         self, pixels: Float[Tensor, "images channels height width"]
     ) -> UInt8[Tensor, "images height width colours"]:
         """Turn pixel values back into a picture that can be looked at."""
-        mean, deviation = (
-            torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.deviation)
-        )
+        mean, deviation = (torch.tensor(of, dtype=torch.float64) for of in (self.mean, self.deviation))
         colours = pixels.movedim(1, -1).double() * deviation + mean
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
 

@@ -107,12 +107,8 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
     images = [file for file in files if is_image(file)]
     if not images:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
-    pictures = [
-        Picture(
-            printable(file), file, None if file.parent == path else printable(file.parent.relative_to(path))
-        )
-        for file in images
-    ]
+    labels = [None if file.parent == path else printable(file.parent.relative_to(path)) for file in images]
+    pictures = [Picture(printable(file), file, label) for file, label in zip(images, labels, strict=True)]
     return pictures, len(files) - len(images)
 
 

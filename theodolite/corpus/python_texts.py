@@ -15,19 +15,8 @@ HELD_OUT_TOPICS = ("bltin-type-objects", "continue", "objects", "return", "strin
 
 # Not prose and not hand-written code: tests, other packages, generated tables (`encodings` holds one of 256
 # lines for each code page), and `pydoc_data`, whose one module is the text of `python_topics` itself.
-STDLIB_LEFT_OUT = frozenset(
-    [
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "idlelib",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-    ]
-)
+STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "idle_test", "idlelib", "pydoc_data"}
+STDLIB_LEFT_OUT |= {"site-packages", "test", "tests"}
 
 
 def python_topics() -> list[Document]:

@@ -104,9 +104,7 @@ Body = tuple[int, str | None, np.ndarray]
 def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sample:
     """Choose contexts as they are read."""
     random = np.random.default_rng(choice.seed)
-    entries = (
-        (position, label, np.array(body, dtype=np.int32)) for position, (label, body) in enumerate(bodies)
-    )
+    entries = ((at, label, np.array(body, dtype=np.int32)) for at, (label, body) in enumerate(bodies))
     if choice.per_label is None:
         most = READ_AHEAD * choice.contexts if choice.streamed and choice.contexts else None
         reservoir: Reservoir[Body] = Reservoir(choice.contexts, random)

@@ -43,10 +43,8 @@ class Layout:
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
         """Find the layout of a tensor with so many contexts and positions; None where it has none such."""
         for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)) if len(shape) >= 3 else ():
-            if layout.positions < len(shape) and (contexts, positions) == (
-                shape[layout.contexts],
-                shape[layout.positions],
-            ):
+            fits = layout.positions < len(shape) and shape[layout.positions] == positions
+            if fits and shape[layout.contexts] == contexts:
                 return layout
         if tuple(shape[:-1]) in ((contexts * positions,), (1, contexts * positions)):
             return cls(len(shape) - 2, len(shape) - 2)

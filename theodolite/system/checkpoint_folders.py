@@ -153,11 +153,7 @@ def refuse_inside(out: Path, source: str | None) -> None:
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
-        if (
-            (folder / "config.json").is_file()
-            and source
-            and folder.resolve() == Path(source).expanduser().resolve()
-        ):
-            raise UsageError(
-                f"{out} lies in the folder of the model that it is made of: choose another --out"
-            )
+        is_source = source and folder.resolve() == Path(source).expanduser().resolve()
+        if is_source and (folder / "config.json").is_file():
+            line = f"{out} lies in the folder of the model that it is made of: choose another --out"
+            raise UsageError(line)

@@ -89,12 +89,8 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
 def _is_provenance(values: dict[str, Any]) -> bool:
     """Tell whether a provenance has the entries that every reader needs, each of its type."""
     model, corpus = values.get("model"), values.get("corpus") or {}
-    groups = (
-        model,
-        corpus,
-        *(values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")),
-    )
-    if not all(isinstance(group, dict) for group in groups):
+    others = [values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")]
+    if not all(isinstance(group, dict) for group in (model, corpus, *others)):
         return False
     sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
     sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []

@@ -166,13 +166,8 @@ def reading_order(name: str) -> tuple[str, bool, str, int]:
     """Return a key that sorts names as one reads them: tables, figures by number, then the rest."""
     group, _, short_name = name.rpartition("/")
     kind = short_name.rstrip("0123456789")
-    is_numbered = kind in ("table", "figure")
-    return (
-        group,
-        not is_numbered,
-        {"table": "", "figure": " "}.get(kind, short_name),
-        int(short_name[len(kind) :] or 0),
-    )
+    is_numbered, in_turn = kind in ("table", "figure"), {"table": "", "figure": " "}.get(kind, short_name)
+    return group, not is_numbered, in_turn, int(short_name[len(kind) :] or 0)
 
 
 def gguf_described(quantisation: str, dtype: str) -> str:

@@ -63,10 +63,8 @@ def _global_hooks() -> Iterator[None]:
         # They fire twice for a compiled module and the one inside of it, which does no harm here.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         warnings.filterwarnings("ignore", r"flex_attention called without torch\.compile")
-        handles = (
-            register_module_forward_pre_hook(_enter),
-            register_module_forward_hook(_leave, always_call=True),
-        )
+        handles = [register_module_forward_pre_hook(_enter)]
+        handles.append(register_module_forward_hook(_leave, always_call=True))
         try:
             yield
         finally:

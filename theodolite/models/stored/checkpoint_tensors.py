@@ -41,7 +41,7 @@ class CannotReadLazily(WorkError):
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """A skeleton in a dtype, and where the checkpoint keeps its tensors.
+    """A skeleton, and where the checkpoint keeps its tensors.
 
     Attributes:
         kinds: the checkpoint's name of each tensor → its file and its type there.
@@ -50,7 +50,6 @@ class CheckpointTensors:
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
     kinds: dict[str, tuple[str, str]]
     names: dict[str, str]
     changes: list[Any]
@@ -65,8 +64,8 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised")
         to = LoadStateDictConfig(
             device_map={"": str(device)},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            dtype=self.model.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.model.dtype),
             weight_mapping=self.changes,
         )
         with loading.without_progress_bars(), ExitStack() as stack:
@@ -117,7 +116,7 @@ def checkpoint_tensors(
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
     loading.refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
-    return CheckpointTensors(model, wanted, kinds, names, changes)
+    return CheckpointTensors(model, kinds, names, changes)
 
 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:

@@ -333,7 +333,6 @@ class GgufTensors:
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
     file: GgufFile
     names: dict[str, str]
     parts: dict[str, list[str]]
@@ -364,7 +363,7 @@ class GgufTensors:
         lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
         if lacking:
             raise WorkError(f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)})")
-        return cls(model, model.dtype, file, names, parts, processor)
+        return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Load the tensors whose names in the model are wanted; `WorkError` where one is of another shape."""
@@ -374,9 +373,8 @@ class GgufTensors:
             stored: Any = holder._parameters if own in holder._parameters else holder._buffers
             skeleton = stored[own]
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            stored[own] = (
-                nn.Parameter(tensor, requires_grad=False) if stored is holder._parameters else tensor
-            )
+            is_parameter = stored is holder._parameters
+            stored[own] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up

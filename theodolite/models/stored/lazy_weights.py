@@ -252,7 +252,7 @@ class Reader:
         module = self.structure.attention_at(layer)
         shape = self.own_calls[layer].hidden.shape
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        hidden = hidden.to(next(module.parameters()).device, self.tensors.dtype)
+        hidden = hidden.to(next(module.parameters()).device, model.dtype)
         with without_interventions(), torch.inference_mode():
             own = self.own_calls[layer].output(module, hidden)
             with recorded_inputs(model, self.structure) as recorded:

@@ -340,8 +340,6 @@ class StoredTensors(Protocol):
 
     @property
     def model(self) -> PreTrainedModel: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them."""

@@ -245,9 +245,7 @@ class FrozenAttention:
         for norm, of_norm in calls.items():
             name = type(norm).__name__
             try:
-                frozen = [
-                    FrozenNorm.verified(norm, inputs, output, name, EXACT) for inputs, output in of_norm
-                ]
+                frozen = [FrozenNorm.verified(norm, x, output, name, EXACT) for x, output in of_norm]
             except (WorkError, RuntimeError):
                 if not isinstance(norm, FunctionNorm):
                     raise
