@@ -120,10 +120,7 @@ class Cutter:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Tokenize `text` in chunks of at most `CHUNK` characters, which end before white space where there is some.
-
-    There the tokenizers that split words before merging give the same ids as for the whole text.
-    """
+    """Tokenize `text` in chunks of at most `CHUNK` characters, which end before white space where there is some."""
     begin = 0
     while begin < len(text):
         end = begin + CHUNK

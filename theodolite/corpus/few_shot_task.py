@@ -91,8 +91,8 @@ class Rules:
         rule = random.choice(len(rules), size=count, p=prior)
         labels = rules[rule[:, None], self._number(items)]
         letters = 2 + self.values * (1 + np.arange(attributes)) + items
-        fillers = 2 + self.values * (1 + attributes)
-        fillers = fillers + random.integers(len(FILLERS), size=(count, self.fillers))
+        first_filler = 2 + self.values * (1 + attributes)
+        fillers = first_filler + random.integers(len(FILLERS), size=(count, self.fillers))
         home = random.integers(words, size=(count, self.fillers))
         # A place is the number of its word, plus 0 for the break, 0.1 … 0.9 for letters, and then colon and label.
         word = np.broadcast_to(np.arange(words), (count, words))

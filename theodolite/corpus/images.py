@@ -130,10 +130,7 @@ def digest_of(pixels: Tensor) -> bytes:
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
 ) -> tuple[Images, Sample]:
-    """Choose and read pictures of the corpus `name`, and say what was left out; `UsageError` where none is kept.
-
-    They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
-    """
+    """Choose pictures of the corpus `name` and read them, in the order of the seed; `UsageError` where none is kept."""
     choice.check()
     if choice.rows:
         raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")

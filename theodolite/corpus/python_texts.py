@@ -32,10 +32,7 @@ def held_out_topics() -> list[Document]:
 
 
 def stdlib_files() -> list[Path]:
-    """List the Python files of the running interpreter's standard library, sorted by path relative to it.
-
-    Left out are `STDLIB_LEFT_OUT` and the build settings of this machine (`config-*`, `_sysconfigdata*`).
-    """
+    """List the standard library's files, sorted by path relative to it, without tests and this machine's settings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):

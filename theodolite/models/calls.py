@@ -82,10 +82,7 @@ class Call:
         return replace(self._mapped(changed), batch=(contexts, positions))
 
     def output(self, module: nn.Module, hidden: Float[Tensor, "batch positions width"]) -> Tensor:
-        """Run the module on other hidden states, (batch, positions, width).
-
-        What does not broadcast over contexts is repeated: BLOOM's bias has a row for each context and head.
-        """
+        """Run the module on other hidden states (batch, positions, width); what does not broadcast is repeated."""
         times = len(hidden) // len(self.hidden)
         try:
             return self.with_hidden(hidden).run(module)

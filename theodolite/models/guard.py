@@ -61,10 +61,7 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`; it may open it again.
-
-    To be opened and left by one thread, never by a generator that may be left half read.
-    """
+    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`; no generator may."""
     held = _held(model)
     with held.lock:
         held.depth += 1

@@ -61,10 +61,7 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
 @contextmanager
 def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
-    """Call `hooks` in a forward pass that somebody else makes while open, which computes as it does without them.
-
-    To be opened as the pass enters `entry`; what `attention` returns is not used.
-    """
+    """Call `hooks` in a forward pass that somebody else makes, as it enters `entry`; it computes as without them."""
     with _hooked(model, hooks, observed, entry):
         yield
 

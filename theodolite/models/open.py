@@ -249,10 +249,7 @@ def verified_parts(
 
 @measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
-    """Make a model of the same class and config with random weights; `UsageError` where it is none of `transformers`.
-
-    The global random state stays as it is.
-    """
+    """Make a model of the same class and config with random weights; the global random state stays as it is."""
     if not isinstance(model.root, PreTrainedModel):
         raise UsageError(
             f"{model.id} has no config that says how its weights begin: it has no untrained baseline"

@@ -152,16 +152,6 @@ class OpenModel:
         return self.structure.head_width
 
     @property
-    def attention_width(self) -> int:
-        """Width of what its attention modules read."""
-        return self.structure.attention_width
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value; where layers differ, of the widest."""
-        return self.structure.value_width
-
-    @property
     def interventions(self) -> tuple[str, ...]:
         """Interventions that are open now, and what was done for good: it is not what the checkpoint on disk does."""
         return tuple(self._interventions)
@@ -272,9 +262,9 @@ class OpenModel:
             NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
             WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
-        self._check_layer(layer)
+        call = self._call(layer)
         with self.block_present(layer):
-            return read_head_weights(self.root, self.structure, layer, self._call(layer), self.weight_maps)
+            return read_head_weights(self.root, self.structure, layer, call, self.weight_maps)
 
     @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -286,10 +276,8 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        self._check_layer(layer)
-        state = state_of(self.structure.blocks[layer])
         call = self._call(layer)
-        known = self._output_weights.get(layer)
+        state, known = state_of(self.structure.blocks[layer]), self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
             with self.block_present(layer):
@@ -302,6 +290,7 @@ class OpenModel:
             raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
 
     def _call(self, layer: int) -> Call:
+        self._check_layer(layer)
         self.structure.attention_at(layer)  # names a layer that has none
         return self.calls[layer]
 

@@ -74,7 +74,7 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
 
 
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
-    """Return the prompt asked for, or of the shipped one of that name the last tokens that fit the model's positions.
+    """Return the prompt asked for, or of the shipped one the last tokens that fit the model's positions.
 
     `UsageError` where the model has no tokenizer, or the prompt asked for is too short or too long.
     """

@@ -252,10 +252,7 @@ def _split(
 def frozen_norm(
     of: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
 ) -> FrozenNorm | None:
-    """Freeze the norm in front of the heads at the stream of a pass, or at other `rows`; None where there is no norm.
-
-    `WorkError` where attention does not read the stream behind a norm with one scale a vector.
-    """
+    """Freeze the norm before the heads at the stream of a pass, or at `rows`; None where there is none."""
     if of.entered.shape != of.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"

@@ -31,10 +31,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """The dimensions of hidden states that are contexts and positions; what is left is the width.
-
-    One and the same where contexts follow one another in a row of tokens.
-    """
+    """The dimensions of hidden states that are contexts and positions (one, where contexts are in a row of tokens)."""
 
     contexts: int = 0
     positions: int = 1

@@ -44,10 +44,7 @@ SEVERAL = 3
 
 
 def find_structure(source: Source) -> Structure:
-    """See in a small forward pass who calls the tap, and which blocks run: those that the source names, if it does.
-
-    `UsageError` where nothing calls it, a block attends twice, or there is no one residual stream.
-    """
+    """See in a small forward pass who calls the tap, and which blocks run; `UsageError` for what is not read."""
     model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
     attention: set[nn.Module] = set()

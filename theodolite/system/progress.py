@@ -105,10 +105,7 @@ def starting_others() -> Iterator[None]:
 
 @contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
-
-    Outside the main thread, or where one is ignored (`nohup`) or has a handler, it is left alone.
-    """
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, too, where nobody handles them."""
     is_main = threading.current_thread() is threading.main_thread()
     left_to_the_system = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     with handling(left_to_the_system if is_main else [], signal.default_int_handler):

@@ -64,10 +64,7 @@ def check_tables(folder: str | Path, provenance: Mapping[str, Any]) -> None:
 
 
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
-    """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
-
-    `UsageError` where there is no run, or it was damaged, changed, or is of another schema.
-    """
+    """Read a run folder's provenance, of that `schema` if one is given; `UsageError` where it is none, or damaged."""
     check_run(folder)
     try:
         provenance = read_json_checked(Path(folder) / RUN)

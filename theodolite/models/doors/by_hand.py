@@ -140,10 +140,7 @@ class ByHand:
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
     ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | Lost | None:
-        """Return the inputs of the attention that this product with values is, and what shapes its output like it.
-
-        Where the weights, or what may be some, could not be followed, what was lost; None for other calls.
-        """
+        """Return the inputs of the attention that a product with values is, and what shapes its output, or `Lost`."""
         if name not in PRODUCTS or not self._known:
             return None
         equation, operands = _operands(name, args, kwargs)

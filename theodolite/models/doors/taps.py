@@ -59,21 +59,14 @@ def tap_by_door(model: nn.Module) -> None:
 
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
-    """Call `tap` from every attention layer of `model` while open; the model is restored on leaving.
-
-    Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
-    """
+    """Call `tap` from every attention layer of `model` while open; with `own_heads` from those of this rank alone."""
     with _opened(model) as modules, with_tap(modules, tap if own_heads else of_all_heads(model, tap)):
         yield
 
 
 @contextmanager
 def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """Let `tap` observe the attention that `model` computes while open; what it returns is not used.
-
-    It sees PyTorch's own functions and products, and nothing that runs compiled. The numbers of the pass stay as they
-    are.
-    """
+    """Let `tap` observe the attention that `model` computes by PyTorch's functions, which stays as it is."""
     with (
         functions_door(model, eager=False),
         with_tap(frozenset(model.modules()), of_all_heads(model, tap), observes=True),

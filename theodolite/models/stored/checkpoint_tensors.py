@@ -159,10 +159,7 @@ def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
-    """Give a module, on leaving, the floating-point tensors again that it has now and that checkpoints hold.
-
-    Yields the dictionary that holds each, its name there, and the tensor.
-    """
+    """Give a module its stored floating-point tensors back on leaving; yields who holds each, its name, and it."""
     stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()

@@ -103,10 +103,7 @@ def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def dequantised(name: str, layer: nn.Module) -> nn.Linear:
-    """Make a plain layer in float64 that computes what the quantised one does, up to the rounding of activations.
-
-    `WorkError` where it cannot be read.
-    """
+    """Make a plain layer in float64 that computes what the quantised one does, or raise `WorkError`."""
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
         weight = _stated(layer, width)

@@ -155,10 +155,7 @@ def _open_streamed(
 
 
 def instead_of_offloaded(model: OpenModel) -> OpenModel:
-    """Reopen a model with offloaded blocks from its checkpoint, to run a block at a time; return any other as it is.
-
-    `UsageError` where its blocks cannot be read so, or its files have changed.
-    """
+    """Reopen a model with offloaded blocks from its files, to run a block at a time; return any other as it is."""
     blocks = (block.parameters() for block in model.structure.blocks)
     offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
     if not offloaded or model.interventions or not model.weights().of_files:

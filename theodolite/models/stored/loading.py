@@ -137,10 +137,7 @@ def gguf_module() -> Any:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one.
-
-    Its index must name safetensors of its own (`UsageError`); `OSError` where there is no such model or revision.
-    """
+    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one."""
     commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
     index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
     if index is not None:
@@ -240,10 +237,7 @@ def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> An
 def on_meta(
     source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Make the model of a config (`architecture` None: its own backbone) without its numbers.
-
-    `UsageError` where the config asks for more numbers than the files of the checkpoint have bits.
-    """
+    """Make the model of a config without its numbers; `UsageError` where these are more than the files have bits."""
     with MAKING, without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
@@ -408,10 +402,7 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
 def hash_checkpoint(
     folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """Hash config and weights, which decide what the model computes; of GGUF files their bytes, one after the other.
-
-    `show_progress` is told (bytes done, bytes in all), and may raise to stop.
-    """
+    """Hash config and weights, of GGUF files all bytes; `show_progress` is told (bytes done, bytes in all)."""
     digest, done = hashlib.sha256(), 0
     paths = weight_files(folder) if is_gguf(folder) else [folder / "config.json", *weight_files(folder)]
     if adapter := adapter_in(folder):

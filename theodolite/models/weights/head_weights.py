@@ -82,10 +82,7 @@ def no_head_matrix(model_id: str) -> UsageError:
 def read_head_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, maps: WeightMaps | None = None
 ) -> HeadWeights:
-    """Read the weights of one layer's heads, by `maps` where these are known, for a `call` of `capture_calls`.
-
-    `NotAffine` where queries or keys are no affine function of the layer's input, even before their norm.
-    """
+    """Read the weights of one layer's heads, by `maps` if these are known; `NotAffine` where there are none."""
     attention = structure.attention_at(layer)
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
         weights = _from_map(attention, call, maps or WeightMaps()) or through_tap(attention, call)
@@ -202,10 +199,7 @@ Sender = Callable[[Tensor, Tensor], Tensor]
 def read_output_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, run: Run
 ) -> Float64[Tensor, "heads value_width width"]:
-    """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
-
-    `WorkError` where it is no fixed affine function of these.
-    """
+    """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, or raise `WorkError`."""
     heads, width, positions = structure.heads_of[layer], call.width, 1
     features = heads * structure.value_widths[layer]
     given = torch.zeros(1, features)

@@ -76,10 +76,7 @@ class LogitRows:
 def find_logit_rows(
     model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
 ) -> dict[int, list[LogitRows]]:
-    """Find them for some layers, without gradients; `calls` is what `capture_calls` gave for `POSITIONS` tokens.
-
-    `UsageError` where logits are no query times key, or scaling no rows scales those of one head alone.
-    """
+    """Find them for some layers, without gradients; `UsageError` where scaling no rows scales a head's logits alone."""
     refuse_replaced_weights(model, "clipped")
     maps = WeightMaps(computed=False)
     with tapped(model, stop_at_tap):

@@ -46,10 +46,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Name the norms whose output is what the tap gets as queries, keys or values, up to order, scale and repeats.
-
-    A norm between two projections (DeepSeek's) is not among them: without it, other weights would be read.
-    """
+    """Name the norms whose output is what the tap gets, up to order, scale and repeats: none between projections."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def keep(norm: nn.Module, _args: Any, output: Any) -> None:

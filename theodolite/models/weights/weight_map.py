@@ -301,10 +301,7 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 
 class WeightMaps:
-    """The weight maps of a model's layers: layers of one kind share one, which is searched for once.
-
-    `computed`: see through `torch.nn.utils.parametrizations`, to the matrix that they compute, not to its parts.
-    """
+    """The weight maps of a model's layers, seen through parametrisations if `computed`: those of one kind share one."""
 
     def __init__(self, computed: bool = True) -> None:
         self._computed = computed
