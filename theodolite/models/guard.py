@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.shared import Shared
@@ -174,11 +175,6 @@ def _held(model: nn.Module) -> _Held:
         return _models.setdefault(model, _Held())
 
 
-KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-"""Of `scaled_dot_product_attention`, on every device, whatever the flags are called; which is chosen decides last bits.
-"""
-
-
 def _as_at_the_start() -> ExitStack:
     """Set what all threads share as it is at the start of a process; returns what puts it back."""
     backends: Any = torch.backends
@@ -203,11 +199,9 @@ def _as_at_the_start() -> ExitStack:
         else:
             undo.callback(setattr, backends.cudnn, "allow_tf32", rounded)
             backends.cudnn.allow_tf32 = False
-        for kernel in KERNELS:
-            if not getattr(backends.cuda, f"{kernel}_sdp_enabled")():
-                enable = getattr(backends.cuda, f"enable_{kernel}_sdp")
-                undo.callback(enable, False)
-                enable(True)
+        undo.enter_context(
+            sdpa_kernel([*SDPBackend.__members__.values()])
+        )  # which is chosen decides last bits
         return undo.pop_all()
 
 

@@ -24,9 +24,11 @@ class Hooks(Protocol):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Receive the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
+        return
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Receive the input of a block's attention module (after its norm, where the norm comes first)."""
+        return
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Receive a block's attention inputs; return the output, (batch, queries, heads, value_width)."""

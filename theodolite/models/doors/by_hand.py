@@ -337,30 +337,24 @@ def _logits(known: Known | None) -> Logits | None:
 
 
 def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    if (logits := _logits(of(first))) is not None:
-        return _plus(of, result, logits, other, float(alpha))
-    return None if (logits := _logits(of(other))) is None else _plus(of, result, logits, first, 1.0)
+    if _logits(of(first)) is None:
+        first, other, alpha = other, first, 1
+    logits = _logits(of(first))
+    if logits is None or not isinstance(other, Tensor):
+        return logits  # one number more for all keys is none
+    added = of(other)
+    if _logits(added) is not None:
+        return logits.beside(added.times(float(alpha))) if result.shape == other.shape else None
+    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
+        return None  # what depends on the logits themselves is no bias
+    return logits.plus(float(alpha) * other) if result.shape[:-2] == logits.lead else None
 
 
 def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
     logits = _logits(of(first))
-    if logits is None:
-        return None
-    if isinstance(other, Tensor) and other.shape[-1:] == (1,):
+    if logits is None or (isinstance(other, Tensor) and other.shape[-1:] == (1,)):
         return logits  # one number more for all keys of a query is none: its largest logit, say
-    return _plus(of, result, logits, other, -float(alpha))
-
-
-def _plus(of: Look, result: Tensor, logits: Logits, other: Any, factor: float) -> Logits | None:
-    """Add `factor` times something to logits."""
-    if not isinstance(other, Tensor):
-        return logits  # one number more for all keys is none
-    added = of(other)
-    if _logits(added) is not None:
-        return logits.beside(added.times(factor)) if result.shape == other.shape else None
-    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
-        return None  # what depends on the logits themselves is no bias
-    return logits.plus(factor * other) if result.shape[:-2] == logits.lead else None
+    return _sum(of, result, first, other, alpha=-alpha)
 
 
 def _number(value: Any) -> float | None:

@@ -23,7 +23,7 @@ from theodolite.errors import UsageError
 
 if distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 """Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
@@ -146,15 +146,9 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
     """Make a DTensor whole, but for heads of other ranks; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
-    mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh, module)
-    if len(over_heads) == mesh.ndim:
-        return tensor.to_local()
-    whole = tensor.full_tensor()
-    for dimension in over_heads:
-        placement = tensor.placements[dimension]
-        if isinstance(placement, Shard):
-            whole = whole.chunk(mesh.size(dimension), placement.dim)[mesh.get_local_rank(dimension)]
-    return whole
+    over_heads = dimensions_of_heads(tensor.device_mesh, module)
+    placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
+    return tensor.redistribute(placements=placements).to_local()
 
 
 def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
@@ -277,29 +271,30 @@ class Part:
     @classmethod
     def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
         """Cut this rank's part from a gradient of the whole (of this rank's heads), while the parameter is gathered."""
-        if is_dtensor(parameter):
-            gradient = _shard_of(gradient, parameter, module)
-        return cls(parameter, gradient)
+        if not is_dtensor(parameter):
+            return cls(parameter, gradient)
+        mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
+        # Keys that all heads share have their gradient from all of them.
+        placements = [
+            Replicate() if dim not in over_heads else Partial() if placement.is_replicate() else placement
+            for dim, placement in enumerate(parameter.placements)
+        ]
+        own, shape, stride = gradient.contiguous(), parameter.shape, parameter.stride()
+        spread = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return cls(parameter, spread.redistribute(placements=parameter.placements))
 
-    def times(self, factor: float | Tensor) -> Part:
-        """Multiply it."""
-        gradient = self.gradient
-        if is_dtensor(gradient):
-            return replace(self, gradient=_like(gradient.to_local() * factor, gradient))
-        return replace(self, gradient=gradient * factor)
-
-    def add(self) -> None:
-        """Add it to the gradient that the optimizer reads: before a backward pass, or (DeepSpeed: only) after it."""
-        parameter = self.parameter
+    def add(self, factor: float) -> None:
+        """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
+        parameter, gradient = self.parameter, self.gradient * factor
         if is_of_deepspeed(parameter):
             from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
             before = safe_get_full_grad(parameter)
-            safe_set_full_grad(parameter, before + self.gradient.to(before.dtype))
+            safe_set_full_grad(parameter, before + gradient.to(before.dtype))
         elif parameter.grad is None:
-            parameter.grad = self.gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(parameter.dtype)
         else:
-            parameter.grad += self.gradient.to(parameter.dtype)
+            parameter.grad += gradient.to(parameter.dtype)
 
 
 def is_of_deepspeed(parameter: Tensor) -> bool:
@@ -376,30 +371,3 @@ class WholeParameters:
             Part.of(module, parameter, gradient)
             for (module, parameter), gradient in zip(holders, gradients, strict=True)
         ]
-
-
-def _shard_of(gradient: Tensor, parameter: DTensor, module: nn.Module) -> DTensor:
-    """Shard a gradient of this rank's heads as a DTensor is."""
-    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
-    placement: Any
-    for dimension, placement in enumerate(parameter.placements):
-        if dimension in over_heads:
-            if placement.is_replicate():  # keys that all heads share
-                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
-        elif not placement.is_replicate():
-            pieces = gradient.chunk(mesh.size(dimension), placement.dim)
-            rank = mesh.get_local_rank(dimension)
-            gradient = pieces[rank] if rank < len(pieces) else gradient.narrow(placement.dim, 0, 0)
-    return _like(gradient.contiguous(), parameter)
-
-
-def _like(local: Tensor, dtensor: DTensor) -> DTensor:
-    """Wrap this rank's part as a DTensor that is spread as another."""
-    return DTensor.from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )

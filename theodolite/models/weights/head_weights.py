@@ -103,11 +103,11 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
             read = [side for side in mapped if side is not None and side[1] is not None]
             if len(read) == len(mapped):
                 heads = len(read[0][0])
-                weights, biases = (
+                (w_q, w_k, w_v), (b_q, b_k, b_v) = (
                     [_repeated(tensor, heads) for tensor in part if tensor is not None]
                     for part in zip(*read, strict=True)
                 )
-                return HeadWeights(*weights, *biases, scaling, BEFORE_NORM if norms else EXACT)
+                return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
     if any(p.is_meta for p in attention.parameters()) and not hooked_by_accelerate(attention):
