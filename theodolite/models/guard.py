@@ -62,7 +62,10 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 
 @contextmanager
 def guarded(model: nn.Module) -> Iterator[None]:
-    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`; no generator may."""
+    """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`.
+
+    It may be opened again by the thread that has it. To be left by the same thread: never by a generator.
+    """
     held = _held(model)
     with held.lock:
         held.depth += 1

@@ -31,7 +31,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """The dimensions of hidden states that are contexts and positions (one, where contexts are in a row of tokens)."""
+    """The dimensions of hidden states that are contexts and positions; the same one for contexts in a row of tokens."""
 
     contexts: int = 0
     positions: int = 1

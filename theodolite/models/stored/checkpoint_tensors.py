@@ -159,7 +159,7 @@ def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
-    """Give a module its stored floating-point tensors back on leaving; yields who holds each, its name, and it."""
+    """Restore a module's stored floating-point tensors on leaving; yields (who holds it, name, tensor) of each."""
     stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()

@@ -46,7 +46,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Name the norms whose output is what the tap gets, up to order, scale and repeats: none between projections."""
+    """Name the norms whose output the tap gets, up to order, scale and repeats; those between projections are none."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def keep(norm: nn.Module, _args: Any, output: Any) -> None:
