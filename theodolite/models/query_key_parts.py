@@ -26,10 +26,10 @@ from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.weights.norms import (
     EXACT,
-    FrozenAttention,
     FrozenNorm,
     FunctionNorm,
     NormCalls,
+    frozen_attention,
     relative_error,
 )
 from theodolite.theory.decomposition import PARTS, Decomposition, DecompositionByGroups
@@ -192,8 +192,8 @@ def _split(
     if of.cross:
         raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
     norm, entered = frozen_norm(of, dtype), of.entered.to(dtype)
-    attention = FrozenAttention(of.attention, of.call, entered)
-    batch = entered if attention.per_context else entered[:1]
+    attention, per_context = frozen_attention(of.attention, of.call, entered)
+    batch = entered if per_context else entered[:1]
 
     def send(entering: Tensor) -> tuple[Tensor, Tensor]:
         inputs = attention(entering)
@@ -202,7 +202,7 @@ def _split(
     at_zero = send(torch.zeros_like(batch))
 
     def linear(entering: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = send(entering.expand(entered.shape) if attention.per_context else entering)
+        query, key = send(entering.expand(entered.shape) if per_context else entering)
         return query - at_zero[0], key - at_zero[1]
 
     def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def _split(
         part = part.to(of.stream.device, dtype)
         part = part if norm is None else norm.direction(part)
         scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
-        if attention.per_context:
+        if per_context:
             own = linear(part[query] * scale)
             return own if query is key else (own[0], linear(part[key] * scale)[1])
         # Projected once, scaled after: a group's means are those of many contexts.
@@ -228,7 +228,7 @@ def _split(
         "ctx": (level[0] - mean[0], level[1] - mean[1]),
         "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
     }
-    checked = contexts if check_all or attention.per_context else 1
+    checked = contexts if check_all or per_context else 1
     first = each[:checked]
     resid = image(parts.resid(groups[0], checked), first, first)
     if groups[1] is not groups[0]:

@@ -72,14 +72,10 @@ class Source:
             trunk = model
         vocabulary = embedded_tokens(model) if name == "input_ids" else None
         longest = longest_of(model)
+        sample = _sampler(model, vocabulary, longest, lambda: _image_shape(model))
         options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
         if entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
-
-        def sample(length: int) -> Tensor:
-            if vocabulary is not None:
-                return token_ids(vocabulary, min(length, longest or length)).to(device_of(model))
-            return noise_image(model)
 
         def given(batch: Tensor) -> dict[str, Any]:
             dtype = model.dtype if batch.is_floating_point() else batch.dtype
@@ -116,18 +112,12 @@ class Source:
         attention: str | None = None,
     ) -> Source:
         """Describe any module that reads token ids, or pixel values."""
-        trunk = _Trunk(module, forward)
+        trunk, sample = _Trunk(module, forward), _sampler(module, vocabulary, longest, lambda: image)
         chosen = {
             inner
             for name, inner in module.named_modules(remove_duplicate=False)
             if attention is None or f".{name}".endswith(f".{attention}")
         }
-
-        def sample(length: int) -> Tensor:
-            if vocabulary is None:
-                assert image is not None
-                return noise(image).to(device_of(module), dtype_of(module))
-            return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
         def several(length: int) -> Tensor:
             """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
@@ -212,9 +202,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
-
-    def sample(length: int) -> Tensor:
-        return token_ids(vocabulary, min(length, longest - 1 if longest else length)).to(device_of(model))
+    sample = _sampler(model, vocabulary, longest and longest - 1)
 
     def run(ids: Tensor, more: int = 0) -> Any:
         ids = ids.to(device_of(model))
@@ -329,22 +317,27 @@ def embedded_tokens(model: PreTrainedModel) -> int:
         ) from error
 
 
-def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
-    """Draw token ids from a seed."""
-    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-
-
-def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
-    """Draw an image of noise from a seed; `UsageError` where the model reads something else."""
+def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Return channels, rows and columns of an image; `UsageError` where the model reads something else."""
     if model.main_input_name != "pixel_values":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
         )
-    size, channels = model.config.image_size, model.config.num_channels
-    height, width = (size, size) if isinstance(size, int) else size
-    return noise((channels, height, width)).to(device_of(model), model.dtype)
+    size = model.config.image_size
+    return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
 
 
-def noise(shape: tuple[int, int, int]) -> Float[Tensor, "1 channels height width"]:
-    """Draw normal numbers from a seed as pixel values."""
-    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+def _sampler(
+    model: nn.Module, vocabulary: int | None, longest: int | None, image_shape: Callable[[], Any] = tuple
+) -> Callable[[int], Tensor]:
+    """Return what draws a small valid batch from a seed: so many token ids, or an image of noise."""
+
+    def sample(length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if vocabulary is None:
+            image = torch.randn(1, *image_shape(), generator=generator)
+            return image.to(device_of(model), dtype_of(model))
+        ids = torch.randint(vocabulary, (1, min(length, longest or length)), generator=generator)
+        return ids.to(device_of(model))
+
+    return sample

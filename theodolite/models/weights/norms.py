@@ -202,56 +202,53 @@ class _InTurn(nn.Module):
         return self._next()(x)
 
 
-class FrozenAttention:
-    """Queries and keys of an attention module as an affine function of its input, for one call of it.
+def frozen_attention(
+    module: nn.Module, call: Call, entered: Float[Tensor, "batch positions width"]
+) -> tuple[Callable[[Tensor], AttentionInputs], bool]:
+    """Return what arrives at the tap as an affine function of an attention module's input, and whether per context.
 
-    Norms inside the module keep the scales they had for what `entered` (batch, positions, d). `per_context` says that
-    there are some, or that a mask is of all contexts: then batches must be those of `entered`. `WorkError` where a norm
-    cannot be frozen.
+    Norms inside the module keep the scales they had for what `entered`. If there are some, or a mask is of all
+    contexts, batches must be those of `entered`. To be called while `tapped(…, stop_at_tap)` is open; `WorkError` where
+    a norm cannot be frozen.
     """
+    copied = copy_in_dtype(module, entered.dtype)
+    # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
+    dtype = entered.dtype if copied is not module else call.entered.dtype
+    if copied is not module:
+        make_norms_modules(copied)
 
-    def __init__(
-        self, module: nn.Module, call: Call, entered: Float[Tensor, "batch positions width"]
-    ) -> None:
-        self._module = copy_in_dtype(module, entered.dtype)
-        self._call = call
-        # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        self._dtype = entered.dtype if self._module is not module else call.entered.dtype
-        if self._module is not module:
-            make_norms_modules(self._module)
-        self.per_context = False
+    def send(hidden: Tensor) -> AttentionInputs:
+        return run_until_tap(copied, call, hidden.to(dtype))
+
+    per_context = False
+    try:
+        send(entered[:1])
+    except WorkError:
+        per_context = True
+    norms = {norm: name for name, norm in norms_inside(copied)}
+    if not norms:
+        return send, per_context
+    if copied is module:
+        raise WorkError("there are norms inside, and the weights are not here to be copied")
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if len(args) != 1 or not isinstance(output, Tensor):
+            raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
+        calls.setdefault(norm, []).append((args[0], output))
+
+    with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
+        send(entered)
+    for norm, of_norm in calls.items():
+        name = type(norm).__name__
         try:
-            self(entered[:1])
-        except WorkError:
-            self.per_context = True
-        norms = {norm: name for name, norm in norms_inside(self._module)}
-        if not norms:
-            return
-        if self._module is module:
-            raise WorkError("there are norms inside, and the weights are not here to be copied")
-        self.per_context = True
-        calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-        def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-            if len(args) != 1 or not isinstance(output, Tensor):
-                raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
-            calls.setdefault(norm, []).append((args[0], output))
-
-        with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
-            self(entered)
-        for norm, of_norm in calls.items():
-            name = type(norm).__name__
-            try:
-                frozen = [FrozenNorm.verified(norm, x, output, name, EXACT) for x, output in of_norm]
-            except (WorkError, RuntimeError):
-                if not isinstance(norm, FunctionNorm):
-                    raise
-                continue  # of a weight, say: the whole is verified after all
-            self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
-
-    def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
-        """Return what arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
-        return run_until_tap(self._module, self._call, hidden.to(self._dtype))
+            frozen = [FrozenNorm.verified(norm, x, output, name, EXACT) for x, output in of_norm]
+        except (WorkError, RuntimeError):
+            if not isinstance(norm, FunctionNorm):
+                raise
+            continue  # of a weight, say: the whole is verified after all
+        copied.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
+    return send, True
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
