@@ -66,10 +66,6 @@ class TransformedImages:
         colours = pixels.movedim(1, -1).double() * deviation + mean
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
 
-    def grid_of(self, height: int, width: int) -> PatchGrid:
-        """Give the grid of tokens of a picture with so many pixels."""
-        return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
-
 
 @dataclass(frozen=True, eq=False)
 class Images:
@@ -89,7 +85,8 @@ class Images:
     @cached_property
     def grid(self) -> PatchGrid:
         """The tokens of each picture."""
-        return self.reader.grid_of(*self.size)
+        (height, width), (rows, columns) = self.size, self.reader.patch
+        return PatchGrid(height // rows, width // columns, self.reader.before)
 
     @property
     def sha256(self) -> str:

@@ -32,20 +32,17 @@ class Picture:
 
     def open(self) -> Any:
         """Open the image with Pillow: upright, in RGB, of an animation the first frame; or `UsageError`."""
-        image, operations = _pillow()
-        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
-            with image.open(source) as opened:
-                return _eight_bits(operations.exif_transpose(opened), image).convert("RGB")
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            EOFError,
-            struct.error,
-            image.DecompressionBombError,
-        ) as error:
-            why = "no image" if isinstance(error, image.UnidentifiedImageError) else first_line(error)
+            from PIL import Image, ImageOps, UnidentifiedImageError
+        except ImportError as error:
+            raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
+        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
+        unreadable = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+        try:
+            with Image.open(source) as opened:
+                return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
+        except unreadable as error:
+            why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
 
 
@@ -58,14 +55,6 @@ def _eight_bits(opened: Any, image: Any) -> Any:
     values = np.asarray(opened, dtype=np.float64)
     most = 255 if values.max(initial=0) < 256 else 65535
     return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
-
-
-def _pillow() -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
-    return Image, ImageOps
 
 
 def is_image(path: Path) -> bool:

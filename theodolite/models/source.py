@@ -210,9 +210,8 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
             return trunk(input_ids=ids)
         if hears:
             bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
-            encoded = {
-                "input_features": torch.zeros(len(ids), bins, frames).to(device_of(model), model.dtype)
-            }
+            silence = torch.zeros(len(ids), bins, frames)
+            encoded = {"input_features": silence.to(device_of(model), model.dtype)}
         else:
             encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
         return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)

@@ -133,7 +133,8 @@ def _matrices_of(
     projections = _projections(model, layer)
     matrices: list[Matrix] = []
     for path, module in model.structure.blocks[layer].named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
+        chooses_experts = any(ROUTER.fullmatch(part) for part in path.split("."))
+        if isinstance(module, nn.Linear | Conv1D) and not chooses_experts:
             dimension = 1 if isinstance(module, Conv1D) else 0
             whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
             inside = {name: at for name, at in projections.items() if at.module is module}
@@ -276,10 +277,6 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     if len(parts) == 1 and parts[0].rows is not None and bool((parts[0].rows.diff() == 1).all()):
         return [replace(parts[0], rows=None)]
     return parts
-
-
-def _chooses_experts(path: str) -> bool:
-    return any(ROUTER.fullmatch(part) for part in path.split("."))
 
 
 def _refuse_shared(matrices: list[Matrix], owners: dict[int, str]) -> None:

@@ -90,8 +90,7 @@ class Rows:
     def of(self, tensor: Tensor) -> Float[Tensor, "features width"]:
         """Take the rows, head by head, of a tensor of the parameter's shape; a view where that is possible."""
         assert self.input_dim is not None
-        by_row = tensor.movedim(self.input_dim, -1)
-        by_row = by_row if by_row.ndim == 2 else by_row.flatten(0, -2)
+        by_row = tensor.movedim(self.input_dim, -1).flatten(0, -2)
         if not isinstance(self.span, slice):
             return by_row.index_select(0, self.span.to(by_row.device))
         if self.span == slice(0, len(by_row)):
