@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, tap_by_door, tap_functions_of, tapped
+from theodolite.models.doors.pytorch import attention_not_followed
+from theodolite.models.doors.taps import tap_by_door, tap_functions_of, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from theodolite.models.doors.answers import Intervention, Tap, intervening, with_tap
-from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
+from theodolite.models.doors.answers import Intervention, OpenIntervention, Tap, intervening, with_tap
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
@@ -92,7 +91,9 @@ def intervened(
         of_inputs: it changes the inputs, and of the output only what follows from it.
         whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
     """
-    with _opened(model) as modules, intervening(modules, module, intervene, of_inputs, whole_cache):
+    modules = frozenset(model.modules())
+    opened = OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
+    with _opened(model), intervening(opened):
         yield
 
 
