@@ -104,7 +104,7 @@ def position_columns(x: np.ndarray, grid: tuple[int, int] | None = None) -> dict
 
     With a grid of rows and columns, frequencies are of the plane, and all positions are neighbours.
     """
-    contexts, length, width = x.shape
+    contexts, _, width = x.shape
     group = np.arange(contexts) * 8 // contexts
     kinds = np.unique(group)
     p = np.stack([x[group == g].mean(0) for g in kinds])
