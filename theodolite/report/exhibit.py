@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 
 from theodolite.passes.run import Run
 from theodolite.report.data import array, blocks, column, evenly, heads_per_block, residual_layers
-from theodolite.report.drawing.grammar import Sketch, Sketched
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -47,14 +46,14 @@ class Choice:
 
     name: str
     options: list[Option]
-    draw: Callable[[str], go.Figure | Sketch]
+    draw: Callable[[str], go.Figure]
     mode: str = "picker"
     grid: Sequence[str] = ()
     start: int = 0
 
     def variants(self) -> dict[str, list[Patch]]:
         """Return, for every option, the entries of each trace that are not the same in all options."""
-        traces = {option.key: _traces(self.draw(option.key)) for option in self.options}
+        traces = {option.key: traces_of(self.draw(option.key)) for option in self.options}
         changing = _changing(traces)
         return {
             key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(each)]
@@ -62,8 +61,9 @@ class Choice:
         }
 
 
-def _traces(figure: go.Figure | Sketch) -> list[Patch]:
-    return figure.traces if isinstance(figure, Sketch) else list(figure.to_plotly_json()["data"])
+def traces_of(figure: go.Figure) -> list[Patch]:
+    """Return the traces of a figure as dictionaries, without its layout and template, which take long to copy."""
+    return [trace.to_plotly_json() for trace in figure.data]
 
 
 def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
@@ -102,7 +102,7 @@ class Exhibit:
     wide: bool = False
 
 
-Draw = Callable[..., go.Figure | Sketch]
+Draw = Callable[..., go.Figure]
 Picker = Callable[[Run, Draw], Choice]
 
 _DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
@@ -165,8 +165,7 @@ class SurveyExhibit:
     def of(self, run: Run) -> Exhibit:
         """Return the exhibit of one run."""
         given = self.arguments(run)
-        sketch = self.function.sketch if isinstance(self.function, Sketched) else self.function
-        choice = self.picker and self.picker(run, lambda **chosen: sketch(run, **given | chosen))
+        choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
         if choice and self.small:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
         shows = self.describes(run) if self.describes else self.shows
@@ -202,7 +201,7 @@ def _has(run: Run, need: str) -> bool:
 def by_name(
     kind: str,
     names: Sequence[str],
-    draw: Callable[[int], go.Figure | Sketch],
+    draw: Callable[[int], go.Figure],
     *,
     grid: bool = False,
     start: int = 0,
@@ -213,7 +212,7 @@ def by_name(
     return Choice(kind, options, lambda key: draw(int(key)), grid=shown, start=start)
 
 
-def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: bool = False) -> Choice:
+def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False) -> Choice:
     """Offer residual layers, the middle one first."""
     names = [f"layer {layer}" for layer in range(count)]
     return by_name("layer", names, draw, grid=grid, start=count // 2)
@@ -234,7 +233,7 @@ def by_head(run: Run, draw: Draw) -> Choice:
     places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
     options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
 
-    def of_head(key: str) -> go.Figure | Sketch:
+    def of_head(key: str) -> go.Figure:
         layer, head = map(int, key.split(","))
         return draw(layer=layer, head=head)
 

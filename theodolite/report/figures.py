@@ -103,7 +103,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         of_block = "head" in bound.arguments or exhibit.picker is by_block
         _check(bound.arguments, of_block=of_block)
         words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
-        return style.alone(draw(*args, **kwargs), *words)
+        return style.alone(go.Figure(draw(*args, **kwargs)), *words)
 
     return drawn
 

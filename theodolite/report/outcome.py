@@ -35,7 +35,6 @@ from theodolite.judging import (
 from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
 from theodolite.report.data import records
-from theodolite.report.drawing.grammar import Sketch
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.files import (
@@ -138,8 +137,7 @@ class Outcome:
         """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
         choice = None
         if isinstance(figure, Choice):
-            choice, first = figure, figure.draw(figure.options[figure.start].key)
-            figure = first.figure if isinstance(first, Sketch) else first
+            choice, figure = figure, figure.draw(figure.options[figure.start].key)
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
@@ -35,7 +36,7 @@ from theodolite.passes.run import Run
 from theodolite.report import content, health, style
 from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.exhibit import SECTIONS, Exhibit, Option
+from theodolite.report.exhibit import SECTIONS, Exhibit, Option, traces_of
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
@@ -282,27 +283,21 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
 
     `variants`: key → one patch a trace, laid over the trace's own entries.
     """
-    content = figure.to_plotly_json()
-    content["layout"].pop("template", None)
-    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
+    data, layout = traces_of(figure), figure.layout.to_plotly_json()
+    layout.pop("template", None)
+    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in data]
 
     def packed(traces: list[Patch]) -> list[Patch]:
         pairs = zip(traces, cosines, strict=True)
         return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
 
     patches = {key: packed(traces) for key, traces in variants.items()}
-    return script_json(
-        _plain({"data": packed(content["data"]), "layout": content["layout"], "variants": patches})
-    )
+    return script_json(_plain({"data": packed(data), "layout": layout, "variants": patches}))
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
     """Pack the trace's z in steps of 1/100, a byte a cell."""
-    z = trace["z"]
-    if isinstance(z, dict):
-        shape = tuple(int(size) for size in z["shape"].split(","))
-        z = np.frombuffer(base64.b64decode(z["bdata"]), dtype=z["dtype"]).reshape(shape)
-    steps = np.rint(np.clip(z, -1, 1) * COSINE_STEPS)
+    steps = np.rint(np.clip(trace["z"], -1, 1) * COSINE_STEPS)
     packed = _typed(np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8))
     return trace | {"z": packed | {"steps": COSINE_STEPS}}
 
@@ -325,6 +320,8 @@ def _plain(value: Any) -> Any:
     """Convert `value` to plain JSON: arrays packed, numpy numbers made plain, and NaN made null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, pd.Series):
+        value = value.to_numpy()
     if isinstance(value, np.ndarray):
         return _typed(value) if value.dtype.kind in "fi" else _plain(value.tolist())
     if isinstance(value, list | tuple):

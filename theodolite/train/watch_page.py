@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from theodolite.estimates import Floats
 from theodolite.report import page, style
 from theodolite.report.content import Tile
-from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import Panel, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
@@ -287,7 +287,7 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
 
 def head_map(
     measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
-) -> Sketch:
+) -> go.Figure:
     """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
     names = [_place(place) for place in places]
     x, groups = _grouped(steps, values, names, max(100, min(POINTS, CELLS // len(places))))
@@ -307,7 +307,7 @@ def head_map(
     lines_between = [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]]
     layout = {"yaxis": rows, "shapes": lines_between, "margin": {"t": 12}}
     height = min(MAP_HEIGHT[1], max(MAP_HEIGHT[0], 90 + ROW * len(places)))
-    return Sketch([cells_of_heads, crosses], "step", "", height, layout)
+    return style.figure([cells_of_heads, crosses], "step", "", height=height, layout=layout)
 
 
 def where(alarm: Alarm) -> str:

@@ -14,7 +14,7 @@ from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import array, column, evenly, grid_of, need, provenance
-from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, dots, heat, line
+from theodolite.report.drawing.grammar import cosine_map, dots, heat, line
 from theodolite.report.exhibit import by_residual_layer, exhibit
 from theodolite.report.style import order_colour
 from theodolite.system.wording import for_plotly
@@ -35,8 +35,7 @@ def _components(run: Run, layer: int) -> tuple[Any, Any]:
 
 
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
-@Sketched
-def spiral(run: Run, layer: int = 0) -> Sketch:
+def spiral(run: Run, layer: int = 0) -> go.Figure:
     """Draw the positional basis and cvecs of one layer on the positional basis' first two principal components.
 
     Song & Zhong 2024, Fig. 1. Positions run from violet to green; cvecs are the red points.
@@ -60,12 +59,11 @@ def spiral(run: Run, layer: int = 0) -> Sketch:
     )
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}
-    return Sketch(traces, "component 1", "component 2", 400, layout)
+    return style.figure(traces, "component 1", "component 2", height=400, layout=layout)
 
 
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
-@Sketched
-def waves(run: Run, layer: int = 0) -> Sketch:
+def waves(run: Run, layer: int = 0) -> go.Figure:
     """Draw the positional basis' first three principal components against position: waves of rising frequency."""
     positions, points = _components(run, layer)
     traces: list[dict[str, Any]] = []
@@ -73,7 +71,7 @@ def waves(run: Run, layer: int = 0) -> Sketch:
         name, colour = f"component {component + 1}", order_colour(component / 2)
         hover = f"position %{{x}}<br>{name}: %{{y:.4g}}<extra></extra>"
         traces += line(positions, points[:, component], name, colour, width=2, hover=hover)
-    return Sketch(traces, "position", "projection", 340)
+    return style.figure(traces, "position", "projection", height=340)
 
 
 @exhibit()
@@ -131,8 +129,7 @@ def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str
 
 
 @exhibit(picker=by_residual_layer)
-@Sketched
-def gram(run: Run, layer: int = 0) -> Sketch:
+def gram(run: Run, layer: int = 0) -> go.Figure:
     """Draw the normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
 
     Song & Zhong 2024, Fig. 2. Positions first, then contexts ordered by label.
@@ -142,7 +139,7 @@ def gram(run: Run, layer: int = 0) -> Sketch:
     ticks = [(len(positions) / 2, "positions →")]
     if contexts:
         ticks.append((len(positions) + len(contexts) / 2, "contexts, by label"))
-    return cosine_map.sketch(
+    return cosine_map(
         need(run, "gram")[layer][np.ix_(rows, rows)],
         _gram_names(run, positions, contexts),
         "cosine",
@@ -154,8 +151,7 @@ def gram(run: Run, layer: int = 0) -> Sketch:
 
 
 @exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
-@Sketched
-def dct(run: Run, layer: int = 0) -> Sketch:
+def dct(run: Run, layer: int = 0) -> go.Figure:
     """Draw the lowest 10 × 10 coefficients of the 2-D DCT of the positional Gram matrix, over the layer's largest.
 
     Song & Zhong 2024, Fig. 3, right.
@@ -163,7 +159,7 @@ def dct(run: Run, layer: int = 0) -> Sketch:
     return spectrum_sketch(need(run, "dct")[layer], "frequency", "frequency")
 
 
-def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
+def spectrum_sketch(coefficients: Floats, x: str, y: str) -> go.Figure:
     """Draw the magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: axes."""
     magnitudes = np.abs(coefficients)
     largest = magnitudes.max()
@@ -184,4 +180,4 @@ def spectrum_sketch(coefficients: Floats, x: str, y: str) -> Sketch:
     )
     axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
-    return Sketch([cells], x, y, 440, layout)
+    return style.figure([cells], x, y, height=440, layout=layout)

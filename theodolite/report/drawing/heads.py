@@ -33,7 +33,7 @@ from theodolite.report.data import (
     need,
     offered,
 )
-from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, line, reference
+from theodolite.report.drawing.grammar import dots, head_cells, line, reference
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
 from theodolite.report.findings import regime_agreement
 from theodolite.system.wording import for_plotly, number
@@ -142,8 +142,7 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 
 
 @exhibit(picker=_by_measure, given={"measure": lambda run: head_measures(run)[0].name})
-@Sketched
-def head_map(run: Run, measure: str) -> Sketch:
+def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
@@ -155,7 +154,7 @@ def head_map(run: Run, measure: str) -> Sketch:
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
     entries = (_of_regimes if is_name else _of_amounts)(run, described)
-    return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
+    return head_cells(**entries, hover=hover, customdata=head_notes(run))
 
 
 @exhibit()
@@ -224,8 +223,7 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
 
 @exhibit("spectrum-data", picker=by_head, given={"name": "spectrum_data"})
 @exhibit(picker=by_head)
-@Sketched
-def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
+def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
     """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
 
     The other d − d_h eigenvalues are 0 and not drawn.
@@ -235,7 +233,7 @@ def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") ->
     hover = "%{x:.4g} + %{y:.4g} i<extra></extra>"
     points = dots(x, y, None, None, style.PREDICTED, hover, marker=look)
     layout = {"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}}
-    return Sketch([points], "real part", "imaginary part", 360, layout)
+    return style.figure([points], "real part", "imaginary part", height=360, layout=layout)
 
 
 def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -244,8 +242,7 @@ def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 @exhibit(picker=by_head)
-@Sketched
-def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
@@ -267,7 +264,9 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     if not traces:
         raise UsageError("this run has no propagation curve of any head")
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
-    return Sketch(traces, "position in the context, θ = i/T", "propagation probability ρ", 360, layout)
+    return style.figure(
+        traces, "position in the context, θ = i/T", "propagation probability ρ", height=360, layout=layout
+    )
 
 
 def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
@@ -276,8 +275,7 @@ def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
 
 
 @exhibit(picker=by_head)
-@Sketched
-def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw the mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
     values = need(run, "entropy_by_position")
     shown = _thinned(run, values.shape[2])
@@ -286,4 +284,4 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover)
     traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
     layout = {"yaxis": {"rangemode": "tozero"}}
-    return Sketch(traces, "position of the query", "entropy in nats", 360, layout)
+    return style.figure(traces, "position of the query", "entropy in nats", height=360, layout=layout)

@@ -22,7 +22,7 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import grid_of, need
 from theodolite.report.drawing.geometry import spectrum_sketch
-from theodolite.report.drawing.grammar import Panel, Sketch, Sketched, heat, panels
+from theodolite.report.drawing.grammar import Panel, heat, panels
 from theodolite.report.exhibit import by_block, by_residual_layer, exhibit
 from theodolite.system.wording import for_plotly
 
@@ -57,8 +57,7 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
 
 
 @exhibit(picker=by_residual_layer)
-@Sketched
-def patch_frequencies(run: Run, layer: int = 0) -> Sketch:
+def patch_frequencies(run: Run, layer: int = 0) -> go.Figure:
     """Draw how much of the positional basis each frequency of rows and columns holds, over the largest."""
     rows, columns = _need_grid(run).shape
     lowest = need(run, "dct")[layer][:rows, :columns]

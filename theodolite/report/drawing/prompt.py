@@ -137,7 +137,7 @@ def coloured(
         colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
     """
     texts = [token_names(tokens)] * len(names)
-    image = go.Image(z=colours, text=texts, hovertemplate="%{text}<extra></extra>")
+    image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
     rows = {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
