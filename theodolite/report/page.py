@@ -33,14 +33,13 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
-from theodolite.report import content, health, style
+from theodolite.report import content, findings, style
 from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option, traces_of
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
-from theodolite.report.summary import summarise
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import number, visible
 
@@ -127,11 +126,9 @@ def render(run: Run) -> str:
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)
-    tiles, checks = content.tiles(run), health.checks(run)
+    tiles, checks = content.tiles(run), findings.checks(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     shown = {section for section, drawn in blocks.items() if drawn} | ({"sinks"} if any(sinks) else set())
-    findings = summarise(run)
-    sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in findings}
     return rendered(
         "page.html.j2",
         {
@@ -142,11 +139,12 @@ def render(run: Run) -> str:
                 ("#tables", "Tables"),
                 ("#provenance", "Provenance"),
             ],
-            "health": health.in_a_line(checks),
+            "health": findings.in_a_line(checks),
             **by_answer(checks),
             "topics": [
-                (topic, target if target in shown else "", [finding.text for finding in findings[topic]])
-                for topic, target in sections.items()
+                (topic, section if section in shown else "", [finding.text for finding in told])
+                for topic, told in findings.summarise(run).items()
+                for section in [SHOWN_IN.get(topic, topic.lower())]
             ],
             "tiles": tiles,
             "untrained": content.beside_untrained(run, untrained) if untrained else None,
@@ -189,9 +187,9 @@ def _named(run: Run) -> dict[str, str]:
 
 def as_html(run: Run) -> str:
     """Summarise a run for a notebook, without scripts: model, text, health, key numbers, the strongest heads."""
-    checks = health.checks(run)
+    checks = findings.checks(run)
     values = _named(run) | {
-        "health": health.in_a_line(checks) if checks else "",
+        "health": findings.in_a_line(checks) if checks else "",
         "flagged": by_answer(checks)["flagged"][:FLAGGED],
         "tiles": content.tiles(run),
         "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
