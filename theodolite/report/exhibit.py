@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.data import array, blocks, column, evenly, heads_per_block, residual_layers
+from theodolite.report.data import blocks, evenly, heads_per_block, residual_layers
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -125,7 +126,7 @@ class SurveyExhibit:
 
     Attributes:
         key: its name in `exhibits.toml`, which has title, shows, look_for, source, unhealthy, wide.
-        needs: such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
+        when: what must hold of a run besides that it has the numbers, without which the function raises `UsageError`.
         picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
         alone: whether `report.figures` has it.
         given: further arguments of the function, or functions of the run that give them.
@@ -142,7 +143,6 @@ class SurveyExhibit:
     unhealthy: str = ""
     wide: bool = False
     small: bool = False
-    needs: Sequence[str] = ()
     picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
@@ -152,25 +152,23 @@ class SurveyExhibit:
 
     def available(self, run: Run) -> bool:
         """Tell whether the run has every number that the figure needs."""
-        return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
+        return self.of(run) is not None
 
-    def arguments(self, run: Run) -> dict[str, Any]:
-        """Return what the function takes besides the run."""
-        return {name: value(run) if callable(value) else value for name, value in self.given.items()}
-
-    def draw(self, run: Run) -> go.Figure:
-        """Draw the figure as a page first has it."""
-        return self.function(run, **self.arguments(run))
-
-    def of(self, run: Run) -> Exhibit:
-        """Return the exhibit of one run."""
-        given = self.arguments(run)
+    def of(self, run: Run) -> Exhibit | None:
+        """Draw the figure of a run with its caption and picker; None where the run lacks what it needs."""
+        if self.when is not None and not self.when(run):
+            return None
+        try:
+            given = {name: value(run) if callable(value) else value for name, value in self.given.items()}
+            figure = self.function(run, **given)
+        except UsageError:
+            return None
         choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
         if choice and self.small:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
         shows = self.describes(run) if self.describes else self.shows
         caption = shows, self.look_for, self.source, self.unhealthy
-        return Exhibit(self.key, self.title, self.draw(run), *caption, choice, self.wide)
+        return Exhibit(self.key, self.title, figure, *caption, choice, self.wide)
 
 
 DECLARED: dict[str, SurveyExhibit] = {}
@@ -189,13 +187,6 @@ def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
         return function
 
     return declare
-
-
-def _has(run: Run, need: str) -> bool:
-    kind, name = need.split(".", 1)
-    if kind == "arrays":
-        return array(run, name) is not None
-    return column(getattr(run, kind), name) is not None
 
 
 def by_name(

@@ -122,7 +122,7 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """Render the page as one string of HTML."""
     blocks = {
-        section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
+        section: [block_of(drawn) for one in EXHIBITS if one.section == section and (drawn := one.of(run))]
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)

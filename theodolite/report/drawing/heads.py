@@ -141,7 +141,11 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
     return Choice("measure", options, lambda key: draw(measure=key), grid=shown)
 
 
-@exhibit(picker=_by_measure, given={"measure": lambda run: head_measures(run)[0].name})
+@exhibit(
+    picker=_by_measure,
+    when=lambda run: bool(head_measures(run)),
+    given={"measure": lambda run: head_measures(run)[0].name},
+)
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
     described = columns_of(run, "heads")[measure]

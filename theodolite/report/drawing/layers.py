@@ -64,16 +64,15 @@ def _chart(
     """Draw columns of the layer table against the layer, those that the run has, over the traces `below`.
 
     Raises:
-        UsageError: the run has none of them.
+        UsageError: the run lacks the first of them.
     """
+    need_column(run.layers, next(iter(curves)))
     drawn = [
         trace
         for name, look in curves.items()
         if column(run.layers, name) is not None
         for trace in _curve(run, name, *look)
     ]
-    if not drawn:
-        need_column(run.layers, next(iter(curves)))
     drawn += _floors(run, curves)
     layout = {"xaxis": style.layer_axis(layer_numbers(run)), "yaxis": yaxis}
     return style.figure([*below, *drawn], "layer", y, layout=layout)
