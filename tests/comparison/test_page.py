@@ -13,7 +13,7 @@ from theodolite import compare
 from theodolite.comparison.page import FIGURES, experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import by_name, traces_of
+from theodolite.report.exhibit import by_name
 from theodolite.report.outcome import render
 
 
@@ -53,7 +53,7 @@ def test_the_picker_gives_the_figure_of_the_other_table(audits, place):
     for name in FIGURES.keys() - {"matched heads", "outlier dimensions"}:
         draw = FIGURES[name]
         tables = [audit.part(name).table for audit in audits]
-        first, expected = (traces_of(draw(tables[index])) for index in (1 - place, place))
+        first, expected = (draw(tables[index]).to_plotly_json()["data"] for index in (1 - place, place))
         choice = by_name("model", ["first", "second"], lambda index, of=tables, draw=draw: draw(of[index]))
         for trace, changed, other in zip(first, choice.variants()[str(place)], expected, strict=True):
             drawn = {key: value for key, value in (trace | changed).items() if value is not None}

@@ -54,17 +54,12 @@ class Choice:
 
     def variants(self) -> dict[str, list[Patch]]:
         """Return, for every option, the entries of each trace that are not the same in all options."""
-        traces = {option.key: traces_of(self.draw(option.key)) for option in self.options}
+        traces = {option.key: self.draw(option.key).to_plotly_json()["data"] for option in self.options}
         changing = _changing(traces)
         return {
             key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(each)]
             for key, each in traces.items()
         }
-
-
-def traces_of(figure: go.Figure) -> list[Patch]:
-    """Return the traces of a figure as dictionaries, without its layout and template, which take long to copy."""
-    return [trace.to_plotly_json() for trace in figure.data]
 
 
 def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
@@ -81,11 +76,8 @@ def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
-    return bool(a == b)
+    """Compare two entries; Plotly leaves arrays of words, and empty ones, to numpy."""
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else bool(a == b)
 
 
 @dataclass(frozen=True)

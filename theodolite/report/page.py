@@ -14,7 +14,6 @@ import base64
 import functools
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
@@ -36,7 +35,7 @@ from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
 from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.exhibit import SECTIONS, Exhibit, Option, traces_of
+from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
@@ -272,7 +271,7 @@ def themes() -> dict[str, Any]:
 
 def script_json(value: Any) -> str:
     """Encode `value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
-    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(value, cls=PlotlyJSONEncoder, sort_keys=True, separators=(",", ":"))
     return text.translate(_UNSAFE)
 
 
@@ -281,51 +280,22 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
 
     `variants`: key → one patch a trace, laid over the trace's own entries.
     """
-    data, layout = traces_of(figure), figure.layout.to_plotly_json()
-    layout.pop("template", None)
-    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in data]
+    content = figure.to_plotly_json()
+    content["layout"].pop("template", None)
+    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
 
     def packed(traces: list[Patch]) -> list[Patch]:
         pairs = zip(traces, cosines, strict=True)
         return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
 
     patches = {key: packed(traces) for key, traces in variants.items()}
-    return script_json(_plain({"data": packed(data), "layout": layout, "variants": patches}))
+    return script_json(content | {"data": packed(content["data"]), "variants": patches})
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
     """Pack the trace's z in steps of 1/100, a byte a cell."""
-    steps = np.rint(np.clip(trace["z"], -1, 1) * COSINE_STEPS)
-    packed = _typed(np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8))
-    return trace | {"z": packed | {"steps": COSINE_STEPS}}
-
-
-def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Encode a numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
-    dtype = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
-    if dtype is not None:
-        values = values.astype(dtype, copy=False)
-    spec: dict[str, Any] = {
-        "dtype": f"{values.dtype.kind}{values.dtype.itemsize}",
-        "bdata": base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii"),
-    }
-    if values.ndim > 1:
-        spec["shape"] = ", ".join(str(size) for size in values.shape)
-    return spec
-
-
-def _plain(value: Any) -> Any:
-    """Convert `value` to plain JSON: arrays packed, numpy numbers made plain, and NaN made null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, pd.Series):
-        value = value.to_numpy()
-    if isinstance(value, np.ndarray):
-        return _typed(value) if value.dtype.kind in "fi" else _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    cosines = np.frombuffer(base64.b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
+    steps = np.rint(np.clip(cosines, -1, 1) * COSINE_STEPS)
+    cells = np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8)
+    packed = {"dtype": "i1", "bdata": base64.b64encode(cells).decode("ascii"), "steps": COSINE_STEPS}
+    return trace | {"z": trace["z"] | packed}
