@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 import itertools
 import os
-import resource
 from pathlib import Path
 
 import pytest
 
+from benchmarks.timing import peak_memory
 from tests.calls import call
 from tests.checkpoints import byte_tokenizer
 from tests.processes import Started
@@ -93,7 +93,7 @@ def _peaks(*paths: Path) -> None:
     for path in paths:
         for document in texts.read_path(path):
             list(itertools.islice(encode(tokenizer, document.text), 50))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+        print(peak_memory() >> 20)
 
 
 @pytest.mark.slow

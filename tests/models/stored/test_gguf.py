@@ -420,9 +420,9 @@ def test_the_real_tokenizers(real):
 @pytest.mark.parametrize(("name", "architecture"), [("smollm2", "llama"), ("gemma3", "gemma3")])
 def test_real_weights_are_those_that_gguf_decodes(name, architecture, real):
     """Q4_1 and Q8_0; Q4_K, Q5_0, Q6_K and Q8_0: to the bit. Opening takes the model's memory and one tensor's."""
-    code = "import resource, sys, psutil\nfrom theodolite import open_model\nimport theodolite.models.stored.gguf\n"
-    code += "before = psutil.Process().memory_info().rss\nopen_model(sys.argv[1])\n"
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)"
+    code = "import sys\nfrom benchmarks.timing import peak_memory\nfrom theodolite import open_model\n"
+    code += "import theodolite.models.stored.gguf\nbefore = peak_memory()\nopen_model(sys.argv[1])\n"
+    code += "print(peak_memory() - before)"
     done = subprocess.run(
         [sys.executable, "-c", code, real(name)], capture_output=True, text=True, check=True
     )

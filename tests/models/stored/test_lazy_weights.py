@@ -175,12 +175,13 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
 
 
 PEAKS = """
-import resource, sys
+import sys
+from benchmarks.timing import peak_memory
 from theodolite.models import open_weights
 for folder in sys.argv[1:]:
     model = open_weights(folder, say=sys.exit)
     assert all(model.head_weights(layer).w_q.any() for layer in range(model.layers))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    print(peak_memory())
 """
 
 
