@@ -5,14 +5,11 @@ Tokens before the patches ([CLS], registers) are cells above a picture, in their
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import plotly.graph_objects as go
+from plotly import express
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.patches import PatchGrid
@@ -120,17 +117,5 @@ def _data_uri(picture: Any) -> str:
     """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
     step = -(-max(picture.shape[:2]) // MOST_PIXELS)
     pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
-    return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
-
-
-def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode a picture (rows, columns, 3) in RGB as PNG, by hand because no picture library is a dependency.
-
-    Source: PNG specification, third edition, 5 and 11.
-    """
-    height, width = pixels.shape[:2]
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each line begins with its filter: 0, none
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # colour type 2: three bytes a pixel
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
-    parts = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+    image = express.imshow(pixels, binary_string=True, binary_backend="pypng", binary_compression_level=9)
+    return str(image.data[0].source)
