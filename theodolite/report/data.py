@@ -149,11 +149,9 @@ def mean_over_layers(
     return float(values[finite].mean()), float(values[finite].std()), error
 
 
-def layer_average(
-    run: Run, name: str, among: slice | npt.NDArray[np.bool_] = slice(None)
-) -> tuple[Estimate, float]:
-    """Return `mean_over_layers` of a column (of some rows) as an estimate, and the standard deviation over layers."""
-    mean, deviation, error = mean_over_layers(value_of(run, name)[among], error_of(run, name)[among])
+def layer_average(run: Run, name: str) -> tuple[Estimate, float]:
+    """Return `mean_over_layers` of a column as an estimate, and the standard deviation over layers."""
+    mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
     return Estimate(mean, error, *OF_GROUPS), deviation
 
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -108,37 +108,14 @@ class Outcome:
         self.readings.append(Reading(quantity, here, paper))
 
     def claim(
-        self,
-        claim: str,
-        what: str,
-        estimate: Estimate | Estimates | float,
-        criterion: Criterion,
-        more: str = "",
+        self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
     ) -> None:
-        """Judge a claim, as `judge` does; `more` ends its evidence."""
-        verdict = judge(claim, what, estimate, criterion)
-        self.verdicts.append(replace(verdict, evidence=verdict.evidence + more))
+        """Judge a claim, as `judge` does."""
+        self.verdicts.append(judge(claim, what, estimate, criterion))
 
     def cannot_test(self, claim: str, why: str) -> None:
         """Say why a claim is not testable here."""
         self.verdicts.append(untestable(claim, why))
-
-    def figure(
-        self,
-        key: str,
-        title: str,
-        figure: go.Figure | Choice,
-        shows: str,
-        look_for: str,
-        source: str,
-        *,
-        wide: bool = False,
-    ) -> None:
-        """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
-        choice = None
-        if isinstance(figure, Choice):
-            choice, figure = figure, figure.draw(figure.options[figure.start].key)
-        self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
         """Show a figure under its caption of `figures.toml`, which `values` fill."""
@@ -147,9 +124,12 @@ class Outcome:
     def captioned(
         self, key: str, figure: go.Figure | Choice, caption: Mapping[str, Any], values: Mapping[str, object]
     ) -> None:
-        """Show a figure under a caption, whose texts `values` fill."""
+        """Show a figure, or what its picker offers, under a caption, whose texts `values` fill."""
         texts = {name: text.format(**values) for name, text in caption.items() if values and name != "wide"}
-        self.figure(key, figure=figure, **{**caption, **texts})
+        choice = None
+        if isinstance(figure, Choice):
+            choice, figure = figure, figure.draw(figure.options[figure.start].key)
+        self.exhibits.append(Exhibit(key, figure=figure, choice=choice, **{**caption, **texts}))
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:

@@ -231,10 +231,10 @@ def static_text(name: str) -> str:
 
 
 @functools.cache
-def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     """Set up jinja2: every value is escaped, and a missing one is an error."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader(package, folder),
+        loader=jinja2.PackageLoader("theodolite.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

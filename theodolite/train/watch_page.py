@@ -45,7 +45,6 @@ POINTS, CELLS = 500, 50_000
 
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
-SOURCE = "docs/monitor.md"
 MAP_HEIGHT = (260, 760)  # pixels, least and most
 ROW = 14
 
@@ -140,44 +139,16 @@ def _exhibits(record: Record) -> list[Exhibit]:
     alarms = record.alarms[-MARKED:]
     outcome = Outcome()
     if shown:
-        outcome.figure(
-            "lines",
-            "Over the steps",
-            lines(shown, alarms),
-            "Black: the head nearest to an alarm (for the rank, the layer); hover for its name. Grey: the mean of "
-            "all. Dotted: the default alarm limit. Dashed: the first alarm of each kind. Where looks share a point, "
-            "the one nearest to an alarm is drawn, and the loss as a band.",
-            "entropy and ρ that fall while the loss does not yet show anything.",
-            SOURCE,
-            wide=True,
-        )
+        outcome.show("watch", "lines", lines(shown, alarms))
     maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
     if not maps:
         return outcome.exhibits
-    outcome.figure(
-        "alarms",
-        "Alarms",
-        alarm_strip(alarms, steps),
-        "One mark per alarm, at the look that raised it; the list is below. A head or layer alarms once for each kind "
-        "until it has recovered.",
-        "several kinds at once, or heads that follow one another.",
-        SOURCE,
-        wide=True,
-    )
+    outcome.show("watch", "alarms", alarm_strip(alarms, steps))
     options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-    sketches = {
+    figures = {
         column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
     }
-    outcome.figure(
-        "heads",
-        "Every head over the steps",
-        Choice("colour", options, sketches.__getitem__, mode="buttons"),
-        "One row per head, the first block on top; one column per look, as wide as its steps. Crosses: where a head "
-        "began to alarm. Where looks share a column, the one nearest to an alarm is drawn.",
-        "rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
-        SOURCE,
-        wide=True,
-    )
+    outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__, mode="buttons"))
     return outcome.exhibits
 
 

@@ -259,14 +259,13 @@ def panels(
     *,
     height: int = PANEL_HEIGHT,
     gaps: tuple[float, float] = GAPS,
-    widths: Sequence[float] | None = None,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
     """Draw panels side by side, `across` of them in a row of `height` pixels, each under its title.
 
     Args:
         shown: row by row; None leaves a place empty.
-        gaps: between them, of the width and of the height of all. widths: of the columns, relative; None: equal.
+        gaps: between them, of the width and of the height of all.
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
@@ -277,7 +276,6 @@ def panels(
         subplot_titles=[_heading(panel) for panel in places.values()],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
-        column_widths=widths,
     )
     titles = itertools.count()
     for (row, column), panel in places.items():

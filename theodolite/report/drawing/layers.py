@@ -261,10 +261,10 @@ def massive_activations(run: Run) -> go.Figure:
     return style.figure(drawn, "layer", "count", layout=layout)
 
 
-def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
-    """Pick the columns with the largest maxima, `most` at most, and return them in order."""
+def largest_columns(values: Floats) -> list[int]:
+    """Pick the columns with the largest maxima, `DIMENSIONS` at most, and return them in order."""
     highest = np.nan_to_num(values).max(axis=0)
-    return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
+    return sorted(np.argsort(-highest, kind="stable")[:DIMENSIONS].tolist())
 
 
 @exhibit()
