@@ -1,4 +1,4 @@
-"""Figures of heads: all of them as maps and on the plane of their spectra, and one head's curves.
+"""Figures of heads: all of them as maps and on the plane of their spectra, one head's curves, sinks by position.
 
 Blocks are counted from 0. Curves are thinned to a bounded number of positions, never smoothed.
 """
@@ -18,6 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import (
@@ -33,10 +34,18 @@ from theodolite.report.data import (
     need,
     offered,
 )
-from theodolite.report.drawing.grammar import dots, head_cells, line, reference
+from theodolite.report.drawing.grammar import (
+    dots,
+    head_cells,
+    heat,
+    line,
+    map_height,
+    reference,
+    rows_down,
+)
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
 from theodolite.report.findings import regime_agreement
-from theodolite.system.wording import for_plotly, number
+from theodolite.system.wording import for_plotly, head_name, number, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS, FEW_CURVE_POINTS = 128, 48
@@ -50,6 +59,14 @@ REGIME_COLOURS = {
     "late-site": style.order_colour(1.0),
     "uniform": style.REFERENCE,
     "vanishing": style.VERMILLION,
+}
+POSITION_BINS = 128
+LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
+KIND_NAMES = {
+    "first": "first token",
+    "later": "later token",
+    "learned": "learned column",
+    "local": "local sink",
 }
 NOTE_COLUMNS = (
     "entropy",
@@ -289,3 +306,36 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
     layout = {"yaxis": {"rangemode": "tozero"}}
     return style.figure(traces, "position of the query", "entropy in nats", height=360, layout=layout)
+
+
+@exhibit()
+def sinks_by_position(run: Run) -> go.Figure:
+    """Draw the share of contexts in which each position is a sink of the strongest head of each block.
+
+    Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
+    """
+    strongest = np.nan_to_num(need(run, "sink_by_position")).max(axis=1)
+    length = strongest.shape[1]
+    starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
+    largest = np.maximum.reduceat(strongest, starts, axis=1)
+    lasts = [start - 1 for start in [*starts[1:], length]]
+    names = [str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, lasts, strict=True)]
+    cells = heat(
+        largest,
+        0,
+        max(float(largest.max(initial=0.0)), LEAST_SCALE),
+        "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
+        bar=style.colour_bar("share of contexts", tickformat=".0%"),
+        customdata=[names] * len(largest),
+    )
+    ticks = evenly(len(names), 9)
+    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
+    layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
+    height = map_height(len(largest))
+    return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
+
+
+def sink_name(row: pd.Series) -> str:
+    """Name a head and its sink: `L4H1 “↵”`."""
+    token = f"“{shown_token(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
+    return f"{head_name(row['layer'], row['head'])} {token}"
