@@ -561,14 +561,18 @@ def regimes_line(run: Run, suffix: str, matrix: str) -> str:
     return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({agreement})."
 
 
-def _heads_of(run: Run, role: HeadRole) -> list[str]:
-    """List the heads that have the role, strongest first, each with its score."""
+def ranked_heads(run: Run, role: HeadRole) -> list[tuple[float, str]]:
+    """List every head's score in a role, strongest first, with its name: (0.45, "L3H0 (0.45)")."""
     values = column(run.heads, role.column)
     if values is None:
         return []
-    order = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable")
-    names = head_labels(run)
-    return [f"{names[i]} ({number(values[i], 2)})" for i in order if values[i] >= role.threshold]
+    order, names = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable"), head_labels(run)
+    return [(float(values[i]), f"{names[i]} ({number(values[i], 2)})") for i in order]
+
+
+def _heads_of(run: Run, role: HeadRole) -> list[str]:
+    """Name the heads that have the role, strongest first, each with its score."""
+    return [name for score, name in ranked_heads(run, role) if score >= role.threshold]
 
 
 def _sinks(run: Run) -> Iterator[str]:
@@ -658,16 +662,10 @@ def massive_line(run: Run) -> str:
 
 def _heads(run: Run) -> Iterator[str]:
     for role in PATTERN_ROLES:
-        if (values := column(run.heads, role.column)) is None:
-            continue
-        best = int(np.nanargmax(values))
-        strongest = f"{head_labels(run)[best]} ({number(values[best], 2)})"
-        heads = _heads_of(run, role)
-        yield (
-            f"{role.plural.capitalize()}: {listed(heads)}."
-            if heads
-            else f"No {role.title} stands out; the strongest is {strongest}."
-        )
+        if heads := _heads_of(run, role):
+            yield f"{role.plural.capitalize()}: {listed(heads)}."
+        elif ranked := ranked_heads(run, role):
+            yield f"No {role.title} stands out; the strongest is {ranked[0][1]}."
 
 
 def _constituents(run: Run) -> Iterator[str]:

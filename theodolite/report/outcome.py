@@ -117,6 +117,23 @@ class Outcome:
         """Say why a claim is not testable here."""
         self.verdicts.append(untestable(claim, why))
 
+    def figure(
+        self,
+        key: str,
+        title: str,
+        figure: go.Figure | Choice,
+        shows: str,
+        look_for: str,
+        source: str,
+        *,
+        wide: bool = False,
+    ) -> None:
+        """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
+        choice = None
+        if isinstance(figure, Choice):
+            choice, figure = figure, figure.draw(figure.options[figure.start].key)
+        self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
+
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
         """Show a figure under its caption of `figures.toml`, which `values` fill."""
         self.captioned(key, figure, CAPTIONS[page][key], values)
@@ -124,12 +141,9 @@ class Outcome:
     def captioned(
         self, key: str, figure: go.Figure | Choice, caption: Mapping[str, Any], values: Mapping[str, object]
     ) -> None:
-        """Show a figure, or what its picker offers, under a caption, whose texts `values` fill."""
+        """Show a figure under a caption, whose texts `values` fill."""
         texts = {name: text.format(**values) for name, text in caption.items() if values and name != "wide"}
-        choice = None
-        if isinstance(figure, Choice):
-            choice, figure = figure, figure.draw(figure.options[figure.start].key)
-        self.exhibits.append(Exhibit(key, figure=figure, choice=choice, **{**caption, **texts}))
+        self.figure(key, figure=figure, **{**caption, **texts})
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:

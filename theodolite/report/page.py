@@ -33,14 +33,13 @@ from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
-from theodolite.report.data import column, head_labels
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
 from theodolite.system.files import disk_errors, write_text
-from theodolite.system.wording import number, visible
+from theodolite.system.wording import visible
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 TABLES = ("outliers", "layers", "heads", "attribution")
@@ -200,13 +199,8 @@ def as_html(run: Run) -> str:
 
 def strongest(run: Run) -> list[tuple[str, str]]:
     """Find the head with the highest score for each role: ("previous token", "L3H0 (0.45)")."""
-    heads = []
-    for role in COMMON_ROLES:
-        values = column(run.heads, role.column)
-        if values is not None and np.nanmax(values) > 0:
-            best = int(np.nanargmax(values))
-            heads.append((role.name, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
-    return heads
+    ranked = ((role.name, findings.ranked_heads(run, role)) for role in COMMON_ROLES)
+    return [(name, heads[0][1]) for name, heads in ranked if heads and heads[0][0] > 0]
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
@@ -297,5 +291,9 @@ def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
     cosines = np.frombuffer(base64.b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
     steps = np.rint(np.clip(cosines, -1, 1) * COSINE_STEPS)
     cells = np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8)
-    packed = {"dtype": "i1", "bdata": base64.b64encode(cells).decode("ascii"), "steps": COSINE_STEPS}
+    packed = {
+        "dtype": "i1",
+        "bdata": base64.b64encode(cells.tobytes()).decode("ascii"),
+        "steps": COSINE_STEPS,
+    }
     return trace | {"z": trace["z"] | packed}
