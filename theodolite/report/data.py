@@ -166,11 +166,6 @@ def layer_numbers(run: Run) -> Floats:
     return need_column(run.layers, "layer")
 
 
-def residual_layers(run: Run) -> int:
-    """Return L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
-    return blocks(run) + 1
-
-
 def blocks(run: Run) -> int:
     """Return L, the number of blocks, with those that do not attend where a text was read."""
     if run.layers is not None and len(run.layers):

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.data import blocks, evenly, heads_per_block, residual_layers
+from theodolite.report.data import blocks, evenly, heads_per_block
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -203,7 +203,7 @@ def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False
 
 def by_residual_layer(run: Run, draw: Draw) -> Choice:
     """Offer the residual layers of a run."""
-    return by_layer(residual_layers(run), lambda layer: draw(layer=layer))
+    return by_layer(blocks(run) + 1, lambda layer: draw(layer=layer))
 
 
 def by_block(run: Run, draw: Draw) -> Choice:
