@@ -189,8 +189,9 @@ def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = No
 
     On a grid, where every position has a place, it stays, and is 0.
     """
-    groups = (means["contexts"][layer] > 0).nonzero().flatten().tolist()
-    readers = means["readers"][layer, groups, leading : positions_read(means)]
+    readers = means["readers"][layer, :, leading : positions_read(means)]
+    groups = (readers.sum(dim=1) > 0).nonzero().flatten().tolist()
+    readers = readers[groups]
     there = (readers > 0).all(dim=0)
     sums = means["position_sum"][layer, groups, leading : leading + len(there)]
     p = sums / readers.clamp_min(1).unsqueeze(-1)
@@ -264,7 +265,7 @@ def layer_numbers(
     exact = torch.stack([largest, moment.trace()])
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
-    whole, variance = moments[0], moments[1]
+    whole, variance = moments[0].corrected(), moments[1]
     energy, products = product(tiled.flatten(1)), PairProducts.of(basis.p)
     rows, width = tiled.shape[1:]
     of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
@@ -272,9 +273,9 @@ def layer_numbers(
     lengths, near = squared_lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     return {
-        "stable_rank": combined(torch.div, energy, square).where(square.above_noise()),
+        "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
-        "relative_norm_floor": Jackknifed.constant((noise / largest).sqrt(), groups),
+        "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
         "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
         **_shares("low_frequency", basis.p, products.energy(scales), grid, scales),

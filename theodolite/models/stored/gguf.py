@@ -1,8 +1,8 @@
 """Read a model from GGUF files: its configuration, its tokenizer, and its weights, decoded a tensor at a time.
 
-`gguf` reads and decodes the bytes; `transformers` knows how their names and layouts become its own. What it leaves out
-of the configuration is set from the file; a key that changes the model and has no setting is refused, and so is a
-tensor without a place.
+`gguf` decodes the bytes; `transformers` knows how names and layouts become its own. What that leaves out of the
+configuration is set from the file; a key that changes the model and has no setting is refused, and so is a tensor
+without a place.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class GgufFile:
     """The header of a model's GGUF files.
 
     Attributes:
-        path: the first of them, whose metadata are the model's.
-        reader: of that.
-        fields: its metadata; of vocabularies nothing.
+        path: the first of them, whose metadata (`reader`, `fields`; of vocabularies nothing) are the model's.
         tensors: each tensor's file and place there, of all files.
     """
 
@@ -156,11 +154,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the headers; `path` is any of the files.
-
-        Raises:
-            UsageError: one is missing, damaged, cut short, or holds a tensor of an unknown type.
-        """
+        """Read the headers, of which `path` is one; `UsageError` where a file is missing, damaged or cut short."""
         readers = {}
         for file in gguf_files(path):
             try:
@@ -208,11 +202,7 @@ class GgufFile:
         }
 
     def decoded(self, name: str) -> np.ndarray[Any, Any]:
-        """Read a tensor and decode it to float32.
-
-        Raises:
-            WorkError: `gguf` cannot decode its type.
-        """
+        """Read a tensor and decode it to float32; `WorkError` where `gguf` cannot decode its type."""
         path, tensor = self.tensors[name]
         # Read rather than mapped: what was read of a mapped file counts as memory until it is closed.
         data = np.fromfile(path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset))
@@ -223,11 +213,7 @@ class GgufFile:
 
 
 def gguf_config(path: Path) -> Any:
-    """Make the configuration of a GGUF model, as `transformers` reads it and with what that leaves out.
-
-    Raises:
-        UsageError: `transformers` cannot map its architecture, or has no setting for one of its keys.
-    """
+    """Make the configuration as `transformers` reads it and with what that leaves out; `UsageError` where it cannot."""
     return AutoConfig.for_model(**_settings(GgufFile.read(path)))
 
 
@@ -341,16 +327,12 @@ class GgufTensors:
     """A model without its weights, and the tensors of a GGUF file that are put into it.
 
     Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
-        file: where they are.
         names: the file's name of each tensor → the model's.
         parts: the model's name of each tensor → the file's that it is decoded from.
         processor: undoes what llama.cpp does to the layout of tensors.
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
     file: GgufFile
     names: dict[str, str]
     parts: dict[str, list[str]]
@@ -358,12 +340,7 @@ class GgufTensors:
 
     @classmethod
     def of(cls, path: Path, model: PreTrainedModel) -> GgufTensors:
-        """Find the tensors of a skeleton.
-
-        Raises:
-            UsageError: `gguf` does not know the names of this architecture.
-            WorkError: the file lacks a tensor of the model, or has one for which it has no place.
-        """
+        """Find the tensors of a skeleton; `UsageError` of an unknown architecture, `WorkError` where one is missing."""
         file = GgufFile.read(path)
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=_settings(file))
         try:
@@ -386,23 +363,18 @@ class GgufTensors:
         lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
         if lacking:
             raise WorkError(f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)})")
-        return cls(model, model.dtype, file, names, parts, processor)
+        return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
-        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
-
-        Raises:
-            WorkError: a tensor cannot be decoded, or is of another shape than the configuration says.
-        """
+        """Load the tensors whose names in the model are wanted; `WorkError` where one is of another shape."""
         for name in filter(wanted, self.parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
             stored: Any = holder._parameters if own in holder._parameters else holder._buffers
             skeleton = stored[own]
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            stored[own] = (
-                nn.Parameter(tensor, requires_grad=False) if stored is holder._parameters else tensor
-            )
+            is_parameter = stored is holder._parameters
+            stored[own] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up
@@ -427,11 +399,7 @@ class GgufTensors:
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Make the tokenizer of a GGUF model, with its chat template.
-
-    Raises:
-        UsageError: it is not known how this file's vocabulary splits a text.
-    """
+    """Make the tokenizer with its chat template; `UsageError` where it is not known how it splits a text."""
     architecture, vocabulary, options = get_gguf_tokenizer(str(path))
     kind, split = vocabulary.get("tokenizer_type"), vocabulary.get("pre_tokenizer_type")
     if split in LIKE_LLAMA3:
