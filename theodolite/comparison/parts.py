@@ -53,7 +53,7 @@ from theodolite.measure.position import DIRECTIONS
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share, need, provenance, value_of
-from theodolite.report.health import ENTROPY_COLLAPSE
+from theodolite.report.findings import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.outliers import Thresholds, outlier_features
