@@ -1,8 +1,7 @@
 """Read a model from GGUF files: its configuration, its tokenizer, and its weights, decoded a tensor at a time.
 
-`gguf` reads and decodes the bytes; `transformers` knows how their names and layouts become its own. What it leaves out
-of the configuration is set from the file; a key that changes the model and has no setting is refused, and so is a
-tensor without a place.
+`gguf` reads and decodes the bytes; `transformers` knows how their names and layouts become its own. What its maps leave
+out is set from the file. Refused are a key that is missing, one that has no setting, and a tensor without a place.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from gguf.constants import GGUFValueType, LlamaFileType
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import (
-    GGUF_CONFIG_MAPPING,
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -46,33 +44,69 @@ BROKEN_FILE_ERRORS = (ValueError, LookupError, OverflowError, OSError, TypeError
 LONG_ARRAY = 1000
 """Entries of a metadata array from which it is a vocabulary, passed over here: the tokenizer reads it by itself."""
 
+ANEW = "download it again, or convert the model anew"
+
+FAMILIES = {
+    "gemma3": "gemma3_text",
+    "minimax-m2": "minimax_m2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "t5encoder": "t5",
+}
+"""What `transformers` calls the architectures that llama.cpp calls otherwise."""
+
+HALF_MAPPED = ("gemma4",)
+"""Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model."""
+
+EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
+
 SETTINGS = {
+    **dict.fromkeys(EPSILONS, ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")),
     "context_length": ("max_position_embeddings",),
     "feed_forward_length": ("n_inner", "ffn_hidden_size"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
+    "attention.sliding_window_pattern": ("layer_types",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "logit_scale": ("logit_scale",),
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-NEEDS_A_SETTING = {
-    "attention.sliding_window",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "embedding_scale",
-    "residual_scale",
+OPTIONAL = {
+    "vocab_size",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "decoder_start_token_id",
 }
-"""Keys that change what the model computes, unless they are 0."""
+"""Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
+
+ROPE_SCALING = (
+    "type",
+    "factor",
+    "original_context_length",
+    "attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+
+NEEDS_NO_SETTING = OPTIONAL | {f"rope.scaling.{name}" for name in (*ROPE_SCALING, "finetuned")}
+NEEDS_NO_SETTING |= {"rope.scale_linear", "rope.freq_base_swa", "attention.value_length", "context_length"}
+NEEDS_NO_SETTING |= {"feed_forward_length", "use_parallel_residual", "tensor_data_layout", "pooling_type"}
+"""Keys that are read here, that the shapes of tensors repeat, or that change no logits."""
+
+NEUTRAL = {
+    "attention.causal": True,
+    "expert_gating_func": 1,
+    "expert_weights_scale": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+}
+"""What a key says that has no setting and changes nothing, where that is not 0."""
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of the rotary frequencies: a setting of the configuration, no weights."""
@@ -144,13 +178,11 @@ class GgufFile:
 
     Attributes:
         path: the first of them, whose metadata are the model's.
-        reader: of that.
         fields: its metadata; of vocabularies nothing.
         tensors: each tensor's file and place there, of all files.
     """
 
     path: Path
-    reader: _Reader
     fields: dict[str, Any]
     tensors: dict[str, tuple[Path, Any]]
 
@@ -168,18 +200,30 @@ class GgufFile:
                 if readers[file].byte_order != "I":
                     raise ValueError("its numbers are big-endian")
             except BROKEN_FILE_ERRORS as error:
-                raise UsageError(f"cannot open {file}: {first_line(error)}") from error
+                cut = isinstance(error, struct.error)
+                reason = "the file is cut short" if cut else first_line(error)
+                raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
         first = next(iter(readers))
         fields = {name: field.contents() for name, field in readers[first].fields.items()}
         if not isinstance(fields.get("general.architecture"), str):
-            raise UsageError(f"cannot open {first}: it does not say its architecture")
+            raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
         placed = [
             (tensor.name, (file, tensor)) for file, reader in readers.items() for tensor in reader.tensors
         ]
         tensors = dict(placed)
         if len(tensors) < len(placed):
             raise UsageError(f"cannot open {first}: two of its files hold the same tensor")
-        return cls(first, readers[first], fields, tensors)
+        return cls(first, fields, tensors)
+
+    def refused(self, reason: str) -> UsageError:
+        """Return the error for a model that is not opened."""
+        return UsageError(f"cannot open {self.path}: {reason}")
+
+    def unusable(self, key: str) -> UsageError:
+        """Return the error for a key that the model needs, and that is missing or no size."""
+        value = self.own().get(key)
+        state = "lack" if value is None else f"say {value!r} as"
+        return self.refused(f"its metadata {state} {self.architecture}.{key}: {ANEW}")
 
     @property
     def architecture(self) -> str:
@@ -193,19 +237,17 @@ class GgufFile:
 
     def quantisation(self) -> dict[str, Any]:
         """Say how the weights are stored: by the file's own name for it, else by the type of most of them."""
-        tensors = [tensor for _, tensor in self.tensors.values()]
+        counts: Counter[str] = Counter()
         elements: Counter[str] = Counter()
-        for tensor in tensors:
+        for _, tensor in self.tensors.values():
+            counts[tensor.tensor_type.name] += 1
             elements[tensor.tensor_type.name] += tensor.n_elements
         try:
             name = LlamaFileType(self.fields["general.file_type"]).name
         except (KeyError, ValueError):
             name = elements.most_common(1)[0][0]
-        types = Counter(tensor.tensor_type.name for tensor in tensors)
-        return {
-            "gguf": name.removeprefix("MOSTLY_").removeprefix("ALL_"),
-            "tensor_types": dict(types.most_common()),
-        }
+        name = name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return {"gguf": name, "tensor_types": dict(counts.most_common())}
 
     def decoded(self, name: str) -> np.ndarray[Any, Any]:
         """Read a tensor and decode it to float32.
@@ -226,69 +268,95 @@ def gguf_config(path: Path) -> Any:
     """Make the configuration of a GGUF model, as `transformers` reads it and with what that leaves out.
 
     Raises:
-        UsageError: `transformers` cannot map its architecture, or has no setting for one of its keys.
+        UsageError: `transformers` cannot map its architecture, or has no setting for one of its keys; or a key is
+            missing.
     """
     return AutoConfig.for_model(**_settings(GgufFile.read(path)))
 
 
-def _mapped_settings(file: GgufFile) -> dict[str, Any]:
-    """Return what `transformers` makes of the metadata."""
-    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
-    if file.architecture == "gemma4":
-        raise UsageError(f"cannot open {file.path}: GGUF model with architecture gemma4 is not supported")
-    try:
-        # It would read the header anew, and take seconds for the vocabulary.
-        with patch.object(gguf, "GGUFReader", lambda path: file.reader):
-            settings: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"cannot open {file.path}: {first_line(error)}") from error
-    layers = file.own().get("block_count", 0)
-    if layers > len(file.tensors):
-        raise UsageError(
-            f"cannot open {file.path}: its metadata say {layers} layers, its files hold {len(file.tensors)} tensors"
-        )
-    return settings
-
-
 def _settings(file: GgufFile) -> dict[str, Any]:
     """Return what the configuration is made of."""
-    settings = _mapped_settings(file)
-    default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
+    own, tensors = file.own(), file.tensors
+    family = FAMILIES.get(file.architecture, file.architecture)
+    if family == "t5" and "enc.blk.1.attn_rel_b.weight" in tensors:
+        family = "umt5"
+    mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
+    if mapped is None or family in HALF_MAPPED or family not in CONFIG_MAPPING:
+        raise file.refused(
+            f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
+        )
+    default = CONFIG_MAPPING[family](
+        bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )  # none to warn of
     known = default.to_dict().keys() | default.attribute_map.keys()
-    mapping: Any = GGUF_CONFIG_MAPPING
-    mapped = mapping.get(family.removesuffix("_text"), {})
-    for key, names in SETTINGS.items():
-        if key in own and mapped.get(key) not in known:
-            settings |= {name: own[key] for name in names if name in known}
-    for key in NEEDS_A_SETTING & own.keys():
-        if own[key] and not known.intersection(SETTINGS.get(key, ())):
-            raise UsageError(
-                f"cannot open {file.path}: it says {file.architecture}.{key} = {own[key]}, and transformers has no "
-                f"setting for that in {type(default).__name__}"
+    places = {key: name for key, name in mapped.items() if name in known}
+    needed = places.keys() - OPTIONAL - EPSILONS
+    if (
+        "expert_count" in places
+    ):  # where all layers have experts, no feed-forward layer has a width of its own
+        needed -= {"feed_forward_length"}
+    if not own.keys() & EPSILONS:
+        needed |= {max(sorted(EPSILONS), key=places.__contains__)}
+    for key in sorted(needed):
+        if not isinstance(own.get(key), int | float) or own[key] <= 0:
+            raise file.unusable(key)
+    layers = own["block_count"]
+    if layers > len(tensors):
+        raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
+    settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
+    if "sliding_window" in known:
+        settings["sliding_window"] = None
+    neutral = NEUTRAL | ({"expert_gating_func": 2} if family == "minimax_m2" else {})
+    for key, value in own.items():
+        names = {places[key]} if key in places else known.intersection(SETTINGS.get(key, ()))
+        settings |= dict.fromkeys(names, value)
+        if not (
+            names or key in NEEDS_NO_SETTING or mapped.get(key, key) is None or value == neutral.get(key, 0)
+        ):
+            raise file.refused(
+                f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
+                f"{type(default).__name__}"
             )
     if "num_key_value_heads" in known:
         settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
     if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
         width = settings["hidden_size"] // settings["num_attention_heads"]
         settings["head_dim"] = own.get("attention.key_length", width)
-    if "token_embd.weight" in file.tensors:
-        settings["vocab_size"] = int(file.tensors["token_embd.weight"][1].shape[1])
-    settings["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if "token_embd.weight" in tensors:
+        settings["vocab_size"] = int(tensors["token_embd.weight"][1].shape[1])
+    settings["tie_word_embeddings"] = "output.weight" not in tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
-    for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
-        if tensor in file.tensors and name in known:
-            settings[name] = True
+    for name in {"attention_bias", "use_bias", "use_qkv_bias"} & known:
+        settings[name] = "blk.0.attn_q.bias" in tensors
+    if "mlp_bias" in known:
+        settings["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if "use_parallel_residual" in known:
+        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    if "feed_forward_proj" in known:  # T5, by whether there are gates, as in llama.cpp
+        settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
+    if family == "lfm2":
+        heads = own.get("attention.head_count_kv")
+        if not isinstance(heads, list):
+            raise file.unusable("attention.head_count_kv")
+        settings |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
+        settings["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     if family in ("gemma2", "gemma3_text"):
-        is_27b = own["block_count"] == LAYERS_OF_27B[file.architecture]
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
+        is_27b = layers == LAYERS_OF_27B[file.architecture]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
-    if (pattern := own.get("attention.sliding_window_pattern")) and "layer_types" in known:
+    pattern = own.get("attention.sliding_window_pattern")
+    if settings.get("sliding_window") and "use_sliding_window" in known:
+        settings["use_sliding_window"] = True
+        pattern = pattern or [True] * layers
+    if pattern and "layer_types" in known:
         if isinstance(pattern, int):
-            pattern = [bool((layer + 1) % pattern) for layer in range(own["block_count"])]
+            pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    settings.setdefault("architectures", [architecture] if isinstance(architecture, str) else None)
+    if file.architecture == "t5encoder":
+        architecture = f"{family.upper()}EncoderModel"
+    settings["architectures"] = [architecture] if isinstance(architecture, str) else None
     return settings | _rotary(file, own, settings, default)
 
 
@@ -296,18 +364,17 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     """Return the settings of rotary positions."""
     if getattr(default, "rope_parameters", None) is None:
         return {}
-    rotary: dict[str, Any] = {}
-    for key, name in (("rope.freq_base", "rope_theta"), ("rope.freq_base_swa", "rope_local_base_freq")):
-        if key in own:
-            rotary[name] = own[key]
+    rotary: dict[str, Any] = {"rope_theta": own.get("rope.freq_base", 1e4)}
+    if "rope.freq_base_swa" in own:
+        rotary["rope_local_base_freq"] = own["rope.freq_base_swa"]
     head = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     turned = own.get("rope.dimension_count", head)
     if "partial_rotary_factor" in default.rope_parameters:
         rotary["partial_rotary_factor"] = turned / head
     elif turned != head:
-        raise UsageError(
-            f"cannot open {file.path}: positions turn {turned} of {head} dimensions of its heads, and all of them in "
-            f"transformers' {type(default).__name__}"
+        raise file.refused(
+            f"positions turn {turned} of {head} dimensions of its heads, and all of them in transformers' "
+            f"{type(default).__name__}"
         )
     kind = own.get("rope.scaling.type", "none")
     factor: Any = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
@@ -327,9 +394,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     elif kind == "none":
         return rotary
     else:
-        raise UsageError(
-            f"cannot open {file.path}: its rotary positions are scaled by {kind!r}, which is not known"
-        )
+        raise file.refused(f"its rotary positions are scaled by {kind!r}, which is not known")
     original = {"original_max_position_embeddings": context}
     if hasattr(default, "original_max_position_embeddings"):  # Phi-3's own setting counts more
         rotary |= original
@@ -365,11 +430,11 @@ class GgufTensors:
             WorkError: the file lacks a tensor of the model, or has one for which it has no place.
         """
         file = GgufFile.read(path)
-        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=_settings(file))
+        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
         try:
             # It would make the table of names anew for every module of the model, which takes seconds.
             with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-                names = get_gguf_hf_weights_map(model, processor)
+                names = get_gguf_hf_weights_map(model, processor, file.architecture)
         except NotImplementedError as error:
             raise UsageError(f"cannot open {path}: {first_line(error)}") from error
         parts: dict[str, list[str]] = {}
@@ -385,7 +450,9 @@ class GgufTensors:
         # Where several make one, a processor would leave zeros for what is not there.
         lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
         if lacking:
-            raise WorkError(f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)})")
+            raise WorkError(
+                f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): {ANEW}"
+            )
         return cls(model, model.dtype, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
@@ -445,7 +512,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     elif kind == "gpt2" and split not in (None, "default", *GGUF_PRE_TOKENIZER_SPLITS):
         raise UsageError(
-            f"{path} splits a text in a way that is not known here ({split}): give open_model a tokenizer"
+            f"{path} splits a text in a way that is not known here ({split}): save a tokenizer beside it"
         )
     by_words = isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace)
     if by_words and vocabulary.get("add_prefix_space") is False:
