@@ -278,7 +278,13 @@ def cut(rows: int):
             UsageError,
             "says llama.rope.scaling.alpha = 2.0, .* no setting",
         ),
-        ({"more": scaling("llama", type="su")}, UsageError, "rotary positions are scaled by 'su'"),
+        (
+            {"more": scaling("llama", type="su", factor=2.0)},
+            UsageError,
+            "rotary positions are scaled by 'su'",
+        ),
+        ({"more": scaling("llama", type="yarn")}, UsageError, "metadata lack llama.rope.scaling.factor"),
+        ({"more": scaling("llama", attn_factor=1.5)}, UsageError, "'none' with attn_factor 1.5"),
         ({"more": {"llama.block_count": 10**6}, "without": ["block_count"]}, UsageError, "1000000 layers"),
         (
             {"more": {"llama.embedding_length": 0}, "without": ["embedding_length"]},
@@ -351,7 +357,7 @@ def edit(old: bytes, new: bytes):
         (lambda data: data[:200], "cut short: download it again"),
         (lambda data: data[:9000], "cut short: download it again"),
         (lambda data: data[:-5000], "tensor .*: the file is cut short: download it again"),
-        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "cut short: download it again"),
+        (lambda data: data[:8] + b"\xff" * 8 + data[16:], "download it again"),
         (edit(b"general.architecture", b"general.architectura"), "does not say its architecture"),
         (
             lambda data: of_type(data, 99),

@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,13 +20,14 @@ from unittest.mock import patch
 import gguf
 import numpy as np
 import torch
-from gguf.constants import GGUFValueType, LlamaFileType
+from gguf.constants import LlamaFileType
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.reader import _read_string, _read_tensor_table, _read_value
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
@@ -38,25 +39,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.checkpoint_folders import gguf_files
 
-BROKEN_FILE_ERRORS = (ValueError, LookupError, OverflowError, OSError, TypeError, struct.error)
+BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeError, struct.error)
 """What reading a damaged header raises."""
-
-LONG_ARRAY = 1000
-"""Entries of a metadata array from which it is a vocabulary, passed over here: the tokenizer reads it by itself."""
 
 ANEW = "download it again, or convert the model anew"
 
-FAMILIES = {
-    "gemma3": "gemma3_text",
-    "minimax-m2": "minimax_m2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "t5encoder": "t5",
-}
+FAMILIES = {"gemma3": "gemma3_text", "minimax-m2": "minimax_m2", "t5encoder": "t5"}
+FAMILIES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """What `transformers` calls the architectures that llama.cpp calls otherwise."""
-
-HALF_MAPPED = ("gemma4",)
-"""Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model."""
 
 EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 
@@ -70,42 +60,26 @@ SETTINGS = {
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "attention.sliding_window": ("sliding_window",),
     "attention.sliding_window_pattern": ("layer_types",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "logit_scale": ("logit_scale",),
+    **{name: (name,) for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale")},
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-OPTIONAL = {
-    "vocab_size",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "decoder_start_token_id",
-}
+OPTIONAL = {"vocab_size", "decoder_start_token_id", "attention.head_count_kv", "attention.key_length"}
+OPTIONAL |= {"rope.dimension_count", "rope.freq_base"}
 """Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
 
-ROPE_SCALING = (
-    "type",
-    "factor",
-    "original_context_length",
-    "attn_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-)
-
-NEEDS_NO_SETTING = OPTIONAL | {f"rope.scaling.{name}" for name in (*ROPE_SCALING, "finetuned")}
-NEEDS_NO_SETTING |= {"rope.scale_linear", "rope.freq_base_swa", "attention.value_length", "context_length"}
-NEEDS_NO_SETTING |= {"feed_forward_length", "use_parallel_residual", "tensor_data_layout", "pooling_type"}
-"""Keys that are read here, that the shapes of tensors repeat, or that change no logits."""
-
-NEUTRAL = {
-    "attention.causal": True,
-    "expert_gating_func": 1,
-    "expert_weights_scale": 1,
-    "rope.scaling.yarn_attn_factor": 1,
+NEEDS_NO_SETTING = OPTIONAL | {"context_length", "feed_forward_length", "attention.value_length"}
+NEEDS_NO_SETTING |= {"rope.scale_linear", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
+NEEDS_NO_SETTING |= {
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
 }
+NEEDS_NO_SETTING |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
+NEEDS_NO_SETTING |= {"use_parallel_residual", "tensor_data_layout", "pooling_type"}
+"""Keys that are read here, that tensors show, too, or that change no logits."""
+
+NEUTRAL = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1}
 """What a key says that has no setting and changes nothing, where that is not 0."""
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -134,42 +108,42 @@ LIKE_LLAMA3 = LIKE_LLAMA3 - {"dbrx", "smaug-bpe"} | {"tekken"}
 vocabulary whole before it merges; `transformers` does neither."""
 
 
-class _Reader(gguf.GGUFReader):
-    """`gguf`'s reader, quick with vocabularies and strict with files that are too short."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: its file and first byte there; its type, its shape (rows first), and that of its bytes."""
 
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-            raise ValueError("the file is cut short")
-        return super()._get(offset, dtype, count, override_order)
+    path: Path
+    start: int
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    bytes: tuple[int, ...]
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY:
-            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
-            count = int(self._get(orig_offs + 4, np.uint64)[0])
-            if count >= LONG_ARRAY and kind != GGUFValueType.ARRAY:
-                end = orig_offs + 12
-                if kind == GGUFValueType.STRING:
-                    for _ in range(count):
-                        end += 8 + struct.unpack_from("<Q", self.data.data, end)[0]
-                else:
-                    end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
-                return end - orig_offs, [], [], [GGUFValueType.ARRAY, kind]
-        return super()._get_field_parts(orig_offs, raw_type)
 
-    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        tensors: dict[str, Any] = {}
-        for field in fields:
-            name, kind = bytes(field.parts[1]).decode(), int(field.parts[4][0])
-            if kind not in list(gguf.GGMLQuantizationType):
-                raise ValueError(f"tensor {name} is of type {kind}, unknown to gguf {version('gguf')}")
-            if name in tensors:
-                raise ValueError(f"tensor {name} is there twice")
-            try:
-                super()._build_tensors(start_offs, [field])
-            except BROKEN_FILE_ERRORS as error:
-                raise ValueError(f"tensor {name}: {first_line(error)}") from error
-            tensors[name] = self.tensors[0]
-        self.tensors = list(tensors.values())
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Read the metadata of a file, of an array of strings its length, and where its tensors lie."""
+    data = np.memmap(path, np.uint8, "r")
+    version, count, keys = struct.unpack_from("<IQQ", data, 4)
+    if version not in (2, 3):
+        raise ValueError(f"version {version} of the format is not read")
+    metadata, place = {}, 24
+    for _ in range(keys):
+        key, place = _read_string(data, place)
+        metadata[key], place = _read_value(data, place + 4, *struct.unpack_from("<I", data, place))
+    entries, place = _read_tensor_table(data, count, place)
+    place += -place % metadata.get("general.alignment", 32)
+    tensors: dict[str, StoredTensor] = {}
+    for name, shape, kind, offset in entries:
+        if kind not in list(gguf.GGMLQuantizationType):
+            raise ValueError(f"tensor {name} is of type {kind}, unknown to gguf {package_version('gguf')}")
+        kind = gguf.GGMLQuantizationType(kind)
+        tensors[name] = StoredTensor(
+            path, place + offset, kind, shape, gguf.quant_shape_to_byte_shape(shape, kind)
+        )
+        if place + offset + math.prod(tensors[name].bytes) > data.size:
+            raise ValueError(f"tensor {name}: the file is cut short")
+    if len(tensors) < len(entries):
+        raise ValueError("it holds a tensor twice")
+    return metadata, tensors
 
 
 @dataclass(frozen=True)
@@ -178,13 +152,13 @@ class GgufFile:
 
     Attributes:
         path: the first of them, whose metadata are the model's.
-        fields: its metadata; of vocabularies nothing.
-        tensors: each tensor's file and place there, of all files.
+        fields: its metadata; of an array of strings its length.
+        tensors: where the tensors of all files lie.
     """
 
     path: Path
     fields: dict[str, Any]
-    tensors: dict[str, tuple[Path, Any]]
+    tensors: dict[str, StoredTensor]
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
@@ -193,26 +167,22 @@ class GgufFile:
         Raises:
             UsageError: one is missing, damaged, cut short, or holds a tensor of an unknown type.
         """
-        readers = {}
+        headers = {}
         for file in gguf_files(path):
             try:
-                readers[file] = _Reader(file)
-                if readers[file].byte_order != "I":
-                    raise ValueError("its numbers are big-endian")
+                headers[file] = _read_header(file)
             except BROKEN_FILE_ERRORS as error:
-                cut = isinstance(error, struct.error)
-                reason = "the file is cut short" if cut else first_line(error)
+                reason = "the file is cut short" if isinstance(error, struct.error) else first_line(error)
                 raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
-        first = next(iter(readers))
-        fields = {name: field.contents() for name, field in readers[first].fields.items()}
+        first = next(iter(headers))
+        fields, tensors = (
+            headers[first][0],
+            {name: at for _, of in headers.values() for name, at in of.items()},
+        )
         if not isinstance(fields.get("general.architecture"), str):
             raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
-        placed = [
-            (tensor.name, (file, tensor)) for file, reader in readers.items() for tensor in reader.tensors
-        ]
-        tensors = dict(placed)
-        if len(tensors) < len(placed):
-            raise UsageError(f"cannot open {first}: two of its files hold the same tensor")
+        if len(tensors) < sum(len(of) for _, of in headers.values()):
+            raise UsageError(f"cannot open {first}: two of its files hold the same tensor: {ANEW}")
         return cls(first, fields, tensors)
 
     def refused(self, reason: str) -> UsageError:
@@ -239,9 +209,9 @@ class GgufFile:
         """Say how the weights are stored: by the file's own name for it, else by the type of most of them."""
         counts: Counter[str] = Counter()
         elements: Counter[str] = Counter()
-        for _, tensor in self.tensors.values():
-            counts[tensor.tensor_type.name] += 1
-            elements[tensor.tensor_type.name] += tensor.n_elements
+        for tensor in self.tensors.values():
+            counts[tensor.kind.name] += 1
+            elements[tensor.kind.name] += math.prod(tensor.shape)
         try:
             name = LlamaFileType(self.fields["general.file_type"]).name
         except (KeyError, ValueError):
@@ -255,13 +225,13 @@ class GgufFile:
         Raises:
             WorkError: `gguf` cannot decode its type.
         """
-        path, tensor = self.tensors[name]
+        tensor = self.tensors[name]
         # Read rather than mapped: what was read of a mapped file counts as memory until it is closed.
-        data = np.fromfile(path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset))
+        data = np.fromfile(tensor.path, np.uint8, math.prod(tensor.bytes), offset=tensor.start)
         try:
-            return gguf.dequantize(data.reshape(tensor.data.shape), tensor.tensor_type)
+            return gguf.dequantize(data.reshape(tensor.bytes), tensor.kind)
         except (NotImplementedError, ValueError) as error:
-            raise WorkError(f"cannot decode tensor {name} of {path}: {first_line(error)}") from error
+            raise WorkError(f"cannot decode tensor {name} of {tensor.path}: {first_line(error)}") from error
 
 
 def gguf_config(path: Path) -> Any:
@@ -281,19 +251,20 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     if family == "t5" and "enc.blk.1.attn_rel_b.weight" in tensors:
         family = "umt5"
     mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
-    if mapped is None or family in HALF_MAPPED or family not in CONFIG_MAPPING:
+    in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
+    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
+    if mapped is None or family == "gemma4" or family not in CONFIG_MAPPING or not in_gguf:
         raise file.refused(
             f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
         )
-    default = CONFIG_MAPPING[family](
-        bos_token_id=None, eos_token_id=None, pad_token_id=None
-    )  # none to warn of
+    no_tokens = {
+        f"{name}_token_id": None for name in ("bos", "eos", "pad")
+    }  # else some defaults warn of themselves
+    default = CONFIG_MAPPING[family](**no_tokens)
     known = default.to_dict().keys() | default.attribute_map.keys()
     places = {key: name for key, name in mapped.items() if name in known}
     needed = places.keys() - OPTIONAL - EPSILONS
-    if (
-        "expert_count" in places
-    ):  # where all layers have experts, no feed-forward layer has a width of its own
+    if "expert_count" in places:  # a file may have no dense layers
         needed -= {"feed_forward_length"}
     if not own.keys() & EPSILONS:
         needed |= {max(sorted(EPSILONS), key=places.__contains__)}
@@ -304,15 +275,13 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     if layers > len(tensors):
         raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
     settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
-    if "sliding_window" in known:
-        settings["sliding_window"] = None
+    settings |= {"sliding_window": None} if "sliding_window" in known else {}
     neutral = NEUTRAL | ({"expert_gating_func": 2} if family == "minimax_m2" else {})
+    needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
     for key, value in own.items():
-        names = {places[key]} if key in places else known.intersection(SETTINGS.get(key, ()))
+        names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
         settings |= dict.fromkeys(names, value)
-        if not (
-            names or key in NEEDS_NO_SETTING or mapped.get(key, key) is None or value == neutral.get(key, 0)
-        ):
+        if not (names or key in needless or value == neutral.get(key, 0)):
             raise file.refused(
                 f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
                 f"{type(default).__name__}"
@@ -323,7 +292,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         width = settings["hidden_size"] // settings["num_attention_heads"]
         settings["head_dim"] = own.get("attention.key_length", width)
     if "token_embd.weight" in tensors:
-        settings["vocab_size"] = int(tensors["token_embd.weight"][1].shape[1])
+        settings["vocab_size"] = tensors["token_embd.weight"].shape[0]
     settings["tie_word_embeddings"] = "output.weight" not in tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
@@ -384,17 +353,17 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
         scaling |= {"factor": 1.0, "attention_factor": of_attention}
+    elif kind != "none" and not factor:
+        raise file.unusable("rope.scaling.factor")
     elif kind == "yarn":
         of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
-    elif kind == "linear" or (kind == "none" and factor):
-        return rotary | {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    elif kind == "none":
-        return rotary
+    elif kind in ("linear", "none") and of_attention == 1:
+        return rotary | ({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor else {})
     else:
-        raise file.refused(f"its rotary positions are scaled by {kind!r}, which is not known")
+        raise file.refused(f"its rotary positions are scaled by {kind!r} with attn_factor {of_attention}")
     original = {"original_max_position_embeddings": context}
     if hasattr(default, "original_max_position_embeddings"):  # Phi-3's own setting counts more
         rotary |= original
@@ -426,17 +395,13 @@ class GgufTensors:
         """Find the tensors of a skeleton.
 
         Raises:
-            UsageError: `gguf` does not know the names of this architecture.
             WorkError: the file lacks a tensor of the model, or has one for which it has no place.
         """
         file = GgufFile.read(path)
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
-        try:
-            # It would make the table of names anew for every module of the model, which takes seconds.
-            with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-                names = get_gguf_hf_weights_map(model, processor, file.architecture)
-        except NotImplementedError as error:
-            raise UsageError(f"cannot open {path}: {first_line(error)}") from error
+        # It would make the table of names anew for every module of the model, which takes seconds.
+        with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+            names = get_gguf_hf_weights_map(model, processor, file.architecture)
         parts: dict[str, list[str]] = {}
         for tensor in [name for name in file.tensors if name not in ROPE_TENSORS]:
             # Of experts, which lie in one tensor here and in one there, the map has the name without its ending.
