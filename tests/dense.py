@@ -104,27 +104,27 @@ def position_columns(x: np.ndarray, grid: tuple[int, int] | None = None) -> dict
 
     With a grid of rows and columns, frequencies are of the plane, and all positions are neighbours.
     """
-    contexts, length, width = x.shape
+    contexts, _, width = x.shape
     group = np.arange(contexts) * 8 // contexts
     kinds = np.unique(group)
     p = np.stack([x[group == g].mean(0) for g in kinds])
     p -= p.mean(1, keepdims=True)
     everything = (x - x.mean((0, 1))).reshape(-1, width)
     inner = np.einsum("atd,btd->abt", p, p)
-    grams = np.einsum("atd,bsd->abts", p, p) if length <= width else np.einsum("atd,bte->abde", p, p)
-
-    def eigenvalue(gram: np.ndarray) -> float:
-        return float(np.linalg.eigvalsh((gram + gram.T) / 2)[-1])
-
     energy, _ = _jackknifed(np.sum, (inner, 2))
-    raw, raw_without = _jackknifed(eigenvalue, (grams, 2))
-    largest = _corrected(raw, raw_without)
-    bias = raw - largest
-    known = largest > 2 * math.hypot(_error(raw_without), 0.25 * bias)
-    # The error of the relative norm is not given here, and its value is without correction beyond that of ‖P‖₂².
+    largest, _ = _largest_square(p)
+    differences = (p[0 : len(p) - 1 : 2] - p[1::2]) / math.sqrt(2)
+    pairs = len(differences) * (len(differences) - 1) / (len(p) * (len(p) - 1) or math.nan)
+    noise = 2 * _largest_square(differences)[1] * math.sqrt(pairs)
+
+    def moment(rows: np.ndarray) -> float:
+        rows = rows.reshape(-1, width)
+        return np.linalg.norm(rows - rows.mean(0), 2) ** 2 * x[..., 0].size / len(rows)
+
+    moments = np.array([moment(x[group != g]) for g in kinds])
     row = {
-        "stable_rank": energy / largest if known else math.nan,
-        "relative_norm": float(_root(contexts * largest)) / np.linalg.norm(everything, 2),
+        "stable_rank": energy / largest if largest > noise else math.nan,
+        "relative_norm": float(_root(contexts * largest / _corrected(moment(x), moments))),
         "position_energy": contexts * energy / np.linalg.norm(everything) ** 2,
     }
     lengths, near = _lengths(inner, math.inf if grid else 1.25)
@@ -133,6 +133,15 @@ def position_columns(x: np.ndarray, grid: tuple[int, int] | None = None) -> dict
     for name, several in (("low_frequency", scales), ("pp_low_frequency", np.ones_like(scales))):
         row |= _frequencies(name, p, several, grid)
     return row
+
+
+def _largest_square(p: np.ndarray) -> tuple[float, float]:
+    """‖P‖₂², corrected by the jackknife, and its error."""
+    length, width = p.shape[1:]
+    grams = np.einsum("atd,bsd->abts", p, p) if length <= width else np.einsum("atd,bte->abde", p, p)
+    raw, without = _jackknifed(lambda gram: float(np.linalg.eigvalsh((gram + gram.T) / 2)[-1]), (grams, 2))
+    value = _corrected(raw, without)
+    return float(value), math.hypot(_error(without), 0.25 * (raw - value))
 
 
 def _lengths(inner: np.ndarray, farthest: float) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from theodolite.comparison import compare as compare
     from theodolite.corpus.corpus import Corpus as Corpus
     from theodolite.errors import TheodoliteError as TheodoliteError
-    from theodolite.explore.one_head import view_head as view_head
+    from theodolite.explore.panels import view_head as view_head
     from theodolite.logits.constituents import constituents as constituents
     from theodolite.models import OpenModel as OpenModel
     from theodolite.models import open_model as open_model

@@ -231,14 +231,15 @@ def bars(
 ) -> go.Figure:
     """Draw grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
     traces = [
-        go.Bar(
-            x=list(groups),
-            y=heights.astype(np.float32),
-            name=for_plotly(name),
-            marker={"color": colour},
-            error_y=whiskers(heights, *interval),
-            hovertemplate=f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
-        )
+        {
+            "type": "bar",
+            "x": list(groups),
+            "y": heights.astype(np.float32),
+            "name": for_plotly(name),
+            "marker": {"color": colour},
+            "error_y": whiskers(heights, *interval),
+            "hovertemplate": f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
+        }
         for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False)
     ]
     layout = {"barmode": "group", "yaxis": {"range": list(limits)}}

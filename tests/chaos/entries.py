@@ -21,7 +21,7 @@ from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
 from theodolite.evaluate.perplexity import perplexity
-from theodolite.explore.one_head import view_head
+from theodolite.explore.panels import view_head
 from theodolite.explore.subject import Subject
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model

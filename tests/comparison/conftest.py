@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import planted
+from tests.report.drawn import checked_figures as checked_figures
 from theodolite.comparison import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model

@@ -14,7 +14,7 @@ from theodolite.accumulate.means import decomposed_means
 from theodolite.comparison import compare
 from theodolite.comparison.parts import A_HALF, ALONG, directions_kept, overlap, overlap_bias
 from theodolite.comparison.survival import decided
-from theodolite.measure.uncertainty import positional_directions
+from theodolite.measure.position import DIRECTIONS, grouped_basis, ranks
 from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
 
@@ -98,7 +98,7 @@ def bases(true: float, noise: float, shared: float, seed: int) -> tuple[Run, Run
             "context_tokens": torch.full((1, 2, 4), positions // 4 - 1.0, dtype=torch.float64),
         }
         pos = decomposed_means(means)[1]
-        arrays = positional_directions(means, pos)
+        arrays = {DIRECTIONS: ranks(grouped_basis(means, 0, 1))[1][:, None]}
         layers = pd.DataFrame({"rank": [float(rank)]})
         runs.append(replace(make_run(), layers=layers, arrays=arrays | {"positional_basis": pos.float()}))
     return runs[0], runs[1]

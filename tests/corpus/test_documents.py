@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import inspect
 import itertools
 import json
 import lzma
@@ -17,9 +16,8 @@ import pandas as pd
 import pytest
 
 from theodolite.corpus import documents as texts
-from theodolite.corpus import python_texts
 from theodolite.corpus.documents import READERS, Columns, Document, joined_articles, read_path
-from theodolite.corpus.python_texts import docstrings, python_topics, stdlib_docstrings, stdlib_sources
+from theodolite.corpus.python_texts import python_topics, stdlib_sources
 from theodolite.errors import UsageError
 
 
@@ -34,15 +32,6 @@ def test_stdlib_sources_are_the_interpreter_s_own_files_without_tests() -> None:
     assert sources["textwrap.py"] == Path(textwrap.__file__).read_text(encoding="utf-8")
     assert list(sources) == sorted(sources)
     assert not [label for label in sources if {"test", "site-packages", "pydoc_data"} & set(label.split("/"))]
-
-
-def test_docstrings_are_those_that_inspect_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_texts, "stdlib_files", lambda: [Path(textwrap.__file__)])
-    prose = {document.label: document.text for document in stdlib_docstrings()}["textwrap.py"]
-    shown = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap, textwrap.dedent)
-    places = [prose.index(inspect.getdoc(thing) or "?") for thing in shown]
-    assert places == sorted(places)  # in reading order
-    assert docstrings("def f(:") == ""
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:

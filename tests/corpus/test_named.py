@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from theodolite.corpus import named
+from theodolite.corpus import documents
 from theodolite.corpus.documents import Columns, Document
 from theodolite.corpus.named import make_stream
 from theodolite.corpus.python_texts import HELD_OUT_TOPICS
@@ -41,7 +41,7 @@ def test_the_preset_is_the_hubs_test_part(opened, monkeypatch):
         asked.append((name, config, split))
         return map(Document, ROWS)
 
-    monkeypatch.setattr(named, "streamed_rows", rows)
+    monkeypatch.setattr(documents, "streamed_rows", rows)
     model = opened("llama3")
     stream = make_stream("wikitext-2", model.tokenizer)
     assert asked == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]

@@ -49,7 +49,7 @@ def test_it_needs_no_gradio(monkeypatch, sharp):
     monkeypatch.setitem(sys.modules, "gradio", None)
     for name in [name for name in sys.modules if name.startswith("theodolite.explore")]:
         monkeypatch.delitem(sys.modules, name)
-    imported = importlib.import_module("theodolite.explore.one_head")
+    imported = importlib.import_module("theodolite.explore.panels")
     assert imported.view_head(sharp.model, PROMPT, 0, 0).view.layer == 0
 
 

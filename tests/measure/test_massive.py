@@ -88,14 +88,26 @@ def test_they_are_named_and_counted():
     }
 
 
-@pytest.mark.parametrize(("share", "left_out"), [(0.4, True), (1.0, False)])
-def test_what_most_tokens_have_is_no_exception(share: float, left_out: bool):
+@pytest.mark.parametrize(("contexts", "left_out"), [(1, True), (CONTEXTS, False)])
+def test_what_all_tokens_have_is_no_exception(contexts: int, left_out: bool):
     """Oracle: how many tokens were planted: a dimension that is huge in all of them is the stream's."""
     h = hidden(0)[1]
-    planted = 1 + int(share * (LENGTH - 1))
-    h[5, 1:planted, 2] = 5e4
+    h[:contexts, 1:, 2] = 5e4
     marked = massive_tokens(h, TEXT)
-    assert (0 if marked is None else int(marked.sum())) == (planted - 1) * left_out
+    assert (0 if marked is None else int(marked.sum())) == (LENGTH - 1) * left_out
+
+
+def test_a_token_that_was_massive_is_left_out_until_it_is_like_others():
+    """Oracle: sizes planted about the published ratio and a tenth of it."""
+    h = hidden(0)[1]
+    h[:, :, 2:4] = 0
+    typical = h.abs().median(dim=-1).values[5, 4]
+    before = torch.zeros(CONTEXTS, LENGTH, dtype=torch.bool)
+    before[5, 4] = True
+    for ratio, was, left_out in ((900, True, True), (900, False, False), (60, True, False)):
+        h[5, 4, 2] = ratio * typical + 100
+        marked = massive_tokens(h, TEXT, before if was else None)
+        assert (marked is not None and bool(marked[5, 4])) == left_out
 
 
 def test_numbers_are_those_of_the_other_tokens():
@@ -135,7 +147,9 @@ def test_with_them_the_numbers_are_those_of_all_tokens():
     assert made["layer"].tolist() == [1]
     for name in ("relative_norm", "position_energy", "similarity_within", "incoherence_random"):
         expected = float(columns(plain)[name].value[1])
-        assert made[name][0] == pytest.approx(expected, rel=1e-3, nan_ok=True), name
+        # The largest moment's correction for few contexts is that of the other tokens.
+        close = 0.2 if name == "relative_norm" else 1e-3
+        assert made[name][0] == pytest.approx(expected, rel=close, nan_ok=True), name
 
 
 def test_one_context_of_outliers_moves_no_number():

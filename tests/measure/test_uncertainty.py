@@ -1,4 +1,4 @@
-"""Sampling errors: of the layers' numbers against fresh corpora, of arrays against fresh corpora and halves."""
+"""Sampling errors of the layers' numbers and of arrays, against fresh corpora and written-out formulas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from theodolite.accumulate.means import Means, Sample, decomposed_means
+from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
 from theodolite.measure.contexts import context_columns
@@ -15,7 +15,6 @@ from theodolite.measure.geometry import stream_columns
 from theodolite.measure.outliers import outliers_table, typical_sizes
 from theodolite.measure.position import position_columns, sketched_moment
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error, positional_directions
 from theodolite.theory.unbiased import Jackknifed, leaving_out
 
 CONTEXTS, LENGTH, WIDTH = 64, 18, 12
@@ -71,9 +70,6 @@ def columns(h: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Ja
 
 def test_of_a_mean_it_is_the_classic_standard_error():
     """Oracle: s/√8 of the eight group means, numpy."""
-    values = np.random.default_rng(0).normal(3, 2, (8, 5))
-    got = half_sample_error(balanced_halves() @ torch.from_numpy(values) / 4)
-    np.testing.assert_allclose(got, values.std(0, ddof=1) / np.sqrt(8), rtol=1e-12)
     h = hidden(0)
     norm = np.linalg.norm(h.double().numpy()[:, :, 1:], axis=-1).mean(2).reshape(2, 8, 8).mean(2)
     np.testing.assert_allclose(columns(h)["norm"].error, norm.std(1, ddof=1) / np.sqrt(8), rtol=1e-9)
@@ -206,8 +202,8 @@ def test_large_values_have_the_errors_of_eight_groups():
 def test_leading_directions_are_those_of_the_other_groups(width):
     """Oracle: the SVD of the mean of the contexts of seven groups; P is tall in one case and wide in the other."""
     h = hidden(0, width=width)
-    (means, _, _, _), *_ = states(h)
-    found = positional_directions(means, decomposed_means(means)[1])["positional_directions.without"].double()
+    (means, moments, sketches, _), *_ = states(h)
+    found = position_columns(means, moments, sketches)["positional_directions.without"].double()
     assert found.shape == (8, 2, min(20, LENGTH - 1, width), width)
     for group in range(8):
         own = h[0, np.arange(CONTEXTS) // 8 != group].double().mean(0)[1:]
@@ -218,9 +214,9 @@ def test_leading_directions_are_those_of_the_other_groups(width):
 
 
 def test_few_contexts_have_nothing_without_a_group():
-    (means, _, _, outliers), *_ = states(hidden(0, contexts=7))
+    (means, moments, sketches, outliers), *_ = states(hidden(0, contexts=7))
     _, arrays = outliers_table(outliers, means)
-    arrays |= typical_sizes(outliers) | positional_directions(means, decomposed_means(means)[1])
+    arrays |= typical_sizes(outliers) | position_columns(means, moments, sketches)
     left_out = [values for name, values in arrays.items() if name.endswith(".without")]
     assert len(left_out) == 4
     assert all(values.isnan().all() for values in left_out)

@@ -17,11 +17,10 @@ from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.errors import UsageError
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model, open_weights
+from theodolite.models.calls import stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.stored.checkpoint_tensors import build_skeleton
-from theodolite.models.stored.loading import on_meta
-from theodolite.models.weights.copies import stop_at_tap
+from theodolite.models.stored.loading import build_skeleton, on_meta
 from theodolite.models.weights.head_weights import HeadWeights, read_head_weights, through_tap
 from theodolite.models.weights.weight_map import find_projections, replaced
 from theodolite.passes.run import Run

@@ -38,7 +38,7 @@ from theodolite.corpus.images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
 from theodolite.models import image_reader
-from theodolite.models.weights.copies import NotAffine
+from theodolite.models.calls import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
 

@@ -18,7 +18,7 @@ from theodolite.measure.extra import Extra, HeadMean
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import TEXT_TITLE, spectra, survey
-from theodolite.report import figures, health
+from theodolite.report import figures, findings
 from theodolite.report.data import columns_of, offered
 from theodolite.report.page import render
 from theodolite.system.wording import number
@@ -103,10 +103,10 @@ def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
     assert "<queries>" not in page
     assert "<p>Mean fourth power of the residual stream.</p>" in page  # the caption
     assert "Columns of your own" in page
-    texts = [check.text for check in health.checks(run)]
+    texts = [check.text for check in findings.checks(run)]
     assert f"size of the <queries> is at most {number(1e5)} in all heads." in texts
     large = replace(run, heads=run.heads.assign(query_squared=[1e10] + [1.0] * 11))
-    texts = [check.text for check in health.checks(large)]
+    texts = [check.text for check in findings.checks(large)]
     assert f"size of the <queries> is not at most {number(1e5)} in L0H0: a limit of this test." in texts
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tests import checkpoints, dense
 from tests.tokenizers import framed
 from theodolite import Corpus, open_model, survey, trace_sinks
-from theodolite.corpus.ragged import NO_TOKEN
+from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import perplexity

@@ -47,7 +47,9 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
     kept = kept_whole(reference, corpus)
     tolerance = 2e-3 if family == "gpt_oss" else 2e-5
     for name, expected in dense.layer_columns(kept, corpus.labels.numpy()).items():
-        np.testing.assert_allclose(run.layers[name], expected, rtol=tolerance, atol=1e-6, err_msg=name)
+        # What the largest eigenvalue of all tokens is without a group is from a sketch of their moments.
+        close = 2e-2 if name == "relative_norm" else tolerance
+        np.testing.assert_allclose(run.layers[name], expected, rtol=close, atol=1e-6, err_msg=name)
     for name, expected in dense.outlier_table(kept).items():
         np.testing.assert_allclose(run.outliers[name].astype(float), expected, rtol=tolerance, err_msg=name)
     for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():

@@ -7,7 +7,7 @@ import torch
 
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
-from theodolite.models.weights.copies import NotAffine
+from theodolite.models.calls import NotAffine
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
 from theodolite.passes.run import TABLES
 from theodolite.passes.survey import spectra

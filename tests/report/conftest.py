@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.drawn import checked_figures as checked_figures
 from tests.report.synthetic import make_survey
 from theodolite.passes.run import Run
 from theodolite.report.page import write_report

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import plotly.graph_objects as go
+import pytest
+
+from theodolite.report import style
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_figures() -> Iterator[None]:
+    """Let Plotly check every figure, which the pages leave out."""
+    plain = style.figure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "figure", lambda *args, **more: go.Figure(plain(*args, **more)))
+        yield
 
 
 def drawn(figure: go.Figure, axis: str = "y", **where: str) -> np.ndarray:

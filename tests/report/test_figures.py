@@ -189,7 +189,7 @@ def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp
     shown = [exhibit for exhibit in EXHIBITS if exhibit.available(loaded)]
     others = [*OF_IMAGES, "caller_columns"]  # of a caller's own, which this run has not
     assert len(shown) == len(EXHIBITS) - len(others) == len(known)
-    assert {drawn_data(exhibit.draw(loaded)) for exhibit in shown} == known
+    assert {drawn_data(exhibit.of(loaded).figure) for exhibit in shown} == known
 
 
 def test_the_figures_are_named_once_and_found(run: Run) -> None:
@@ -211,7 +211,7 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
         assert layout.height > layout.margin.t + 100 > 160
     assert figures.spectrum(run, 2, 1, "spectrum_data").layout.title.text == "Eigenvalues of W_QK Σ̂ · L2H1"
     assert figures.head_map(run, "induction").layout.title.text.endswith("induction")
-    assert not any(exhibit.draw(run).layout.title.text for exhibit in EXHIBITS if exhibit.available(run))
+    assert not any(shown.figure.layout.title.text for one in EXHIBITS if (shown := one.of(run)))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,8 @@ from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
-from theodolite.report.findings import Finding
-from theodolite.report.health import CHECKS, checks
+from theodolite.report.findings import CHECKS, Finding, checks, summarise
 from theodolite.report.page import render
-from theodolite.report.summary import summarise
 
 WORDS = {
     "smoothness": r"\b(smooth|rough)",

@@ -13,8 +13,7 @@ from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_page import Reader
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import TABLES, Run
-from theodolite.report.findings import Finding
-from theodolite.report.health import in_a_line
+from theodolite.report.findings import Finding, in_a_line
 from theodolite.report.page import strongest
 from theodolite.report.terminal import show_run, tables_as_json
 

@@ -240,7 +240,8 @@ def test_json_cannot_leave_its_element_and_cosines_travel_in_hundredths() -> Non
     figure = go.Figure(
         [go.Heatmap(z=cosines, zmin=-1, zmax=1), go.Scatter(y=np.array([0.5, math.nan], np.float32))]
     )
-    sent = json.loads(figure_json(figure, {"other": [{"z": -cosines}, {"y": np.array([2.0], np.float32)}]}))
+    other = go.Figure([go.Heatmap(z=-cosines), go.Scatter(y=np.array([2.0], np.float32))]).to_plotly_json()
+    sent = json.loads(figure_json(figure, {"other": other["data"]}))
 
     def unpacked(spec: dict[str, str]) -> list[float]:
         return np.frombuffer(base64.b64decode(spec["bdata"]), dtype=spec["dtype"]).tolist()

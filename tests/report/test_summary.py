@@ -13,9 +13,7 @@ import torch
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import Run
-from theodolite.report.findings import Finding
-from theodolite.report.health import checks
-from theodolite.report.summary import summarise
+from theodolite.report.findings import Finding, checks, summarise
 
 
 def told(run: Run, topic: str) -> str:

@@ -13,9 +13,9 @@ import torch
 
 from theodolite.theory.unbiased import (
     Jackknifed,
+    PairProducts,
     combined,
     corner_energies,
-    gram_energy,
     largest_square,
     product,
     product_energy,
@@ -48,27 +48,25 @@ def test_products_are_those_of_different_groups():
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 7), (7, 3)])
-@pytest.mark.parametrize("strip", [1, 1 << 22])
-def test_energies_of_gram_matrices_are_of_four_different_groups(rows, width, strip, monkeypatch):
-    """Oracle: tr(P_a P_bᵀ P_c P_dᵀ) over all tuples, written out; strips of rows change nothing."""
-    monkeypatch.setattr("theodolite.theory.unbiased.STRIP", strip)
+def test_energies_of_gram_matrices_are_of_four_different_groups(rows, width):
+    """Oracle: tr(P_a P_bᵀ P_c P_dᵀ) over all tuples, written out."""
     p = groups(rows, width)
 
     def trace(a: int, b: int, c: int, d: int) -> float:
         return np.trace(p[a] @ p[b].T @ p[c] @ p[d].T)
 
-    agrees(gram_energy(torch.from_numpy(p)), trace, 4)
+    agrees(PairProducts.of(torch.from_numpy(p)).energy(), trace, 4)
     ones = torch.ones(GROUPS + 1, rows, dtype=torch.float64)
-    agrees(gram_energy(torch.from_numpy(p), ones), trace, 4)
+    agrees(PairProducts.of(torch.from_numpy(p)).energy(ones), trace, 4)
     scale = torch.linspace(0.5, 2, rows).double().expand(GROUPS + 1, -1)
-    scaled = gram_energy(torch.from_numpy(p), scale)
-    same = gram_energy(torch.from_numpy(p) * scale[0][:, None])
+    scaled = PairProducts.of(torch.from_numpy(p)).energy(scale)
+    same = PairProducts.of(torch.from_numpy(p) * scale[0][:, None]).energy()
     torch.testing.assert_close(scaled.without, same.without)
     low = torch.from_numpy(p)[None]
     corner = corner_energies(low, low, [2, rows])
     each = low.expand(GROUPS + 1, -1, -1, -1)
     torch.testing.assert_close(corner_energies(each, each, [2]).without, corner.without[:, :1])
-    torch.testing.assert_close(corner.value[1], gram_energy(torch.from_numpy(p)).value)
+    torch.testing.assert_close(corner.value[1], PairProducts.of(torch.from_numpy(p)).energy().value)
     top = p[:, :2]
     agrees(
         Jackknifed(corner.value[0], corner.without[:, 0]),
@@ -93,7 +91,7 @@ def test_energies_of_products_are_of_four_different_groups():
     few = product_energy(*(p[:3] for p in both))
     assert few.value.isnan()
     assert product_energy(*(p[:1] for p in both)).value.isnan()
-    assert gram_energy(both[0][:1]).value.isnan()
+    assert PairProducts.of(both[0][:1]).energy().value.isnan()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 7), (9, 4), (230, 260)])
@@ -144,7 +142,7 @@ def energies(p: torch.Tensor) -> dict[str, Jackknifed]:
     low = torch.cos(torch.pi * torch.arange(5)[:, None] * (torch.arange(24) + 0.5) / 24).double() / 12**0.5
     low[0] /= 2**0.5
     corners = corner_energies((low @ p)[None], (low @ p)[None], [5])
-    share = combined(torch.div, corners, gram_energy(p)).corrected()
+    share = combined(torch.div, corners, PairProducts.of(p).energy()).corrected()
     return {"energy": product(p.flatten(1)), "largest": largest_square(p), "share": share}
 
 

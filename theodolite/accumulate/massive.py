@@ -6,6 +6,7 @@ One of them may be a hundred times as long as any other token: in a mean over co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,26 +21,38 @@ from theodolite.theory.outliers import massive_activations
 NAMED_CONTEXTS, NAMED_TOKENS = 256, 8
 """Tokens are named in the first contexts, and of each context and layer the first."""
 
-MOST = 0.5
-"""Share of a context's tokens up to which they are exceptions."""
+EXCEPTIONAL = 10.0
+"""A massive activation is an exception if it is so many times the median of its dimension over the batch's tokens: a
+dimension that is huge in all of them is the stream's own (Gemma 3)."""
+
+FADED = replace(PUBLISHED, massive_ratio=PUBLISHED.massive_ratio / 10)
+"""A token that had one at the layer before is an exception down to a tenth of the ratio: at 947 times the median it is
+no more like the others than at 1,001 times."""
 
 
 def massive_tokens(
-    hidden: Float[Tensor, "batch positions width"], text: slice
+    hidden: Float[Tensor, "batch positions width"],
+    text: slice,
+    before: Bool[Tensor, "batch positions"] | None = None,
 ) -> Bool[Tensor, "batch positions"] | None:
-    """Mark the tokens of the text with a massive activation in any dimension (Sun et al. 2024); None: there is none.
+    """Mark the tokens of the text with an exceptional massive activation in any dimension; None: there is none.
 
-    None of a context where more than `MOST` of them have one: a dimension that is huge in all tokens is the stream's
-    own (Gemma 3), and leaving them out would leave nothing to measure.
+    Massive is as in Sun et al. 2024; `FADED` for those marked `before`, at the layer before.
     """
     largest = hidden.abs().amax(dim=-1)
     contexts = (largest[:, text] > PUBLISHED.massive).any(dim=1).nonzero().flatten()
     if not len(contexts):
         return None
+    values = hidden[contexts].abs()
+    massive = massive_activations(values.unsqueeze(2), PUBLISHED).squeeze(2)[:, text]
+    if before is not None:
+        faded = massive_activations(values.unsqueeze(2), FADED).squeeze(2)[:, text]
+        massive |= faded & before[contexts, text].unsqueeze(-1)
+    dimensions = massive.any(dim=1).any(dim=0).nonzero().flatten()
+    typical = hidden[:, text, dimensions].abs().flatten(0, 1).median(dim=0).values
+    exceptional = massive[..., dimensions] & (values[:, text, dimensions] > EXCEPTIONAL * typical)
     marked = torch.zeros_like(largest, dtype=torch.bool)
-    massive = massive_activations(hidden[contexts].abs().unsqueeze(2), PUBLISHED).squeeze(2).any(dim=-1)
-    exceptions = massive[:, text].double().mean(dim=1, keepdim=True) <= MOST
-    marked[contexts, text] = massive[:, text] & exceptions
+    marked[contexts, text] = exceptional.any(dim=-1)
     return marked if marked.any() else None
 
 

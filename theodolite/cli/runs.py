@@ -86,7 +86,7 @@ def described(folder: Path) -> dict[str, Any]:
         "model": model.get("id"),
         "corpus": corpus.get("name"),
         "date": f"{written:%Y-%m-%d %H:%M}",
-        **{option: recorded.get(option) for option in OPTIONS if option != "name"},
+        **{option: recorded.get(option) for option in OPTIONS},
         "text": str(corpus.get("sha256") or "")[:8] or None,
         "revision": model.get("revision"),
         "weights": str(model.get("sha256") or "")[:8] or None,

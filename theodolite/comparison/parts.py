@@ -49,10 +49,11 @@ from theodolite.logits.attribution import scored_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
+from theodolite.measure.position import DIRECTIONS
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share, need, provenance, value_of
-from theodolite.report.health import ENTROPY_COLLAPSE
+from theodolite.report.findings import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.outliers import Thresholds, outlier_features
@@ -450,7 +451,7 @@ def _leading(run: Run, ranks: Tensor, by_energy: bool) -> tuple[Jackknifed, Floa
 
     And how much each counts: evenly, or by its squared singular value; 1 in all.
     """
-    without = run.arrays[f"positional_directions{WITHOUT}"].double()
+    without = run.arrays[DIRECTIONS].double()
     _, values, directions = torch.linalg.svd(_bases(run)[0], full_matrices=False)
     most = without.shape[2]
     kept = torch.arange(values.shape[1]) < ranks[:, None]

@@ -17,7 +17,7 @@ from torch import Tensor
 from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import CONFIDENCE, SIGMAS, Estimate, Floats, sigmas
 from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
-from theodolite.report.drawing.sinks import sink_name
+from theodolite.report.drawing.heads import sink_name
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.unbiased import Jackknifed, combined
 

@@ -37,11 +37,7 @@ def corpus_name(digits: tuple[int, int]) -> str:
 
 
 def digits_of(name: str) -> tuple[int, int] | None:
-    """Read the digits from the name of a corpus; None: it is no corpus of addition problems.
-
-    Raises:
-        UsageError: what follows `addition:` is not one or two numbers of digits in order.
-    """
+    """Read the digits from the name of a corpus; None: it is none of addition problems."""
     kind, colon, given = name.partition(":")
     if kind != NAME:
         return None
@@ -49,11 +45,7 @@ def digits_of(name: str) -> tuple[int, int] | None:
 
 
 def parse_digits(given: str) -> tuple[int, int]:
-    """Read `10` or `5-10` as (fewest, most).
-
-    Raises:
-        UsageError: it is neither, or not within 1 to `MOST_DIGITS`.
-    """
+    """Read `10` or `5-10` as (fewest, most); `UsageError` where it is neither, or not within 1 to `MOST_DIGITS`."""
     parts = given.split("-")
     if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
         fewest, most = int(parts[0]), int(parts[-1])

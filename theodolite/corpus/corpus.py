@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import Cutter
+from theodolite.corpus.cutting import NO_TOKEN, Cutter, contexts_of_rows, padded, read_order, runs
 from theodolite.corpus.documents import (
     Columns,
     Document,
@@ -30,7 +30,6 @@ from theodolite.corpus.documents import (
 from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
-from theodolite.corpus.ragged import NO_TOKEN, contexts_of_rows, padded, read_order, runs
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids
@@ -97,9 +96,8 @@ class Corpus:
     def ids(self, rows: slice | Tensor) -> Int[Tensor, "some positions"]:
         """Give the token ids of some contexts, which have one length."""
         ids = self.contexts[rows]
-        return (
-            ids if self.lengths is None else ids[:, : max(self.lengths[rows].tolist(), default=ids.shape[1])]
-        )
+        longest = [] if self.lengths is None else self.lengths[rows].tolist()
+        return ids[:, : max(longest, default=ids.shape[1])]
 
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
@@ -119,9 +117,8 @@ class Corpus:
         """Make a corpus of some of the contexts."""
         images = None if self.images is None else self.images.of(rows)
         lengths = None if self.lengths is None else self.lengths[rows]
-        return replace(
-            self, contexts=self.ids(rows), labels=self.labels[rows], images=images, lengths=lengths
-        )
+        contexts, labels = self.ids(rows), self.labels[rows]
+        return replace(self, contexts=contexts, labels=labels, images=images, lengths=lengths)
 
     @cached_property
     def sha256(self) -> str:

@@ -1,9 +1,12 @@
-"""Tokenize documents, and cut or pack them into contexts, reading no further than needed."""
+"""Cut or pack documents into contexts, reading no further than needed; take contexts out of padded and packed rows.
+
+No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.documents import Document, printable
+from theodolite.corpus.groups import Groups
 from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
 from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError
@@ -20,19 +24,18 @@ CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory 
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
 READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
 
+NO_TOKEN = -1
+"""Behind a context that is shorter than the longest: no model has such a token, so that reading it would fail."""
+
 
 class Cutter:
-    """Cuts documents into the bodies of contexts, and remembers what it read and left out.
+    """Cuts documents into the bodies of contexts of so many tokens, and remembers what it read and left out.
 
     Args:
-        length: tokens of a context, with those that the tokenizer puts around it.
         choice: of contexts; where it says how many, no more than `READ_TOKENS` are read after enough of them.
         pack: short documents of a label together, but where each row has a label of its own; without, short documents
             and remainders are contexts of their own length.
         show_tokens: is told how many tokens were read so far.
-
-    Raises:
-        UsageError: a length or a choice that cannot be, or a tokenizer whose special tokens fill a context.
     """
 
     def __init__(
@@ -75,17 +78,13 @@ class Cutter:
                 self.longest = max(self.longest, len(pending))
             elif pending and not full:
                 if not self.choice.rows:
-                    pending = self._packed(label, pending)
+                    packed = self.short.setdefault(label, [])
+                    packed += self.frame.between + pending if packed else pending
+                    pending = packed
                 self.longest = max(self.longest, len(pending))
                 if len(pending) >= self.body:
                     yield self._counted(label, pending[: self.body])
                     self.short[label] = pending[self.body :]
-
-    def _packed(self, label: str | None, ids: list[int]) -> list[int]:
-        """Append a short document to the others of its label."""
-        packed = self.short.setdefault(label, [])
-        packed += self.frame.between + ids if packed else ids
-        return packed
 
     def _counted(self, label: str | None, ids: list[int]) -> tuple[str | None, list[int]]:
         self.cuts += 1
@@ -121,11 +120,7 @@ class Cutter:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """Tokenize `text` in chunks of at most `CHUNK` characters.
-
-    Chunks end before white space where there is some: there the tokenizers that split words before merging
-    (byte-level BPE, WordPiece) give the same ids as for the whole text. Others may differ by one token per chunk.
-    """
+    """Tokenize `text` in chunks of at most `CHUNK` characters, which end before white space where there is some."""
     begin = 0
     while begin < len(text):
         end = begin + CHUNK
@@ -137,3 +132,77 @@ def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
         # verbose=False: a document is longer than the model, which is why it is cut.
         yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
         begin = end
+
+
+def padded(rows: Sequence[Int[Tensor, " tokens"]]) -> tuple[Tensor, Tensor | None]:
+    """Pad rows with `NO_TOKEN` to the longest: (contexts, length), and their lengths; None: all alike."""
+    lengths = torch.tensor([len(row) for row in rows], device="cpu")
+    contexts = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=NO_TOKEN)
+    return contexts, None if (lengths == contexts.shape[1]).all() else lengths
+
+
+def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
+    """Sort contexts by length, the longest first, within each of the eight groups, which stay groups of neighbours."""
+    group = Groups(len(lengths)).of(torch.arange(len(lengths), device="cpu"))
+    by_length = torch.argsort(lengths, descending=True, stable=True)
+    return by_length[torch.argsort(group[by_length], stable=True)]
+
+
+def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[slice]:
+    """Cut the contexts `first … last − 1` where their length changes."""
+    _, counts = lengths[first:last].unique_consecutive(return_counts=True)
+    for count in counts.tolist():
+        yield slice(first, first + count)
+        first += count
+
+
+def contexts_of_rows(
+    ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
+    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
+
+    Args:
+        attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
+        position_ids: 0, 1, 2, … from the beginning of every context of a row on; as `ids`. None: a row is one.
+
+    Raises:
+        UsageError: a mask or positions of another shape, with holes, or that count otherwise.
+    """
+    mask, position_ids = (
+        given if given is None else _shaped(name, given, ids)
+        for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids))
+    )
+    mask = torch.ones_like(ids) if mask is None else mask
+    contexts, rows = [], []
+    short = 0
+    for row, own_ids in enumerate(ids):
+        places = mask[row].nonzero().flatten()
+        positions = places - places[:1] if position_ids is None else position_ids[row, places]
+        starts = (positions == 0).nonzero().flatten().tolist()
+        lengths = np.diff([*starts, len(places)]).tolist()
+        counted = [position for length in lengths for position in range(length)]
+        if counted != positions.tolist():
+            raise UsageError(
+                f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
+                "position_ids"
+                if position_ids is None
+                else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
+                "padding belongs in the attention_mask"
+            )
+        for context in own_ids[places].split(lengths):
+            if len(context) < LEAST_LENGTH:
+                short += 1
+                continue
+            contexts.append(context)
+            rows.append(row)
+    return contexts, rows, short
+
+
+def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:
+    if given.ndim == 1:
+        given = given.unsqueeze(0)
+    if given.shape != ids.shape:
+        raise UsageError(
+            f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
+        )
+    return given.cpu()

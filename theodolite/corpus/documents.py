@@ -1,8 +1,7 @@
 """Read documents: from files and folders, from data sets of the hub, and from conversations.
 
-A reader of files yields a `Document` of each text. To add a kind of file, write one and name it in `TEXTS`, or in
-`TABLES` where rows have columns. Files are read in sorted order, so that the same place gives the same documents
-everywhere. Nothing here knows of tokens, models or contexts.
+To add a kind of file, write a reader that yields a `Document` of each text, and name it in `TEXTS`, or in `TABLES`
+where rows have columns. Files are read in sorted order, so that the same place gives the same documents everywhere.
 """
 
 from __future__ import annotations
@@ -93,13 +92,9 @@ def printable(path: str | Path) -> str:
 def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Document]:
     """Read the documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
-    Files of `TEXTS` are one document each, those of `TABLES` give one a row (`Columns`). A text in WikiText's format
-    (at least two lines of title), and rows that are its lines, give one an article (`joined_articles`). A document's
-    label is its row's where the table has labels, or its article's title, otherwise its file's path relative to the
-    folder. In a folder, hidden files, empty files and other suffixes are passed over.
-
-    Raises `UsageError` for a path that is missing or of another suffix, for a file that is empty or not UTF-8
-    text, and for rows without the text column or the label column asked for.
+    A document's label is its row's where the table has labels, or its WikiText article's title, otherwise its file's
+    path relative to the folder. In a folder, hidden files, empty files and other suffixes are passed over. `UsageError`
+    where a path, a column or the text itself is missing or unreadable.
     """
     path = Path(path)
     for file in files_at(path, columns):
@@ -292,10 +287,10 @@ READERS = TEXTS | TABLES
 
 
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
-    """Make a document of a table's row, with its text and its label; None when the text is null.
+    """Make a document of a table's row, with its text (or conversation) and its label; None when the text is null.
 
-    A conversation becomes the text of the tokenizer's chat template. `source` names the row in errors, `number` counts
-    it from 1. Raises `UsageError` when there is no such column or it holds neither.
+    `source` names the row in errors, `number` counts it from 1. `UsageError` where it has no such column, or no text
+    there.
     """
     for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
         if wanted is not None and wanted not in row:
@@ -321,12 +316,8 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
 def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
     """Format a conversation by the tokenizer's chat template, without the token that it puts before every sequence.
 
-    Args:
-        turns: `{"role": …, "content": …}` each, or ShareGPT's `{"from": …, "value": …}`.
-        source: where it stands, for errors.
-
-    Raises:
-        UsageError: it is no conversation, the tokenizer has no template, or the template refuses it.
+    Turns are `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; `source` says where they stand, for
+    the `UsageError` of what is no conversation or has no template.
     """
     messages = [_message(turn) for turn in turns]
     if not messages or None in messages:
@@ -397,10 +388,9 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
 def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
     """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
 
-    Rows are its lines when the first one with any text is a title and has no label. A title opens an article, and is
-    its label; it stands between empty lines, as a formula with two equals signs does not. The n-th article of the
-    same title is labelled `Title (n)`: where rare words are `<unk>`, different articles share titles. What stands
-    before the first title has no label. One article at a time is in memory.
+    They are when the first one with any text is a title and has no label. A title stands between empty lines, opens an
+    article, and is its label; the n-th article of the same title is labelled `Title (n)`. What stands before the first
+    title has no label. One article at a time is in memory.
     """
     rows = iter(rows)
     opening: list[Document] = []

@@ -1,8 +1,7 @@
 """Few-shot prompts: labelled words under a hidden rule that is drawn anew for every prompt.
 
 A word is a few letters in any order: one per attribute, and meaningless fillers. One attribute determines the label,
-through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly. Independent of models
-and training.
+through a map from its values. The Bayes-optimal accuracy after k examples is computed exactly.
 """
 
 from __future__ import annotations
@@ -92,9 +91,8 @@ class Rules:
         rule = random.choice(len(rules), size=count, p=prior)
         labels = rules[rule[:, None], self._number(items)]
         letters = 2 + self.values * (1 + np.arange(attributes)) + items
-        fillers = (
-            2 + self.values * (1 + attributes) + random.integers(len(FILLERS), size=(count, self.fillers))
-        )
+        first_filler = 2 + self.values * (1 + attributes)
+        fillers = first_filler + random.integers(len(FILLERS), size=(count, self.fillers))
         home = random.integers(words, size=(count, self.fillers))
         # A place is the number of its word, plus 0 for the break, 0.1 … 0.9 for letters, and then colon and label.
         word = np.broadcast_to(np.arange(words), (count, words))

@@ -17,9 +17,9 @@ GROUPS = 8
 class Groups:
     """The corpus's contexts in `GROUPS` ranges of equal size (but for one context), by index in the corpus.
 
-    Ranges rather than every eighth context: neighbours are often of one document and resemble each other, and a
-    standard error from groups that share documents would be too small. The index is that in the whole corpus, so
-    that parts of it, read elsewhere, sum into the same groups. Below 8 contexts some groups are empty.
+    Ranges, since neighbours are often of one document and resemble each other: a standard error from groups that share
+    documents would be too small. By the index in the whole corpus parts of it, read elsewhere, sum into the same
+    groups.
     """
 
     contexts: int

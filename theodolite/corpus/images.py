@@ -1,6 +1,5 @@
 """Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen.
 
-A `Corpus` of images holds one `Images`; its contexts are the tokens that the model makes of a picture, by position.
 Each picture is read once to find what cannot be read and to hash what was; it is kept where all of them fit
 `KEPT_BYTES`, and read anew otherwise, a batch at a time.
 """
@@ -50,11 +49,7 @@ class TransformedImages:
     deviation: Sequence[float] = (1.0,)
 
     def read(self, image: Any) -> Float[Tensor, "channels height width"]:
-        """Make the pixel values of a picture in RGB.
-
-        Raises:
-            UsageError: the transform gives something else.
-        """
+        """Make the pixel values of a picture in RGB; `UsageError` where the transform gives something else."""
         pixels = self.transform(image)
         if not isinstance(pixels, Tensor) or pixels.ndim != 3:
             raise UsageError(
@@ -67,15 +62,9 @@ class TransformedImages:
         self, pixels: Float[Tensor, "images channels height width"]
     ) -> UInt8[Tensor, "images height width colours"]:
         """Turn pixel values back into a picture that can be looked at."""
-        mean, deviation = (
-            torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.deviation)
-        )
+        mean, deviation = (torch.tensor(of, dtype=torch.float64) for of in (self.mean, self.deviation))
         colours = pixels.movedim(1, -1).double() * deviation + mean
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
-
-    def grid_of(self, height: int, width: int) -> PatchGrid:
-        """Give the grid of tokens of a picture with so many pixels."""
-        return PatchGrid(height // self.patch[0], width // self.patch[1], self.before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +85,8 @@ class Images:
     @cached_property
     def grid(self) -> PatchGrid:
         """The tokens of each picture."""
-        return self.reader.grid_of(*self.size)
+        (height, width), (rows, columns) = self.size, self.reader.patch
+        return PatchGrid(height // rows, width // columns, self.reader.before)
 
     @property
     def sha256(self) -> str:
@@ -137,13 +127,7 @@ def digest_of(pixels: Tensor) -> bytes:
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
 ) -> tuple[Images, Sample]:
-    """Choose and read pictures, and say what was left out; `name` is that of the corpus.
-
-    They are in the order of its seed, so that neighbours are of any label: standard errors come from groups of them.
-
-    Raises:
-        UsageError: none is kept, or one cannot be read.
-    """
+    """Choose pictures of the corpus `name` and read them, in the order of the seed; `UsageError` where none is kept."""
     choice.check()
     if choice.rows:
         raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")
@@ -177,11 +161,7 @@ def refuse_length(length: int | None) -> None:
 def read_images(
     pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens = lambda images: None
 ) -> Images:
-    """Read all pictures once. `show` is called with how many were read; it may raise to stop.
-
-    Raises:
-        UsageError: one cannot be read, or is of another size than the first as the model reads it.
-    """
+    """Read all pictures once, which `show` counts; `UsageError` where one is no picture or of another size."""
     digests: list[bytes] = []
     kept: dict[bytes, Tensor] = {}
     shape: tuple[int, ...] = ()

@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from theodolite.corpus import documents
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
-from theodolite.corpus.documents import (
-    TEXT_COLUMN,
-    TEXTS,
-    Columns,
-    EmptyFileError,
-    documents_of,
-    files_at,
-    kind_of,
-    printable,
-    streamed_rows,
-    text_and_articles,
-)
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import TransformedImages, refuse_length
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice
@@ -53,7 +42,7 @@ def make_corpus(
     length: int | None,
     contexts: int | None = None,
     seed: int = 0,
-    columns: Columns = TEXT_COLUMN,
+    columns: documents.Columns = documents.TEXT_COLUMN,
     per_label: int | None = None,
     *,
     pack: bool = True,
@@ -82,8 +71,8 @@ def make_corpus(
         assert length is not None
         check_spec(spec, columns, per_label)
         if name in PYTHON_TEXTS:
-            documents, choice = PYTHON_TEXTS[name](), Choice(contexts, seed, per_label)
-            return Corpus.from_documents(name, documents, tokenizer, length, choice, pack)
+            choice = Choice(contexts, seed, per_label)
+            return Corpus.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
         if name == RANDOM:
             return Corpus.random_tokens(tokenizer, length, some, seed)
         if name == FEW_SHOT:
@@ -100,7 +89,9 @@ def make_corpus(
     return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
 
 
-def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns = TEXT_COLUMN) -> Corpus:
+def make_stream(
+    spec: str | Path | None, tokenizer: Tokenizer, columns: documents.Columns = documents.TEXT_COLUMN
+) -> Corpus:
     """Read a text as one context of all its tokens (1, tokens), as for the perplexities of WikiText-2.
 
     Rows of a table, and the lines of a text in WikiText's format as its data set has them, are joined by empty lines;
@@ -123,36 +114,30 @@ def make_stream(spec: str | Path | None, tokenizer: Tokenizer, columns: Columns 
     ids = list(encoded["input_ids"])
     if len(ids) < LEAST_LENGTH:
         raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
-    return replace(Corpus.from_ids(torch.tensor([ids], device="cpu")), name=printable(name))
+    return replace(Corpus.from_ids(torch.tensor([ids], device="cpu")), name=documents.printable(name))
 
 
-def _rows(name: str, columns: Columns) -> Iterable[str]:
+def _rows(name: str, columns: documents.Columns) -> Iterator[str]:
     if is_drawn(name):
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
-    dataset = dataset_of(name)
     if name in PYTHON_TEXTS:
-        documents = PYTHON_TEXTS[name]()
-    elif dataset is not None:
-        documents = streamed_rows(*dataset, columns)
+        yield from (document.text for document in PYTHON_TEXTS[name]())
+    elif (dataset := dataset_of(name)) is not None:
+        yield from (document.text for document in documents.streamed_rows(*dataset, columns))
     else:
-        return _rows_of_files(Path(name), columns)
-    return (document.text for document in documents)
+        for file in documents.files_at(name, columns):
+            try:
+                yield from _rows_of_file(file, columns)
+            except documents.EmptyFileError:
+                if not Path(name).is_dir():
+                    raise
 
 
-def _rows_of_files(path: Path, columns: Columns) -> Iterator[str]:
-    for file in files_at(path, columns):
-        try:
-            yield from _rows_of_file(file, columns)
-        except EmptyFileError:
-            if not path.is_dir():
-                raise
-
-
-def _rows_of_file(file: Path, columns: Columns) -> Iterable[str]:
+def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[str]:
     """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text whole."""
-    if kind_of(file) not in TEXTS:
-        return (document.text for document in documents_of(file, columns))
-    text, articles = text_and_articles(file)
+    if documents.kind_of(file) not in documents.TEXTS:
+        return (document.text for document in documents.documents_of(file, columns))
+    text, articles = documents.text_and_articles(file)
     if not articles:
         return [text]
     return (f"{line}\n" if line.strip() else "" for line in text.removesuffix("\n").split("\n"))
@@ -163,12 +148,9 @@ def addition_corpus(
 ) -> Corpus:
     """Draw addition problems with `digits` digits, one per context, cut to `length` characters.
 
-    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+`
-    and `=` stand at the same positions in every context; at 24, say, their places vary.
-
-    Raises:
-        UsageError: a length below 4 or above that of the longest example, or a tokenizer that does not give a token
-            for each character.
+    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+` and `=`
+    stand at the same positions in every context. `UsageError` for a length that no problem has, or a tokenizer that
+    does not give a token for each character.
     """
     full = full_length(digits)
     if not 4 <= length <= full:
@@ -194,11 +176,7 @@ def addition_corpus(
 
 
 def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt.
-
-    Raises:
-        UsageError: a length below 4 or above that of a prompt, or a tokenizer without a token for each character.
-    """
+    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt."""
     prompts = RULES.draw(contexts, np.random.default_rng([seed, CORPUS_STREAM]))
     ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
     if not 4 <= length <= ids.shape[1]:

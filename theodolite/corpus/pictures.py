@@ -1,7 +1,6 @@
 """Find images and their labels: in files and folders, and in data sets with a column of images.
 
-A picture is known by its place and is opened when it is asked for. Nothing here knows of pixels as a model reads them
-(`images.py` does). Pillow is asked for where a picture is opened.
+A picture is known by its place and is opened when it is asked for, by Pillow.
 """
 
 from __future__ import annotations
@@ -33,20 +32,17 @@ class Picture:
 
     def open(self) -> Any:
         """Open the image with Pillow: upright, in RGB, of an animation the first frame; or `UsageError`."""
-        image, operations = _pillow()
-        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
-            with image.open(source) as opened:
-                return _eight_bits(operations.exif_transpose(opened), image).convert("RGB")
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            EOFError,
-            struct.error,
-            image.DecompressionBombError,
-        ) as error:
-            why = "no image" if isinstance(error, image.UnidentifiedImageError) else first_line(error)
+            from PIL import Image, ImageOps, UnidentifiedImageError
+        except ImportError as error:
+            raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
+        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
+        unreadable = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+        try:
+            with Image.open(source) as opened:
+                return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
+        except unreadable as error:
+            why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
 
 
@@ -59,14 +55,6 @@ def _eight_bits(opened: Any, image: Any) -> Any:
     values = np.asarray(opened, dtype=np.float64)
     most = 255 if values.max(initial=0) < 256 else 65535
     return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
-
-
-def _pillow() -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
-    return Image, ImageOps
 
 
 def is_image(path: Path) -> bool:
@@ -90,9 +78,7 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
     """List the images of a file, a folder or a saved data set, sorted, and count the files that were passed over.
 
     The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
-
-    Raises:
-        UsageError: there is no such place, no image in it, or columns of what is no table are asked for.
+    `UsageError` where there is no image, or columns of what is no table are asked for.
     """
     path = Path(path)
     if columns.option and holds_images(path) and not is_saved_dataset(path):
@@ -110,12 +96,8 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
     images = [file for file in files if is_image(file)]
     if not images:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
-    pictures = [
-        Picture(
-            printable(file), file, None if file.parent == path else printable(file.parent.relative_to(path))
-        )
-        for file in images
-    ]
+    labels = [None if file.parent == path else printable(file.parent.relative_to(path)) for file in images]
+    pictures = [Picture(printable(file), file, label) for file, label in zip(images, labels, strict=True)]
     return pictures, len(files) - len(images)
 
 

@@ -1,13 +1,10 @@
-"""Read the texts inside every Python: its language reference, and the standard library's source and docstrings."""
+"""Read the texts inside every Python: its language reference, and the standard library's source."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import sysconfig
 import tokenize
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,19 +15,8 @@ HELD_OUT_TOPICS = ("bltin-type-objects", "continue", "objects", "return", "strin
 
 # Not prose and not hand-written code: tests, other packages, generated tables (`encodings` holds one of 256
 # lines for each code page), and `pydoc_data`, whose one module is the text of `python_topics` itself.
-STDLIB_LEFT_OUT = frozenset(
-    [
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "idlelib",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-    ]
-)
+STDLIB_LEFT_OUT = {"__pycache__", "dist-packages", "encodings", "idle_test", "idlelib", "pydoc_data"}
+STDLIB_LEFT_OUT |= {"site-packages", "test", "tests"}
 
 
 def python_topics() -> list[Document]:
@@ -46,11 +32,7 @@ def held_out_topics() -> list[Document]:
 
 
 def stdlib_files() -> list[Path]:
-    """List the Python files of the running interpreter's standard library, sorted by path relative to it.
-
-    Tests, installed packages, generated tables (`STDLIB_LEFT_OUT`) and the build settings of this machine
-    (`config-*`, `_sysconfigdata*`) are left out.
-    """
+    """List the standard library's files, sorted by path relative to it, without tests and this machine's settings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -68,27 +50,3 @@ def stdlib_sources() -> Iterator[Document]:
             text = file.read()
         if text.strip():
             yield Document(text, path.relative_to(root).as_posix())
-
-
-def docstrings(source: str) -> str:
-    """Extract the docstrings of a module, its classes and functions in reading order, with blank lines between.
-
-    Source that this interpreter cannot parse has none.
-    """
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the files read are not ours to report
-            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    except SyntaxError:
-        return ""
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    texts = (ast.get_docstring(node, clean=False) for node in nodes)
-    return "\n\n".join(inspect.cleandoc(text) for text in texts if text)
-
-
-def stdlib_docstrings() -> Iterator[Document]:
-    """Read the docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
-    for document in stdlib_sources():
-        if text := docstrings(document.text):
-            yield Document(text + "\n", document.label)

@@ -104,18 +104,15 @@ Body = tuple[int, str | None, np.ndarray]
 def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sample:
     """Choose contexts as they are read."""
     random = np.random.default_rng(choice.seed)
-    entries = (
-        (position, label, np.array(body, dtype=np.int32)) for position, (label, body) in enumerate(bodies)
-    )
+    entries = ((at, label, np.array(body, dtype=np.int32)) for at, (label, body) in enumerate(bodies))
     if choice.per_label is None:
         most = READ_AHEAD * choice.contexts if choice.streamed and choice.contexts else None
         reservoir: Reservoir[Body] = Reservoir(choice.contexts, random)
         for entry in islice(entries, most):
             reservoir.add(entry)
         return Sample(_in_order(reservoir.items))
-    labels: Reservoir[list[Body]] = Reservoir(
-        None if choice.contexts is None else choice.contexts // choice.per_label, random
-    )
+    room = None if choice.contexts is None else choice.contexts // choice.per_label
+    labels: Reservoir[list[Body]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
     for label, kept in _by_label(entries, choice, random):
         longest = max(longest, (kept.seen, label), key=lambda of: of[0])
@@ -137,10 +134,8 @@ def _by_label(
     """Yield every label with a sample of its contexts; contexts without a label are passed over."""
     most = enough = None
     if choice.streamed and choice.contexts and choice.per_label:
-        most, enough = (
-            LABELS_READ_AHEAD * choice.contexts,
-            READ_AHEAD * (choice.contexts // choice.per_label),
-        )
+        most = LABELS_READ_AHEAD * choice.contexts
+        enough = READ_AHEAD * (choice.contexts // choice.per_label)
     reservoirs: dict[str, Reservoir[Body]] = {}
     complete = 0
     before: str | None = None

@@ -33,11 +33,7 @@ def is_drawn(name: str) -> bool:
 
 
 def dataset_of(name: str) -> tuple[str, str | None, str] | None:
-    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`, or of a preset; None for another name.
-
-    Raises:
-        UsageError: it names no data set.
-    """
+    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]` or a preset; None for another name, or `UsageError`."""
     name = PRESETS.get(name, name)
     if not name.startswith(DATASET):
         return None
@@ -50,12 +46,7 @@ def dataset_of(name: str) -> tuple[str, str | None, str] | None:
 
 
 def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None = None) -> None:
-    """Refuse a corpus that does not exist, or options that do not go with it.
-
-    Raises:
-        UsageError: no such file, folder, corpus or data set name; columns of what is no table; contexts per label of
-            what has no labels.
-    """
+    """Raise `UsageError` for a corpus that does not exist, or options (columns, `per_label`) that do not go with it."""
     columns.described()
     name = DOCS if spec is None else str(spec)
     if dataset_of(name) is not None:

@@ -88,9 +88,9 @@ def trailing_special_tokens(
 ) -> int:
     """Count the tokens at the end of every context that the tokenizer puts behind a sequence ([SEP], </s>).
 
-    They mark the end of a text and are no part of it, so they are told apart as position 0 is. 0 where the tokenizer
-    puts none there (most decoders), where some context ends in text, and without a tokenizer (None). `lengths` are
-    those of the contexts; None: all are as long as `ids`.
+    They mark the end of a text and are told apart as position 0 is. 0 where the tokenizer puts none there (most
+    decoders), where some context ends in text, and without a tokenizer (None). `lengths`, None: all are as long as
+    `ids`.
     """
     if tokenizer is None:
         return 0

@@ -1,4 +1,4 @@
-"""Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML.
+"""Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
 
 Models that stand side by side share their scales, so that a colour or a height means the same in both. Colour never
 stands alone: sinks are marked and numbered, and a caught token carries the number of its sink. gradio is not known
@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.errors import TheodoliteError, UsageError
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
-from theodolite.explore.subject import Subject, Tags, tag_colours
+from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
     END_TOKEN_SINK,
@@ -29,7 +35,10 @@ from theodolite.measure.head_roles import (
     SINK_ROLES,
     HeadRole,
 )
+from theodolite.models import OpenModel
+from theodolite.models.guard import measures
 from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
+from theodolite.passes.corpus_pass import check_fit
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
@@ -37,8 +46,9 @@ from theodolite.report.data import columns_of, entropy_share
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import SHARES, qk_panels
 from theodolite.report.findings import measured_regimes, regime_agreement
-from theodolite.report.page import environment
-from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView
+from theodolite.report.page import environment, write_page
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
+from theodolite.system.choices import wider_than
 from theodolite.system.wording import counted, head_name, number, percent, shown_token, visible
 from theodolite.theory.regimes import UNDEFINED
 
@@ -443,3 +453,75 @@ def _luminance(colour: Floats) -> float:
     share = colour / 255
     linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
     return float(linear @ (0.2126, 0.7152, 0.0722))
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFigure:
+    """One head on one prompt; a notebook shows it as it is.
+
+    Attributes:
+        model: the model's name.
+        view: the numbers: tokens, attention (T, T), sinks, what each token receives.
+    """
+
+    model: str
+    view: HeadView
+
+    def __repr__(self) -> str:
+        name = head_name(self.view.layer, self.view.head)
+        return f"HeadFigure of {name} of {self.model} on {len(self.view.tokens)} tokens"
+
+    @property
+    def figure(self) -> go.Figure:
+        """The head's attention as a Plotly figure, its sinks in the note."""
+        view = self.view
+        title = f"{head_name(view.layer, view.head)} of {visible(self.model, 80)}"
+        sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
+        return style.alone(attention_map(view), title, f"{sinks or 'No sink'}.").update_layout(width=760)
+
+    def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
+        return self.figure._repr_mimebundle_(*args, **more)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the figure with Plotly's script as a page that opens offline, and return its path.
+
+        Raises:
+            WorkError: it cannot be written.
+        """
+        return write_page(Path(path), self.figure.to_html(include_plotlyjs=True))
+
+
+@measures("model")
+def view_head(
+    model: OpenModel, text: str | Sequence[int] | Int[Tensor, " positions"], layer: int, head: int
+) -> HeadFigure:
+    """Draw one head's attention on a prompt, for a notebook.
+
+    Args:
+        model: from `open_model`.
+        text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
+        layer, head: which, both counted from 0.
+
+    Returns:
+        The figure: a notebook shows it, `.save("head.html")` writes it, and `.view` has the numbers.
+
+    Raises:
+        UsageError: no such layer or head, or a prompt that the model cannot read.
+        WorkError: attention became NaN or infinite.
+    """
+    ids = (
+        torch.tensor(ids_of_text([(model.id, model)], text))
+        if isinstance(text, str)
+        else torch.as_tensor(text)
+    )
+    check_fit(model, Corpus.from_ids(ids), least_contexts=1)
+    if ids.ndim != 1 or len(ids) > MOST_TOKENS:
+        raise UsageError(
+            f"token ids of shape {tuple(ids.shape)}: give those of one prompt, {MOST_TOKENS} at most"
+        )
+    model.check_place(layer, head)
+    view = head_view(read_prompt(model, ids), layer, head)
+    if not np.isfinite(view.attention).any(axis=1).all():
+        wider = wider_than(model.source.dtype)
+        raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")
+    return HeadFigure(model.id, view)

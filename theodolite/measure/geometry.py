@@ -86,7 +86,7 @@ STREAM_COLUMNS = (
     ),
     _layer(
         "massive_activations",
-        "Values over 100 and over 1000 × the layer's median, summed over contexts. Such tokens are in no other number.",
+        "Values over 100 and over 1000 × the layer's median, summed over contexts.",
         "|x| > 100 and > 1000 × the median magnitude of the context at this layer.",
         f"{ZHANG}, section 2",
         healthy=Criterion("at most", 0.0, "massive activations of a layer after the first token"),

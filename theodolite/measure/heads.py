@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
-from theodolite.corpus.ragged import NO_TOKEN
+from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.judging import Criterion
 from theodolite.measure.column import (
     AMOUNT,

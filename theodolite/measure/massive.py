@@ -31,8 +31,9 @@ _massive = partial(Column, "massive")
     Column(
         "layers",
         "massive_tokens",
-        "Number of tokens with a massive activation after the first position; they are left out of all other numbers.",
-        "The table `massive` names them, `with_massive` has the numbers with them.",
+        "Number of tokens with a massive activation after the first position; position and context are of the others.",
+        "Those that had one at the layer before count down to a tenth of the ratio. The table `massive` names them, "
+        "`with_massive` has the numbers with them.",
         f"{ZHANG}, section 2",
         group=STREAM,
     )

@@ -13,26 +13,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
+from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion
-from theodolite.measure.column import BASIS, LEFT_OUT, SHARE, Column, gives
+from theodolite.measure.column import BASIS, LEFT_OUT, SHARE, WITHOUT, Array, Column, gives
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
-from theodolite.theory.singular import largest_singular_value, screenot_of_values
+from theodolite.theory.singular import by_gram_matrix, largest_singular_value, screenot_of_values
 from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
 from theodolite.theory.unbiased import (
     Jackknifed,
+    PairProducts,
     combined,
     corner_energies,
-    gram_energy,
-    largest_square,
     leaving_out,
     product,
     together,
@@ -40,6 +40,8 @@ from theodolite.theory.unbiased import (
 
 SCREENOT_RANK = 20
 """Upper bound on the rank given to ScreeNOT, as published."""
+
+DIRECTIONS = f"positional_directions{WITHOUT}"
 
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
@@ -187,8 +189,9 @@ def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = No
 
     On a grid, where every position has a place, it stays, and is 0.
     """
-    groups = (means["contexts"][layer] > 0).nonzero().flatten().tolist()
-    readers = means["readers"][layer, groups, leading : positions_read(means)]
+    readers = means["readers"][layer, :, leading : positions_read(means)]
+    groups = (readers.sum(dim=1) > 0).nonzero().flatten().tolist()
+    readers = readers[groups]
     there = (readers > 0).all(dim=0)
     sums = means["position_sum"][layer, groups, leading : leading + len(there)]
     p = sums / readers.clamp_min(1).unsqueeze(-1)
@@ -205,11 +208,18 @@ def positions_read(means: State) -> int:
     return int((readers >= LEAST_SHARE * readers[0]).sum())
 
 
-@gives(*POSITION_COLUMNS)
+@gives(
+    *POSITION_COLUMNS,
+    Array(
+        DIRECTIONS,
+        "(8, N, ≤ 20, d)",
+        "Leading directions of the positional basis without each of 8 groups of contexts, in float16.",
+    ),
+)
 def position_columns(
     means: State, residual: State, sketches: State, leading: int = 1, grid: Grid | None = None
-) -> dict[str, Jackknifed]:
-    """Compute the columns of the positional basis, N values each.
+) -> dict[str, Any]:
+    """Compute the columns of the positional basis, N values each, and its directions without each group.
 
     Args:
         means, residual, sketches: states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream.
@@ -220,18 +230,25 @@ def position_columns(
         NaN where there are too few groups of contexts: of fewer than five contexts the shares, of two all.
     """
 
-    def of_layer(layer: int) -> dict[str, Jackknifed]:
+    most = min(SCREENOT_RANK, positions_read(means) - leading, means["position_sum"].shape[-1])
+
+    def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
         sketch = {name: values[layer] for name, values in sketches.items()}
-        return layer_numbers(basis, residual["moment"][layer], sketch, grid)
+        of_ranks, found = ranks(basis)
+        directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
+        if len(found) == GROUPS:  # else there is no error to be had
+            directions[:, : found.shape[1]] = found
+        return of_ranks | layer_numbers(basis, residual["moment"][layer], sketch, grid), directions.half()
 
-    return together(parallel_map(of_layer, list(range(len(means["contexts"])))))
+    rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
+    return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
 
 
 def layer_numbers(
     basis: GroupedBasis, moment: Float[Tensor, "width width"], sketch: State, grid: Grid | None = None
 ) -> dict[str, Jackknifed]:
-    """Compute the columns of one layer.
+    """Compute the columns of one layer, but for the ranks.
 
     Args:
         basis: by groups of contexts.
@@ -240,35 +257,37 @@ def layer_numbers(
         grid: rows and columns of the positions; None: they lie in a line.
     """
     groups = len(basis.p)
-    tiled = basis.p * basis.readers.sum(dim=0).sqrt()[:, None]
+    readers = basis.readers.sum(dim=0).sqrt()
+    tiled = basis.p * readers[:, None]
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
     sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
     exact = torch.stack([largest, moment.trace()])
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
-    whole, variance = moments[0], moments[1]
-    energy, square = product(tiled.flatten(1)), largest_square(tiled)
+    whole, variance = moments[0].corrected(), moments[1]
+    energy, products = product(tiled.flatten(1)), PairProducts.of(basis.p)
+    rows, width = tiled.shape[1:]
+    of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
+    square, noise = of_tiled.largest_square(), _noise(of_tiled)
     lengths, near = squared_lengths(basis.p, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     return {
-        **_ranks(basis),
-        "stable_rank": combined(torch.div, energy, square).where(square.above_noise()),
+        "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
-        "relative_norm_floor": Jackknifed.constant((_noise(tiled) / largest).sqrt(), groups),
+        "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
         "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
-        **_shares("low_frequency", basis.p, grid, scales),
-        **_shares("pp_low_frequency", basis.p, grid),
+        **_shares("low_frequency", basis.p, products.energy(scales), grid, scales),
+        **_shares("pp_low_frequency", basis.p, products.energy(), grid),
     }
 
 
-def _noise(tiled: Float[Tensor, "groups positions width"]) -> Tensor:
+def _noise(tiled: PairProducts) -> Tensor:
     """Return two standard errors of ‖P‖₂² where there is no position, from differences of neighbouring groups."""
-    groups = len(tiled)
-    differences = (tiled[0 : groups - 1 : 2] - tiled[1::2]) / math.sqrt(2)
-    pairs = len(differences) * (len(differences) - 1) / (groups * (groups - 1) or math.nan)
-    return 2 * largest_square(differences).error * math.sqrt(pairs)
+    differences = tiled.of_differences()
+    pairs = len(differences.upper) / (len(tiled.upper) or math.nan)
+    return 2 * differences.largest_square().error * math.sqrt(pairs)
 
 
 def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Float[Tensor, 2]:
@@ -286,20 +305,28 @@ def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " 
     return torch.stack([largest, trace]) * (counts.sum() / weight.sum())
 
 
-def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:
-    """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them."""
+def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
+    """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them.
+
+    Returns:
+        These, and the leading directions without each of the groups.
+    """
     p, weights = basis.p, basis.readers.unsqueeze(-1)
     sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
-    groups = len(p)
+    groups, bound = len(p), screenot_bound(p[0])
+
+    def screenot_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, directions = by_gram_matrix(matrix, SCREENOT_RANK)
+        return screenot_of_values(values, (len(matrix), matrix.shape[1]), bound).rank.double(), directions
+
     others = [(sums - p[g] * weights[g]) / (counts - weights[g]).clamp_min(1) for g in range(groups)]
-    screenot = Jackknifed(
-        _screenot(sums / counts.clamp_min(1)), torch.stack([_screenot(one) for one in others])
-    )
-    energies = []
-    for own, other in zip(p, others, strict=True):
-        directions = directions_of_gram(other, int(screenot.value))
-        energies.append(((own @ directions) * (other @ directions)).sum(dim=0))
-    energy = torch.stack(energies)
+    without, found = zip(*map(screenot_of, others), strict=True)
+    screenot = Jackknifed(screenot_of(sums / counts.clamp_min(1))[0], torch.stack(without))
+    products = [
+        ((own @ directions) * (other @ directions)).sum(dim=0)
+        for own, other, directions in zip(p, others, found, strict=True)
+    ]
+    energy = torch.stack(products)[:, : int(screenot.value)]
 
     def replicated(used: Float[Tensor, " groups"]) -> Tensor:
         some = energy[used > 0]
@@ -307,25 +334,12 @@ def _ranks(basis: GroupedBasis) -> dict[str, Jackknifed]:
         error = (squares / (len(some) * (len(some) - 1) or math.nan)).sqrt()
         return (some.mean(dim=0) > REPLICATED * error).sum().double()
 
-    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}
-
-
-def _screenot(p: Float[Tensor, "positions width"]) -> Tensor:
-    values = torch.linalg.svdvals(p)
-    return screenot_of_values(values, (p.shape[0], p.shape[1]), screenot_bound(p)).rank.double()
+    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(found).mT
 
 
 def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
     """Bound the rank given to ScreeNOT: it needs 2k + 1 singular values below min(T − 1, d)."""
     return max(min(SCREENOT_RANK, (min(p.shape) - 2) // 2), 0)
-
-
-def directions_of_gram(matrix: Float[Tensor, "rows width"], count: int) -> Float[Tensor, "width count"]:
-    """Find the leading right singular vectors, the largest last, by way of the smaller Gram matrix."""
-    rows, width = matrix.shape
-    gram = matrix @ matrix.T if rows <= width else matrix.T @ matrix
-    vectors = torch.linalg.eigh(gram).eigenvectors[:, len(gram) - count :]
-    return functional.normalize(matrix.T @ vectors, dim=0) if rows <= width else vectors
 
 
 def squared_lengths(
@@ -360,14 +374,19 @@ def squared_lengths(
 def _shares(
     name: str,
     p: Float[Tensor, "groups positions width"],
+    whole: Jackknifed,
     grid: Grid | None,
     scales: Float[Tensor, "uses positions"] | None = None,
 ) -> dict[str, Jackknifed]:
-    """Compute the shares of the energy of P Pᵀ in its lowest frequencies, its rows scaled for each use of groups."""
-    groups, rows, _ = p.shape
-    whole = gram_energy(p, scales)
-    scales = torch.ones(groups + 1, rows, dtype=torch.float64) if scales is None else scales
-    lowest = torch.stack([lowest_frequencies(p * scale[:, None], max(CUTOFFS), grid) for scale in scales])
+    """Compute the shares of the energy of P Pᵀ in its lowest frequencies, its rows scaled for each use of groups.
+
+    `whole` is that energy.
+    """
+    rows = p.shape[1]
+    transform = lowest_frequencies(torch.eye(rows, dtype=torch.float64), max(CUTOFFS), grid)
+    scales = torch.ones(1, rows, dtype=torch.float64) if scales is None else scales
+    lowest = (transform * scales[:, None]).flatten(0, 1) @ p.transpose(0, 1).flatten(1)
+    lowest = lowest.unflatten(0, (len(scales), -1)).unflatten(2, (len(p), -1)).transpose(1, 2)
     corners = corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
     shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
     return {f"{name}_{k}": shares[place] for place, k in enumerate(CUTOFFS)}

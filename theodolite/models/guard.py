@@ -1,9 +1,8 @@
 """A pass has its model to itself, and computes as if nothing had been set elsewhere.
 
-Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention that are switched off
-decide numbers. While a model is measured, all of these are as PyTorch and NumPy have them at the start of a process;
-afterwards they are as they were. Other threads wait: hooks and interventions hold for whoever calls the model. Nothing
-is measured here.
+Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention decide numbers. While
+a model is measured, all of these are as PyTorch and NumPy have them at the start of a process; afterwards they are as
+they were. Other threads wait: hooks and interventions hold for whoever calls the model.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.shared import Shared
@@ -64,8 +64,7 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 def guarded(model: nn.Module) -> Iterator[None]:
     """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`.
 
-    It may be opened again by the thread that has it. To be opened and left by one thread, never by a generator that
-    may be left half read.
+    It may be opened again by the thread that has it. To be left by the same thread: never by a generator.
     """
     held = _held(model)
     with held.lock:
@@ -117,11 +116,8 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
     """Let PyTorch and NumPy compute while open as they do at the start of a process, without gradients.
 
     Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
-    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. Dtype, precision
-    and kernels are of the whole process; the rest is of this thread.
-
-    Args:
-        leave_inference: what is made may be changed later, outside of the `torch.inference_mode` that is open now.
+    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. With
+    `leave_inference`, what is made may be changed outside of the `torch.inference_mode` that is open now.
     """
     with ExitStack() as undo:
         if leave_inference and torch.is_inference_mode_enabled():
@@ -182,11 +178,6 @@ def _held(model: nn.Module) -> _Held:
         return _models.setdefault(model, _Held())
 
 
-KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-"""Of `scaled_dot_product_attention`, on every device, whatever the flags are called; which is chosen decides last bits.
-"""
-
-
 def _as_at_the_start() -> ExitStack:
     """Set what all threads share as it is at the start of a process; returns what puts it back."""
     backends: Any = torch.backends
@@ -201,9 +192,7 @@ def _as_at_the_start() -> ExitStack:
             for backend in (backends.mkldnn.matmul, backends.cuda.matmul):
                 _exact_by_backend(backend, undo)
         else:
-            if (
-                precision != "highest"
-            ):  # setting it would be more than nothing: it keeps later words from being heard
+            if precision != "highest":  # setting it again would keep later words from being heard
                 undo.callback(torch.set_float32_matmul_precision, precision)
                 torch.set_float32_matmul_precision("highest")
         try:
@@ -213,19 +202,16 @@ def _as_at_the_start() -> ExitStack:
         else:
             undo.callback(setattr, backends.cudnn, "allow_tf32", rounded)
             backends.cudnn.allow_tf32 = False
-        for kernel in KERNELS:
-            if not getattr(backends.cuda, f"{kernel}_sdp_enabled")():
-                enable = getattr(backends.cuda, f"enable_{kernel}_sdp")
-                undo.callback(enable, False)
-                enable(True)
+        undo.enter_context(
+            sdpa_kernel([*SDPBackend.__members__.values()])
+        )  # which is chosen decides last bits
         return undo.pop_all()
 
 
 def _exact_by_backend(backend: Any, undo: ExitStack) -> None:
     before, everywhere = backend.fp32_precision, getattr(torch.backends, "fp32_precision", None)
-    undo.callback(
-        setattr, backend, "fp32_precision", "none" if before == everywhere else before
-    )  # then inherited
+    inherited_or_own = "none" if before == everywhere else before
+    undo.callback(setattr, backend, "fp32_precision", inherited_or_own)
     backend.fp32_precision = "ieee"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
+from theodolite.models.calls import capture_current_calls
 from theodolite.models.doors.answers import is_innermost
 from theodolite.models.doors.taps import observed, tapped
 from theodolite.models.guard import guarded, without_autocast
@@ -41,17 +42,9 @@ class Hooks(Protocol):
 
 def positions_read(model: OpenModel, inputs: Inputs) -> int:
     """Count the positions that the residual stream has for a batch."""
-    seen = _FirstStream()
-    with hooked(model, seen):
-        model.forward(inputs)
-    return seen.positions
-
-
-class _FirstStream(Hooks):
-    positions = 0
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        self.positions = hidden.shape[1]
+    with guarded(model.root):
+        calls = capture_current_calls(model.structure, lambda: model.source.run(inputs))
+    return calls[model.attending[0]].hidden.shape[1]
 
 
 @contextmanager
@@ -63,10 +56,7 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
 @contextmanager
 def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
-    """Call `hooks` in a forward pass that somebody else makes while open, which computes as it does without them.
-
-    To be opened as the pass enters `entry`; what `attention` returns is not used.
-    """
+    """Call `hooks` in a forward pass that somebody else makes, as it enters `entry`; it computes as without them."""
     with _hooked(model, hooks, observed, entry):
         yield
 

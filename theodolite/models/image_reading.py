@@ -1,8 +1,6 @@
 """Read images as a checkpoint does: by its own image processor, into its tokens.
 
-The processor is that of `transformers` on Pillow and NumPy, so that pixel values are the same with torchvision and
-without it. Which tokens stand before the patches is seen from how many the model makes of an image of noise; their
-names come from the config.
+The processor is that of `transformers` on Pillow and NumPy: pixel values are the same with torchvision and without it.
 """
 
 from __future__ import annotations
@@ -64,11 +62,8 @@ def image_reader(model: OpenModel) -> TransformedImages:
     # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
     normalized = getattr(processor, "do_normalize", False)
-    colours = [
-        np.atleast_1d(each)
-        for each in ((processor.image_mean, processor.image_std) if normalized else (0, 1))
-    ]
-    mean, deviation = (tuple(values / (255 * factor) for values in each) for each in colours)
+    colours = (processor.image_mean, processor.image_std) if normalized else (0, 1)
+    mean, deviation = (tuple(np.atleast_1d(each) / (255 * factor)) for each in colours)
     return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
 
 

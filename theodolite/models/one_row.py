@@ -1,6 +1,6 @@
 """Contexts that a module reads one after another, in one row of tokens: where each is, and its attention apart.
 
-Those who train with packed texts give their blocks (tokens, width) or (1, tokens, width), positions that begin again
+Blocks that are trained with packed texts read (tokens, width) or (1, tokens, width), with positions that begin again
 and a mask of texts. How many contexts a row holds is known to who runs the model, for as long as it runs.
 """
 

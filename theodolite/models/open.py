@@ -1,7 +1,4 @@
-"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in.
-
-Weights come from safetensors and GGUF files only, and no code of a checkpoint is ever run.
-"""
+"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in."""
 
 from __future__ import annotations
 
@@ -22,20 +19,8 @@ from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import MAKING, guarded, known_state, measures
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
+from theodolite.models.stored import loading
 from theodolite.models.stored.dequantised import holds_quantised_layers
-from theodolite.models.stored.loading import (
-    LOADING_ERRORS,
-    Checkpoint,
-    Tower,
-    config_of,
-    load,
-    load_tokenizer,
-    reason_of,
-    refuse_nonfinite_weights,
-    tower_of,
-    usable_device,
-    without_progress_bars,
-)
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import as_sharded, is_spread, register_spread
@@ -43,16 +28,6 @@ from theodolite.models.training.training_model import unwrap
 from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
-
-RUNNING_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-)
-"""What models raise on inputs that they do not take."""
 
 
 @known_state()
@@ -65,7 +40,7 @@ def open_model(
     device: str | torch.device | None = None,
     device_map: str | dict[str, Any] | None = None,
     revision: str | None = None,
-    tower: Tower | None = None,
+    tower: loading.Tower | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> OpenModel:
     """Open and verify a checkpoint from a folder, a GGUF file or the hub; the embedded model where no path is given.
@@ -92,31 +67,31 @@ def open_model(
         return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
     check_dtype(dtype)
     check_one_place(device, device_map)
-    target = usable_device(device)
-    checkpoint = Checkpoint.at(path_or_id, revision)
+    target = loading.usable_device(device)
+    checkpoint = loading.Checkpoint.at(path_or_id, revision)
     place = checkpoint.place
     try:
-        with without_progress_bars():
+        with loading.without_progress_bars():
             checkpoint = checkpoint.of_one_commit()
-            config = tower_of(config_of(place, checkpoint.revision), tower, say)
-            model = load(place, config, dtype, device_map, checkpoint.revision)
+            config = loading.tower_of(loading.config_of(place, checkpoint.revision), tower, say)
+            model = loading.load(place, config, dtype, device_map, checkpoint.revision)
     except TheodoliteError:
         raise
-    except LOADING_ERRORS as error:
+    except loading.LOADING_ERRORS as error:
         if checkpoint.local:
-            raise UsageError(f"cannot open {place}: {reason_of(error)}") from error
+            raise UsageError(f"cannot open {place}: {loading.reason_of(error)}") from error
         raise UsageError(
-            f"there is no folder {place}, and it cannot be opened from the hub: {reason_of(error)} (with "
+            f"there is no folder {place}, and it cannot be opened from the hub: {loading.reason_of(error)} (with "
             "HF_HUB_OFFLINE=1 no network is waited for)"
         ) from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
-    refuse_nonfinite_weights(model)
+    loading.refuse_nonfinite_weights(model)
     say_if_slow(model.dtype, model.device, say)
     source = Source.of_transformers(model, attention)
     if tokenizer is None and source.vocabulary is not None:
-        tokenizer = load_tokenizer(place, checkpoint.revision)
+        tokenizer = loading.load_tokenizer(place, checkpoint.revision)
     with guarded(model):
         parts = verified_parts(source)
     return OpenModel.of(source, *parts, tokenizer=tokenizer, **checkpoint.identity())
@@ -223,9 +198,9 @@ def _is_count(number: Any) -> bool:
 
 
 def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenModel:
-    usable_device(source.device)
+    loading.usable_device(source.device)
     with guarded(source.root), as_sharded(source.root):
-        refuse_nonfinite_weights(source.root)
+        loading.refuse_nonfinite_weights(source.root)
         return OpenModel.of(source, *verified_parts(source), tokenizer=tokenizer, id=source.name)
 
 
@@ -236,8 +211,8 @@ def on_a_few_tokens(source: Source) -> Iterator[None]:
         yield
     except TheodoliteError:
         raise
-    except RUNNING_ERRORS as error:
-        raise UsageError(f"{source.name} cannot run on a few tokens: {reason_of(error)}") from error
+    except loading.RUNNING_ERRORS as error:
+        raise UsageError(f"{source.name} cannot run on a few tokens: {loading.reason_of(error)}") from error
 
 
 def verified_parts(
@@ -258,9 +233,11 @@ def verified_parts(
         inputs = verify_attention(source.root, structure, run, skip_overflow=skip_overflow)
     for layer, of_layer in zip(structure.attending, inputs, strict=True):
         if of_layer.mask is not None and not bool(of_layer.mask.any(dim=-1).all()):
-            raise UsageError(
-                f"some tokens of {structure.names[layer]} see no token, not even themselves{source.said_of_windows}"
-            )
+            line = f"some tokens of {structure.names[layer]} see no token, not even themselves"
+            if isinstance(source.root, PreTrainedModel):
+                window = getattr(source.root.config.get_text_config(), "sliding_window", None)
+                line += f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
+            raise UsageError(line)
     positions, tokens = inputs[0].query.shape[2], source.sample(length).shape[1]
     if source.vocabulary is not None and positions != tokens:
         raise UsageError(
@@ -272,11 +249,7 @@ def verified_parts(
 
 @measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
-    """Make a model of the same class and config with random weights; the global random state stays as it is.
-
-    Raises:
-        UsageError: it is no `transformers` model, so that nothing says how its weights begin.
-    """
+    """Make a model of the same class and config with random weights; the global random state stays as it is."""
     if not isinstance(model.root, PreTrainedModel):
         raise UsageError(
             f"{model.id} has no config that says how its weights begin: it has no untrained baseline"

@@ -47,7 +47,8 @@ class OpenModel:
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
         stored: how a GGUF file stores them: {"gguf": the quantisation, "tensor_types": the tensors of each type}.
-        streamed: what reads its blocks from its files as they run, where it was opened so.
+        streamed: what reads its blocks from its files as they run, where it was opened so. `block_present` keeps a
+            block's weights (of `open_weights`: its attention's) in memory while open, as all other models do.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
     """
 
@@ -65,7 +66,7 @@ class OpenModel:
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    _load_layer: Callable[[int], AbstractContextManager[None]] = field(
+    block_present: Callable[[int], AbstractContextManager[None]] = field(
         default=lambda layer: nullcontext(), repr=False, compare=False
     )
     _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
@@ -80,11 +81,7 @@ class OpenModel:
         inputs: Sequence[AttentionInputs],
         **rest: Any,
     ) -> OpenModel:
-        """Make it of the results of `find_structure`, `capture_calls`, `verify_attention`; `rest`: other attributes.
-
-        Raises:
-            UsageError: its queries attend to other keys than those of their own tokens.
-        """
+        """Make it of what `verified_parts` gives; `UsageError` where queries attend to keys of other tokens."""
         if structure.cross and source.attention != "cross":
             raise UsageError(
                 f"{source.family} has more or fewer queries than keys (memory keys, a cache, another stream): only "
@@ -119,18 +116,10 @@ class OpenModel:
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The model as `transformers` has it.
-
-        Raises:
-            UsageError: it is none of `transformers`.
-        """
+        """The model as `transformers` has it; `UsageError` where it is none of these."""
         if not isinstance(self.root, PreTrainedModel):
             raise UsageError(f"{self.id} is a module of its own, and this needs a model of transformers")
         return self.root
-
-    def block_present(self, layer: int) -> AbstractContextManager[None]:
-        """Keep a block's weights in memory while open, as all have but of a model whose blocks are streamed."""
-        return nullcontext() if self.streamed is None else self.streamed.present(layer)
 
     @property
     def layers(self) -> int:
@@ -161,16 +150,6 @@ class OpenModel:
     def head_width(self) -> int:
         """Width of a query d_h; where layers differ, of the widest."""
         return self.structure.head_width
-
-    @property
-    def attention_width(self) -> int:
-        """Width of what its attention modules read."""
-        return self.structure.attention_width
-
-    @property
-    def value_width(self) -> int:
-        """Width of a value; where layers differ, of the widest."""
-        return self.structure.value_width
 
     @property
     def interventions(self) -> tuple[str, ...]:
@@ -229,11 +208,7 @@ class OpenModel:
             return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer.
-
-        Raises:
-            UsageError: the checkpoint has none.
-        """
+        """Return the tokenizer; `UsageError` where the checkpoint has none."""
         if self.tokenizer is None:
             raise UsageError(
                 f"{self.id} has no tokenizer beside its weights that can be read: save one there"
@@ -241,11 +216,7 @@ class OpenModel:
         return self.tokenizer
 
     def required_vocabulary(self) -> Any:
-        """Return what random tokens are drawn from: the tokenizer, or the number of token ids.
-
-        Raises:
-            UsageError: the model reads no tokens.
-        """
+        """Return what random tokens are drawn from, the tokenizer or the number of ids; `UsageError` without tokens."""
         vocabulary = self.tokenizer or self.vocabulary
         if vocabulary is None:
             raise UsageError(f"{self.id} reads no tokens: random ones cannot be drawn")
@@ -291,9 +262,9 @@ class OpenModel:
             NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
             WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
         """
-        self._check_layer(layer)
-        with self._load_layer(layer):
-            return read_head_weights(self.root, self.structure, layer, self._call(layer), self.weight_maps)
+        call = self._call(layer)
+        with self.block_present(layer):
+            return read_head_weights(self.root, self.structure, layer, call, self.weight_maps)
 
     @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -305,13 +276,11 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        self._check_layer(layer)
-        state = state_of(self.structure.blocks[layer])
         call = self._call(layer)
-        known = self._output_weights.get(layer)
+        state, known = state_of(self.structure.blocks[layer]), self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
-            with self._load_layer(layer):
+            with self.block_present(layer):
                 read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
             known = self._output_weights[layer] = (state, read)
         return known[1]
@@ -321,15 +290,12 @@ class OpenModel:
             raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
 
     def _call(self, layer: int) -> Call:
+        self._check_layer(layer)
         self.structure.attention_at(layer)  # names a layer that has none
         return self.calls[layer]
 
     def attention_alone(self, layer: int) -> nn.Module:
-        """Return the attention module of one layer, to change what it does.
-
-        Raises:
-            UsageError: other layers share it (ALBERT).
-        """
+        """Return the attention module of one layer, to change it; `UsageError` where other layers share it (ALBERT)."""
         if self.structure.shared:
             raise UsageError(
                 f"{self.id}: several layers share one attention module, so none can be changed alone"

@@ -1,25 +1,23 @@
 """Describe how a model encodes positions.
 
 A model of `transformers` is told by what it hands to its attention and by the names of its parameters. Any other module
-is asked: it reads one token over and over, so that only positions differ, and then each attention module one and the
-same hidden state at all of them.
+reads one token over and over, so that only positions differ, and each of its attention modules one hidden state.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.calls import Call, capture_calls
+from theodolite.models.calls import Call, capture_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.source import Source
 from theodolite.models.structure import Structure
 from theodolite.models.verification import VERIFIED_LENGTH
-from theodolite.models.weights.copies import run_until_tap, stop_at_tap
 
 UNKNOWN = "unknown"
 
@@ -36,16 +34,12 @@ def positions_of(source: Source, structure: Structure, call: Call, bias: str) ->
         return _seen(source, structure)
     if call.kwargs.get("position_embeddings") is not None:
         return "rotary"
-    return _named(source.root) if bias == "none" else bias
-
-
-def _named(model: nn.Module) -> str:
-    learned = any(
-        "pos" in name.rsplit(".", 1)[-1] or name.endswith("wpe") for name, _ in model.named_modules()
-    )
-    return (
-        "learned" if learned or any("position_embed" in n for n, _ in model.named_parameters()) else "other"
-    )
+    if bias != "none":
+        return bias
+    modules = [name.rpartition(".")[2] for name, _ in source.root.named_modules()]
+    learned = any("pos" in name or name.endswith("wpe") for name in modules)
+    learned = learned or any("position_embed" in name for name, _ in source.root.named_parameters())
+    return "learned" if learned else "other"
 
 
 def _seen(source: Source, structure: Structure) -> str:

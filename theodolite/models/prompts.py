@@ -48,18 +48,14 @@ class Focus:
 
 def shipped_prompt(name: str) -> str:
     """Read a prompt that the package carries: one of `assets/prompts`, such as few-shot or chain-of-thought."""
-    return (
-        (resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt")
-        .read_text(encoding="utf-8")
-        .strip()
-    )
+    path = resources.files("theodolite") / "assets" / "prompts" / f"{name}.txt"
+    return path.read_text(encoding="utf-8").strip()
 
 
 def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:
     """Tokenize the prompt, special tokens included; None: random tokens, twice, `longest` at most.
 
-    Raises:
-        UsageError: the model has no tokenizer, or the prompt is too short.
+    `UsageError` where the model has no tokenizer, or the prompt is too short.
     """
     if prompt is None:
         ids, _, _ = repeated_random_tokens(
@@ -78,10 +74,9 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
 
 
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
-    """Return the prompt asked for, or of the shipped one of that name the last tokens that fit the model's positions.
+    """Return the prompt asked for, or of the shipped one the last tokens that fit the model's positions.
 
-    Raises:
-        UsageError: the model has no tokenizer, or the prompt asked for is too short or too long.
+    `UsageError` where the model has no tokenizer, or the prompt asked for is too short or too long.
     """
     if prompt is None:
         return prompt_ids(model, shipped_prompt(shipped), 0, 0)[-(model.longest or 0) :]

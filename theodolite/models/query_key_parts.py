@@ -1,9 +1,8 @@
 """Queries and keys of a layer, split into what each part of the hidden states contributes.
 
-What the model does between the residual stream and its queries and keys (a norm, a projection, rotation,
-perhaps another norm) is affine once the norms' scales are held. So each part of the stream is sent the same
-way by itself: through the norm at its frozen scale, then through the attention module, called as the model
-calls it. Nothing is known here of layouts, rotations or families, and no logit is computed here.
+What the model does between the residual stream and its queries and keys (a norm, a projection, rotation, perhaps
+another norm) is affine once the norms' scales are held. So each part of the stream is sent the same way by itself:
+through the norm at its frozen scale, then through the attention module, called as the model calls it.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.calls import Call
+from theodolite.models.calls import Call, copy_in_dtype, run_until_tap, stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
-from theodolite.models.weights.copies import call_until_tap, copy_in_dtype, stop_at_tap
 from theodolite.models.weights.norms import (
     EXACT,
-    FrozenAttention,
     FrozenNorm,
     FunctionNorm,
     NormCalls,
+    frozen_attention,
     relative_error,
 )
 from theodolite.theory.decomposition import PARTS, Decomposition, DecompositionByGroups
@@ -84,100 +82,72 @@ def visit_layers(
 ) -> None:
     """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
-    The model computes with its own attention implementation, so that every stream is exactly its own; only the
-    layers asked for go to the tap as well. While `visit` runs, the tap calls `stop_at_tap`.
+    The model computes with its own attention, so that every stream is exactly its own; while `visit` runs, the tap
+    calls `stop_at_tap`.
     """
-    visitor = _LayerVisitor(model, set(layers), visit)
-    hearing = NormCalls(visitor.leave_function)
-    with suppress(_LastLayerDone), removed_on_leaving(visitor.hooks()), hearing:
+    structure, turns = model.structure, Turns(model.structure.attention)
+    # Hooks travel with copies of a module, which are in none of these.
+    blocks = {structure.blocks[layer] for layer in layers}
+    attention = {structure.attention_at(layer) for layer in layers}
+    around = {module for block in blocks for module in block.modules()} - blocks
+    around = around.difference(*(module.modules() for module in attention))
+    entering: Tensor | None = None  # the stream as the model has it
+    made_of_it: list[tuple[nn.Module, Tensor]] = []
+    visiting = False
+
+    def enter_block(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal entering
+        if module in blocks:
+            entering = first_tensor(args, kwargs)
+            made_of_it.clear()
+
+    def leave_module(module: nn.Module, args: Any, output: Any) -> None:
+        if module in around and args and args[0] is entering and isinstance(output, Tensor):
+            made_of_it.append((module, output))
+
+    def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
+        output = function(x, *args, **kwargs)
+        if x is entering and not visiting:
+            made_of_it.append((FunctionNorm(function, args, kwargs), output))
+        return output
+
+    def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal visiting
+        if module not in attention or visiting:
+            return
+        layer = turns.take(module)
+        if layer not in layers:
+            return
+        assert entering is not None
+        call = Call(args, kwargs, structure.attention_layout).without_cache()
+        stream = structure.layout.ordered(entering)
+        norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
+        visiting = True
+        try:
+            with tapped(model.root, stop_at_tap):
+                arrived = run_until_tap(module, call)
+                name, cross = structure.names[layer], structure.cross
+                of = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
+                with without_autocast():
+                    visit(of)
+        finally:
+            visiting = False
+        if layer == max(layers):
+            raise _LastLayerDone
+
+    hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
+    hooks += [module.register_forward_hook(leave_module) for module in around]
+    hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
         model.forward(inputs)
 
 
-class _LayerVisitor:
-    """Collects what makes a `LayerPass`. Hooks travel with copies of a module, whose calls are left out."""
-
-    def __init__(self, model: OpenModel, layers: set[int], visit: Callable[[LayerPass], None]) -> None:
-        self.model = model
-        self.layers = layers
-        self.visit = visit
-        self.entering: Tensor | None = None  # the stream as the model has it
-        self.stream: Tensor | None = None
-        self.candidates: list[tuple[nn.Module, Tensor]] = []
-        self.visiting = False
-        self.turns = Turns(model.structure.attention)
-
-    def hooks(self) -> list[Any]:
-        structure = self.model.structure
-        hooks = []
-        pairs = {
-            (structure.blocks[layer], structure.attention_at(layer)): None for layer in sorted(self.layers)
-        }
-        for block, attention in pairs:
-            hooks.append(block.register_forward_pre_hook(self._enter_block(block), with_kwargs=True))
-            inside = set(attention.modules()) | {block}
-            for module in block.modules():
-                if module not in inside:
-                    hooks.append(module.register_forward_hook(self._leave_module(module)))
-            enter = self._enter_attention(attention)
-            hooks.append(attention.register_forward_pre_hook(enter, with_kwargs=True))
-        return hooks
-
-    def _enter_block(self, block: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is block:
-                self.entering, self.candidates = first_tensor(args, kwargs), []
-                self.stream = self.model.structure.layout.ordered(self.entering)
-
-        return hook
-
-    def _leave_module(self, expected: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if module is expected and args and args[0] is self.entering and isinstance(output, Tensor):
-                self.candidates.append((module, output))
-
-        return hook
-
-    def leave_function(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
-        output = function(x, *args, **kwargs)
-        if x is self.entering and not self.visiting:
-            self.candidates.append((FunctionNorm(function, args, kwargs), output))
-        return output
-
-    def _enter_attention(self, attention: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not attention or self.visiting:
-                return
-            layer = self.turns.take(module)
-            if layer not in self.layers:
-                return
-            self.visiting = True
-            call = Call(args, kwargs, self.model.structure.attention_layout).without_cache()
-            try:
-                with tapped(self.model.root, stop_at_tap):
-                    layer_pass = self._layer_pass(layer, call)
-                    with without_autocast():
-                        self.visit(layer_pass)
-            finally:
-                self.visiting = False
-            if layer == max(self.layers):
-                raise _LastLayerDone
-
-        return hook
-
-    def _layer_pass(self, layer: int, call: Call) -> LayerPass:
-        structure, entered, stream = self.model.structure, call.hidden, self.stream
-        assert stream is not None
-        norm = None
-        if not _equal(entered, stream):
-            # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-            candidates = sorted(
-                self.candidates, key=lambda of: (of[1] is not call.entered, isinstance(of[0], FunctionNorm))
-            )
-            norm = next((module for module, output in candidates if _equal(output, call.entered)), None)
-        attention, name = structure.attention_at(layer), structure.names[layer]
-        inputs = call_until_tap(attention, call)
-        return LayerPass(layer, name, stream, entered, norm, attention, call, inputs, structure.cross)
+def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
+    """Find the module that made what entered attention, by its output."""
+    # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
+    in_turn = sorted(candidates, key=lambda of: (of[1] is not entered, isinstance(of[0], FunctionNorm)))
+    return next((module for module, output in in_turn if _equal(output, entered)), None)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -222,8 +192,8 @@ def _split(
     if of.cross:
         raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
     norm, entered = frozen_norm(of, dtype), of.entered.to(dtype)
-    attention = FrozenAttention(of.attention, of.call, entered)
-    batch = entered if attention.per_context else entered[:1]
+    attention, per_context = frozen_attention(of.attention, of.call, entered)
+    batch = entered if per_context else entered[:1]
 
     def send(entering: Tensor) -> tuple[Tensor, Tensor]:
         inputs = attention(entering)
@@ -232,7 +202,7 @@ def _split(
     at_zero = send(torch.zeros_like(batch))
 
     def linear(entering: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = send(entering.expand(entered.shape) if attention.per_context else entering)
+        query, key = send(entering.expand(entered.shape) if per_context else entering)
         return query - at_zero[0], key - at_zero[1]
 
     def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +210,7 @@ def _split(
         part = part.to(of.stream.device, dtype)
         part = part if norm is None else norm.direction(part)
         scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
-        if attention.per_context:
+        if per_context:
             own = linear(part[query] * scale)
             return own if query is key else (own[0], linear(part[key] * scale)[1])
         # Projected once, scaled after: a group's means are those of many contexts.
@@ -258,7 +228,7 @@ def _split(
         "ctx": (level[0] - mean[0], level[1] - mean[1]),
         "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
     }
-    checked = contexts if check_all or attention.per_context else 1
+    checked = contexts if check_all or per_context else 1
     first = each[:checked]
     resid = image(parts.resid(groups[0], checked), first, first)
     if groups[1] is not groups[0]:
@@ -282,11 +252,7 @@ def _split(
 def frozen_norm(
     of: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
 ) -> FrozenNorm | None:
-    """Freeze the norm in front of the heads at the stream of a pass, or at other `rows`; None where there is no norm.
-
-    Raises:
-        WorkError: attention does not read the stream behind a norm with one scale a vector.
-    """
+    """Freeze the norm before the heads at the stream of a pass, or at `rows`; None where there is none."""
     if of.entered.shape != of.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"

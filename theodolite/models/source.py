@@ -1,7 +1,4 @@
-"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads.
-
-Of `transformers`, or any module that makes something of token ids. Nothing here knows of heads.
-"""
+"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads."""
 
 from __future__ import annotations
 
@@ -41,11 +38,9 @@ class Source:
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
-        probe: a pass over it, or over two such contexts; an encoder reads one token more, so that a decoder's attention
-            to it shows.
+        probe: a pass over it, over two such contexts, or with one token more for an encoder, to find the structure.
         of_copy: the same of a copy of the root.
-        attends: which of its attention is looked at, in such a pass.
-        attention: of an encoder-decoder, or of a module of one's own, the same by a name of its own.
+        attends: which of its attention is looked at, in such a pass; `attention`: the name of that.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
     """
 
@@ -67,11 +62,7 @@ class Source:
     def of_transformers(
         cls, model: PreTrainedModel, attention: Attention | None = None, entry: nn.Module | None = None
     ) -> Source:
-        """Describe a model of `transformers`.
-
-        Raises:
-            UsageError: it reads neither tokens nor pixels; it has no decoder, and one is asked for.
-        """
+        """Describe a model of `transformers`; `UsageError` where it reads other things, or has no such attention."""
         if model.config.is_encoder_decoder:
             return _of_encoder_decoder(model, attention or DECODER, entry)
         if attention is not None:
@@ -81,14 +72,10 @@ class Source:
             trunk = model
         vocabulary = embedded_tokens(model) if name == "input_ids" else None
         longest = longest_of(model)
+        sample = _sampler(model, vocabulary, longest, lambda: _image_shape(model))
         options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
         if entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
-
-        def sample(length: int) -> Tensor:
-            if vocabulary is not None:
-                return token_ids(vocabulary, min(length, longest or length)).to(device_of(model))
-            return noise_image(model)
 
         def given(batch: Tensor) -> dict[str, Any]:
             dtype = model.dtype if batch.is_floating_point() else batch.dtype
@@ -125,18 +112,12 @@ class Source:
         attention: str | None = None,
     ) -> Source:
         """Describe any module that reads token ids, or pixel values."""
-        trunk = _Trunk(module, forward)
+        trunk, sample = _Trunk(module, forward), _sampler(module, vocabulary, longest, lambda: image)
         chosen = {
             inner
             for name, inner in module.named_modules(remove_duplicate=False)
             if attention is None or f".{name}".endswith(f".{attention}")
         }
-
-        def sample(length: int) -> Tensor:
-            if vocabulary is None:
-                assert image is not None
-                return noise(image).to(device_of(module), dtype_of(module))
-            return token_ids(vocabulary, min(length, longest or length)).to(device_of(module))
 
         def several(length: int) -> Tensor:
             """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
@@ -206,20 +187,9 @@ class Source:
         """The device for inputs."""
         return device_of(self.root)
 
-    @property
-    def said_of_windows(self) -> str:
-        """Advice for the end of a message where a window hides every token."""
-        if not isinstance(self.root, PreTrainedModel):
-            return ""
-        window = getattr(self.root.config.get_text_config(), "sliding_window", None)
-        return f": its config.json says sliding_window = {window}; use a number above 0, or null for none"
-
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
-    """Let encoder and decoder read the same tokens; the decoder as they are, without a token that begins them.
-
-    An encoder of speech (Whisper) hears silence; its own attention and the one to it are not looked at.
-    """
+    """Let encoder and decoder read the same tokens; an encoder of speech (Whisper) hears silence."""
     check_attention(attention)
     hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
     if model.main_input_name != "input_ids" and not hears:
@@ -232,9 +202,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
-
-    def sample(length: int) -> Tensor:
-        return token_ids(vocabulary, min(length, longest - 1 if longest else length)).to(device_of(model))
+    sample = _sampler(model, vocabulary, longest and longest - 1)
 
     def run(ids: Tensor, more: int = 0) -> Any:
         ids = ids.to(device_of(model))
@@ -242,9 +210,8 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
             return trunk(input_ids=ids)
         if hears:
             bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
-            encoded = {
-                "input_features": torch.zeros(len(ids), bins, frames).to(device_of(model), model.dtype)
-            }
+            silence = torch.zeros(len(ids), bins, frames)
+            encoded = {"input_features": silence.to(device_of(model), model.dtype)}
         else:
             encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
         return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)
@@ -281,11 +248,7 @@ class _Trunk(nn.Module):
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """Run the module on token ids.
-
-        Raises:
-            UsageError: the module's own code, or the `forward` that was given, raises an error.
-        """
+        """Run the module on token ids; what its own code raises becomes a `UsageError`."""
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
@@ -341,11 +304,7 @@ def longest_of(model: PreTrainedModel) -> int | None:
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
-    """Count the rows of a model's token embedding.
-
-    Raises:
-        UsageError: it has no one embedding of tokens (CLIP's two towers, CANINE's hashes of characters).
-    """
+    """Count the rows of a model's token embedding; `UsageError` where it has no one such (CLIP's towers, CANINE)."""
     try:
         embedding: Any = model.get_input_embeddings()
         # ZeRO keeps it flat.
@@ -357,22 +316,27 @@ def embedded_tokens(model: PreTrainedModel) -> int:
         ) from error
 
 
-def token_ids(vocabulary: int, length: int) -> Int[Tensor, "1 length"]:
-    """Draw token ids from a seed."""
-    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-
-
-def noise_image(model: PreTrainedModel) -> Float[Tensor, "1 channels height width"]:
-    """Draw an image of noise from a seed; `UsageError` where the model reads something else."""
+def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Return channels, rows and columns of an image; `UsageError` where the model reads something else."""
     if model.main_input_name != "pixel_values":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
         )
-    size, channels = model.config.image_size, model.config.num_channels
-    height, width = (size, size) if isinstance(size, int) else size
-    return noise((channels, height, width)).to(device_of(model), model.dtype)
+    size = model.config.image_size
+    return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
 
 
-def noise(shape: tuple[int, int, int]) -> Float[Tensor, "1 channels height width"]:
-    """Draw normal numbers from a seed as pixel values."""
-    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+def _sampler(
+    model: nn.Module, vocabulary: int | None, longest: int | None, image_shape: Callable[[], Any] = tuple
+) -> Callable[[int], Tensor]:
+    """Return what draws a small valid batch from a seed: so many token ids, or an image of noise."""
+
+    def sample(length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if vocabulary is None:
+            image = torch.randn(1, *image_shape(), generator=generator)
+            return image.to(device_of(model), dtype_of(model))
+        ids = torch.randint(vocabulary, (1, min(length, longest or length)), generator=generator)
+        return ids.to(device_of(model))
+
+    return sample

@@ -1,9 +1,8 @@
-"""A model's attention modules and blocks, found in one forward pass.
+"""A model's attention modules and blocks, found in one forward pass. No family is named here.
 
-No family is named here. The attention modules are those that call the tap; a block is a member of a `ModuleList` that
-holds one, in the order in which blocks run. A block that holds none (a convolution, a state space) is a layer as well,
-with a stream and no heads; one that runs several times (ALBERT) is a layer each time. What does not fit this picture is
-refused by name.
+The attention modules are those that call the tap; a block is a member of a `ModuleList` that holds one. A block that
+holds none (a convolution, a state space) is a layer as well, with a stream and no heads; one that runs several times
+(ALBERT) is a layer each time.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """The dimensions of hidden states that are contexts and positions; what is left is the width.
-
-    One and the same where contexts follow one another in a row of tokens.
-    """
+    """The dimensions of hidden states that are contexts and positions; the same one for contexts in a row of tokens."""
 
     contexts: int = 0
     positions: int = 1
@@ -44,10 +40,8 @@ class Layout:
     def of(cls, shape: Sequence[int], contexts: int, positions: int) -> Layout | None:
         """Find the layout of a tensor with so many contexts and positions; None where it has none such."""
         for layout in (cls(0, 1), cls(1, 0), cls(1, 2), cls(0, 2)) if len(shape) >= 3 else ():
-            if layout.positions < len(shape) and (contexts, positions) == (
-                shape[layout.contexts],
-                shape[layout.positions],
-            ):
+            fits = layout.positions < len(shape) and shape[layout.positions] == positions
+            if fits and shape[layout.contexts] == contexts:
                 return layout
         if tuple(shape[:-1]) in ((contexts * positions,), (1, contexts * positions)):
             return cls(len(shape) - 2, len(shape) - 2)

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, tap_by_door, tap_functions_of, tapped
+from theodolite.models.doors.pytorch import attention_not_followed
+from theodolite.models.doors.taps import tap_by_door, tap_functions_of, tapped
 from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
@@ -22,10 +23,7 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 @dataclass
 class _Ran:
-    """A block that runs, the shapes of what enters it and its attention, and how it attends, if it does.
-
-    `read` is what its attention modules were given, in turn.
-    """
+    """A block that runs, the shapes of what enters it and its attention, how it attends, and what that `read`."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -47,11 +45,7 @@ SEVERAL = 3
 
 
 def find_structure(source: Source) -> Structure:
-    """See in a small forward pass who calls the tap, and which blocks run: those that the source names, if it does.
-
-    Raises:
-        UsageError: nothing calls it, a block attends twice, or there is no one residual stream.
-    """
+    """See in a small forward pass who calls the tap, and which blocks run; `UsageError` for what is not read."""
     model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
     attention: set[nn.Module] = set()
@@ -93,8 +87,8 @@ def find_structure(source: Source) -> Structure:
         raise _not_followed(family, lost.operation)
     try:
         layers, free = _layers_in_order(source, found, attention, run), False
-    except _NoBlocks:
-        layers, free = _attention_in_order(model, attention, run), True
+    except _NoBlocks:  # then the attention modules stand for their blocks
+        layers, free = _layers_in_order(source, attention, attention, run, free=True), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
     streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
@@ -153,17 +147,13 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 
 def _layers_in_order(
-    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
+    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
 ) -> list[_Ran]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
-    Where blocks are named, what attends outside of them is left out.
-
-    Raises:
-        UsageError: a block attends twice, or no named one does.
-        _NoBlocks: attention is outside of every block, or no named one runs.
+    Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
     """
-    model, named = source.root, bool(source.blocks)
+    model, named = source.root, bool(source.blocks) and not free
     layers: list[_Ran] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
@@ -173,7 +163,7 @@ def _layers_in_order(
         shape = tuple(hidden.shape)
         if module in blocks:
             # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
-            if module in attention and outputs and outputs[-1] is not hidden:
+            if not free and module in attention and outputs and outputs[-1] is not hidden:
                 raise _NoBlocks
             running.append(module)
             layers.append(_Ran(module, shape))
@@ -187,7 +177,8 @@ def _layers_in_order(
         if not layers:
             raise _NoBlocks
         before = layers[-1].inputs
-        if layers[-1].attention is module and before is not None and before.query is inputs.query:
+        same = layers[-1].attention is module and before is not None and before.query is inputs.query
+        if same or (free and before is not None):
             return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise _attends_twice(source, layers[-1], module)
@@ -199,7 +190,7 @@ def _layers_in_order(
             running.remove(module)
         if layers and layers[-1].block is module:
             outputs[:] = [first_output(output)]
-            layers[-1].left = tuple(outputs[0].shape)
+            layers[-1].left = layers[-1].shape if free else tuple(outputs[0].shape)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]
@@ -245,25 +236,6 @@ def _with_end(source: Source, structure: Structure) -> Structure:
     return replace(structure, end=layout)
 
 
-def _attention_in_order(model: nn.Module, attention: set[nn.Module], run: Run) -> list[_Ran]:
-    """List the attention modules, each in place of its block, in the order in which they run."""
-    layers: list[_Ran] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        shape = tuple(first_tensor(args, kwargs).shape)
-        layers.append(_Ran(module, shape, shape, shape, attention=module))
-
-    def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if module in attention and layers[-1].inputs is None:
-            layers[-1].inputs = inputs
-        return attend(inputs)
-
-    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
-    with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
-        run()
-    return layers
-
-
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
     """Find the blocks by name, or those of the one list that is named."""
     try:
@@ -278,11 +250,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
 def _blocks_around(
     model: nn.Module, attention: set[nn.Module], name_of: dict[nn.Module, str]
 ) -> set[nn.Module]:
-    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does.
-
-    Raises:
-        UsageError: an attention module is in no list.
-    """
+    """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does."""
     around = {module: _list_around(model, name_of[module]) for module in attention}
     lists = sorted({name_of[found[0]] for found in around.values() if found is not None})
     blocks: set[nn.Module] = set()

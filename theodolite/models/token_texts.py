@@ -72,10 +72,9 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
 
 
 def token_bytes(model: OpenModel) -> Callable[[int], int]:
-    """Count the bytes of UTF-8 that a token id stands for, the space in front of a word included.
+    """Count the bytes of UTF-8 that a token id stands for, the space in front of a word included; of special tokens 0.
 
-    Special tokens stand for none. A part of a character counts with its own bytes: a byte-level vocabulary writes each
-    as one letter, a SentencePiece one as <0x0A>.
+    A part of a character counts with its own: a byte-level vocabulary writes each as a letter, SentencePiece as <0x0A>.
     """
     tokenizer = model.required_tokenizer()
     decoded = _decoder(model)

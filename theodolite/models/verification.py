@@ -54,12 +54,8 @@ def verify_attention(
 ) -> list[AttentionInputs]:
     """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
 
-    Args:
-        skip_overflow: compare nothing where the model's own outputs are NaN or infinite, as those of a training run
-            that diverged: who measures it names the layer.
-
-    Raises:
-        WorkError: they differ by more than rounding.
+    `WorkError` where they differ by more than rounding. With `skip_overflow` nothing is compared where the model's own
+    outputs are NaN or infinite, as of a training run that diverged: who measures it names the layer.
     """
     own = _attention_outputs(structure, run)
     with recorded_inputs(model, structure) as inputs:
@@ -89,14 +85,11 @@ def check_recomputed(
     largest: Sequence[float],
     least: float = 0.0,
 ) -> None:
-    """Compare the output of an attention module with the one recomputed from its queries, keys and values.
+    """Raise `WorkError` where a recomputed output is not an attention module's own, or holds no numbers.
 
     Args:
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
         least: error that is rounding in any case.
-
-    Raises:
-        WorkError: they differ by more than rounding, or are NaN or infinite.
     """
     if not (torch.isfinite(own).all() and torch.isfinite(recomputed).all()):
         raise WorkError(

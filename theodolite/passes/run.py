@@ -90,7 +90,7 @@ class Run:
         heads: one row a head, L · H rows.
         sinks: which tokens became sinks of which head, and how often.
         outliers: outlier dimensions of each layer, with their shares.
-        massive: tokens with massive activations after the first position, of which no other number is.
+        massive: tokens with massive activations after the first position, left out of position and context.
         with_massive: what the numbers of position and context would be with them, in the layers that have any.
         examples: the tokens of a few contexts with the attention that they receive.
         constituents: the share of each head's logit variance that each pair of parts of query and key carries.

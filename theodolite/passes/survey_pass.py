@@ -71,7 +71,7 @@ class MeansPass(CorpusPass):
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
         refuse_nonfinite_stream(layer, hidden)
-        self._left_out = massive_tokens(hidden, self._text(hidden))
+        self._left_out = massive_tokens(hidden, self._text(hidden), self._left_out if layer else None)
         self.means.update(layer, hidden, self._first, self._left_out)
 
 
@@ -84,7 +84,7 @@ class HeadsPass(MeansPass):
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
-        self.inputs = SecondMoments(model.layers, model.attention_width)
+        self.inputs = SecondMoments(model.layers, model.structure.attention_width)
         examples = min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
             model.layers, model.heads, length, contexts, examples, self.trailing, self.leading

@@ -16,9 +16,9 @@ from theodolite.measure.localization import layer_spectra
 from theodolite.measure.position import CUTOFFS, grouped_basis
 from theodolite.measure.positional import NormOfRows, positional_heads
 from theodolite.models import OpenModel
+from theodolite.models.calls import NotAffine
 from theodolite.models.guard import measures
 from theodolite.models.structure import NoAttention
-from theodolite.models.weights.copies import NotAffine
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
 from theodolite.system.progress import Progress
 from theodolite.theory.smoothness import Grid
@@ -30,10 +30,10 @@ OUTPUT_TITLE = "reading output weights"
 def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
     """Return W_O of one layer's heads, padded with zeros to the model's largest number and width of heads."""
     if layer not in model.attending:
-        return torch.zeros(model.heads, model.value_width, model.width, dtype=torch.float64)
+        return torch.zeros(model.heads, model.structure.value_width, model.width, dtype=torch.float64)
     weights = model.output_weights(layer)
     heads, width, _ = weights.shape
-    return functional.pad(weights, (0, 0, 0, model.value_width - width, 0, model.heads - heads))
+    return functional.pad(weights, (0, 0, 0, model.structure.value_width - width, 0, model.heads - heads))
 
 
 class WeightsPass:

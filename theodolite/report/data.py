@@ -149,11 +149,9 @@ def mean_over_layers(
     return float(values[finite].mean()), float(values[finite].std()), error
 
 
-def layer_average(
-    run: Run, name: str, among: slice | npt.NDArray[np.bool_] = slice(None)
-) -> tuple[Estimate, float]:
-    """Return `mean_over_layers` of a column (of some rows) as an estimate, and the standard deviation over layers."""
-    mean, deviation, error = mean_over_layers(value_of(run, name)[among], error_of(run, name)[among])
+def layer_average(run: Run, name: str) -> tuple[Estimate, float]:
+    """Return `mean_over_layers` of a column as an estimate, and the standard deviation over layers."""
+    mean, deviation, error = mean_over_layers(value_of(run, name), error_of(run, name))
     return Estimate(mean, error, *OF_GROUPS), deviation
 
 
@@ -166,11 +164,6 @@ def layer_mean(run: Run, name: str) -> tuple[float, float] | None:
 def layer_numbers(run: Run) -> Floats:
     """Return the residual layers 0…L in the frame's order."""
     return need_column(run.layers, "layer")
-
-
-def residual_layers(run: Run) -> int:
-    """Return L + 1, the number of residual layers, from the table or from any array that has one row per layer."""
-    return blocks(run) + 1
 
 
 def blocks(run: Run) -> int:

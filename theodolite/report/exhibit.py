@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import plotly.graph_objects as go
 
+from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.data import array, blocks, column, evenly, heads_per_block, residual_layers
-from theodolite.report.drawing.grammar import Sketch, Sketched
+from theodolite.report.data import blocks, evenly, heads_per_block
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -47,23 +47,19 @@ class Choice:
 
     name: str
     options: list[Option]
-    draw: Callable[[str], go.Figure | Sketch]
+    draw: Callable[[str], go.Figure]
     mode: str = "picker"
     grid: Sequence[str] = ()
     start: int = 0
 
     def variants(self) -> dict[str, list[Patch]]:
         """Return, for every option, the entries of each trace that are not the same in all options."""
-        traces = {option.key: _traces(self.draw(option.key)) for option in self.options}
+        traces = {option.key: self.draw(option.key).to_plotly_json()["data"] for option in self.options}
         changing = _changing(traces)
         return {
             key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(each)]
             for key, each in traces.items()
         }
-
-
-def _traces(figure: go.Figure | Sketch) -> list[Patch]:
-    return figure.traces if isinstance(figure, Sketch) else list(figure.to_plotly_json()["data"])
 
 
 def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
@@ -80,11 +76,8 @@ def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
-    return bool(a == b)
+    """Compare two entries; Plotly leaves arrays of words, and empty ones, to numpy."""
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else bool(a == b)
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class Exhibit:
     wide: bool = False
 
 
-Draw = Callable[..., go.Figure | Sketch]
+Draw = Callable[..., go.Figure]
 Picker = Callable[[Run, Draw], Choice]
 
 _DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
@@ -125,7 +118,7 @@ class SurveyExhibit:
 
     Attributes:
         key: its name in `exhibits.toml`, which has title, shows, look_for, source, unhealthy, wide.
-        needs: such as `layers.rank` or `arrays.gram`; `when`: what else must hold of a run that has them.
+        when: what must hold of a run besides that it has the numbers, without which the function raises `UsageError`.
         picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
         alone: whether `report.figures` has it.
         given: further arguments of the function, or functions of the run that give them.
@@ -142,7 +135,6 @@ class SurveyExhibit:
     unhealthy: str = ""
     wide: bool = False
     small: bool = False
-    needs: Sequence[str] = ()
     picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
@@ -152,26 +144,23 @@ class SurveyExhibit:
 
     def available(self, run: Run) -> bool:
         """Tell whether the run has every number that the figure needs."""
-        return all(_has(run, need) for need in self.needs) and (self.when is None or self.when(run))
+        return self.of(run) is not None
 
-    def arguments(self, run: Run) -> dict[str, Any]:
-        """Return what the function takes besides the run."""
-        return {name: value(run) if callable(value) else value for name, value in self.given.items()}
-
-    def draw(self, run: Run) -> go.Figure:
-        """Draw the figure as a page first has it."""
-        return self.function(run, **self.arguments(run))
-
-    def of(self, run: Run) -> Exhibit:
-        """Return the exhibit of one run."""
-        given = self.arguments(run)
-        sketch = self.function.sketch if isinstance(self.function, Sketched) else self.function
-        choice = self.picker and self.picker(run, lambda **chosen: sketch(run, **given | chosen))
+    def of(self, run: Run) -> Exhibit | None:
+        """Draw the figure of a run with its caption and picker; None where the run lacks what it needs."""
+        if self.when is not None and not self.when(run):
+            return None
+        try:
+            given = {name: value(run) if callable(value) else value for name, value in self.given.items()}
+            figure = self.function(run, **given)
+        except UsageError:
+            return None
+        choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
         if choice and self.small:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
         shows = self.describes(run) if self.describes else self.shows
         caption = shows, self.look_for, self.source, self.unhealthy
-        return Exhibit(self.key, self.title, self.draw(run), *caption, choice, self.wide)
+        return Exhibit(self.key, self.title, figure, *caption, choice, self.wide)
 
 
 DECLARED: dict[str, SurveyExhibit] = {}
@@ -192,17 +181,10 @@ def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
     return declare
 
 
-def _has(run: Run, need: str) -> bool:
-    kind, name = need.split(".", 1)
-    if kind == "arrays":
-        return array(run, name) is not None
-    return column(getattr(run, kind), name) is not None
-
-
 def by_name(
     kind: str,
     names: Sequence[str],
-    draw: Callable[[int], go.Figure | Sketch],
+    draw: Callable[[int], go.Figure],
     *,
     grid: bool = False,
     start: int = 0,
@@ -213,7 +195,7 @@ def by_name(
     return Choice(kind, options, lambda key: draw(int(key)), grid=shown, start=start)
 
 
-def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: bool = False) -> Choice:
+def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False) -> Choice:
     """Offer residual layers, the middle one first."""
     names = [f"layer {layer}" for layer in range(count)]
     return by_name("layer", names, draw, grid=grid, start=count // 2)
@@ -221,7 +203,7 @@ def by_layer(count: int, draw: Callable[[int], go.Figure | Sketch], *, grid: boo
 
 def by_residual_layer(run: Run, draw: Draw) -> Choice:
     """Offer the residual layers of a run."""
-    return by_layer(residual_layers(run), lambda layer: draw(layer=layer))
+    return by_layer(blocks(run) + 1, lambda layer: draw(layer=layer))
 
 
 def by_block(run: Run, draw: Draw) -> Choice:
@@ -234,7 +216,7 @@ def by_head(run: Run, draw: Draw) -> Choice:
     places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
     options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
 
-    def of_head(key: str) -> go.Figure | Sketch:
+    def of_head(key: str) -> go.Figure:
         layer, head = map(int, key.split(","))
         return draw(layer=layer, head=head)
 

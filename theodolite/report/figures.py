@@ -26,11 +26,11 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
-from theodolite.report.drawing import geometry, heads, layers, patches, sinks
+from theodolite.report.drawing import geometry, heads, layers
 from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
 from theodolite.system.wording import head_name, listed
 
-MODULES = (patches, geometry, layers, split, heads, sinks)
+MODULES = (geometry, layers, split, heads)
 """Where they are declared."""
 
 EXHIBITS = [DECLARED[key] for key in CAPTIONS]
@@ -103,7 +103,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         of_block = "head" in bound.arguments or exhibit.picker is by_block
         _check(bound.arguments, of_block=of_block)
         words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
-        return style.alone(draw(*args, **kwargs), *words)
+        return style.alone(go.Figure(draw(*args, **kwargs)), *words)
 
     return drawn
 

@@ -9,7 +9,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from theodolite.judging import (
 from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
 from theodolite.report.data import records
-from theodolite.report.drawing.grammar import Sketch
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.files import (
@@ -109,16 +108,10 @@ class Outcome:
         self.readings.append(Reading(quantity, here, paper))
 
     def claim(
-        self,
-        claim: str,
-        what: str,
-        estimate: Estimate | Estimates | float,
-        criterion: Criterion,
-        more: str = "",
+        self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
     ) -> None:
-        """Judge a claim, as `judge` does; `more` ends its evidence."""
-        verdict = judge(claim, what, estimate, criterion)
-        self.verdicts.append(replace(verdict, evidence=verdict.evidence + more))
+        """Judge a claim, as `judge` does."""
+        self.verdicts.append(judge(claim, what, estimate, criterion))
 
     def cannot_test(self, claim: str, why: str) -> None:
         """Say why a claim is not testable here."""
@@ -138,8 +131,7 @@ class Outcome:
         """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
         choice = None
         if isinstance(figure, Choice):
-            choice, first = figure, figure.draw(figure.options[figure.start].key)
-            figure = first.figure if isinstance(first, Sketch) else first
+            choice, figure = figure, figure.draw(figure.options[figure.start].key)
         self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:

@@ -14,7 +14,6 @@ import base64
 import functools
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,22 +25,21 @@ import jinja2
 import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
-from theodolite.report import content, health, style
-from theodolite.report.data import column, head_labels
+from theodolite.report import content, findings, style
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
-from theodolite.report.summary import summarise
 from theodolite.system.files import disk_errors, write_text
-from theodolite.system.wording import number, visible
+from theodolite.system.wording import visible
 
 SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 TABLES = ("outliers", "layers", "heads", "attribution")
@@ -122,15 +120,13 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """Render the page as one string of HTML."""
     blocks = {
-        section: [block_of(one.of(run)) for one in EXHIBITS if one.section == section and one.available(run)]
+        section: [block_of(drawn) for one in EXHIBITS if one.section == section and (drawn := one.of(run))]
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)
-    tiles, checks = content.tiles(run), health.checks(run)
+    tiles, checks = content.tiles(run), findings.checks(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     shown = {section for section, drawn in blocks.items() if drawn} | ({"sinks"} if any(sinks) else set())
-    findings = summarise(run)
-    sections = {topic: SHOWN_IN.get(topic, topic.lower()) for topic in findings}
     return rendered(
         "page.html.j2",
         {
@@ -141,11 +137,12 @@ def render(run: Run) -> str:
                 ("#tables", "Tables"),
                 ("#provenance", "Provenance"),
             ],
-            "health": health.in_a_line(checks),
+            "health": findings.in_a_line(checks),
             **by_answer(checks),
             "topics": [
-                (topic, target if target in shown else "", [finding.text for finding in findings[topic]])
-                for topic, target in sections.items()
+                (topic, section if section in shown else "", [finding.text for finding in told])
+                for topic, told in findings.summarise(run).items()
+                for section in [SHOWN_IN.get(topic, topic.lower())]
             ],
             "tiles": tiles,
             "untrained": content.beside_untrained(run, untrained) if untrained else None,
@@ -188,9 +185,9 @@ def _named(run: Run) -> dict[str, str]:
 
 def as_html(run: Run) -> str:
     """Summarise a run for a notebook, without scripts: model, text, health, key numbers, the strongest heads."""
-    checks = health.checks(run)
+    checks = findings.checks(run)
     values = _named(run) | {
-        "health": health.in_a_line(checks) if checks else "",
+        "health": findings.in_a_line(checks) if checks else "",
         "flagged": by_answer(checks)["flagged"][:FLAGGED],
         "tiles": content.tiles(run),
         "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
@@ -202,13 +199,8 @@ def as_html(run: Run) -> str:
 
 def strongest(run: Run) -> list[tuple[str, str]]:
     """Find the head with the highest score for each role: ("previous token", "L3H0 (0.45)")."""
-    heads = []
-    for role in COMMON_ROLES:
-        values = column(run.heads, role.column)
-        if values is not None and np.nanmax(values) > 0:
-            best = int(np.nanargmax(values))
-            heads.append((role.name, f"{head_labels(run)[best]} ({number(values[best], 2)})"))
-    return heads
+    ranked = ((role.name, findings.ranked_heads(run, role)) for role in COMMON_ROLES)
+    return [(name, heads[0][1]) for name, heads in ranked if heads and heads[0][0] > 0]
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
@@ -233,10 +225,10 @@ def static_text(name: str) -> str:
 
 
 @functools.cache
-def environment(package: str = "theodolite.report", folder: str = "templates") -> jinja2.Environment:
+def environment() -> jinja2.Environment:
     """Set up jinja2: every value is escaped, and a missing one is an error."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader(package, folder),
+        loader=jinja2.PackageLoader("theodolite.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -273,7 +265,7 @@ def themes() -> dict[str, Any]:
 
 def script_json(value: Any) -> str:
     """Encode `value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
-    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(value, cls=PlotlyJSONEncoder, sort_keys=True, separators=(",", ":"))
     return text.translate(_UNSAFE)
 
 
@@ -291,46 +283,17 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
         return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
 
     patches = {key: packed(traces) for key, traces in variants.items()}
-    return script_json(
-        _plain({"data": packed(content["data"]), "layout": content["layout"], "variants": patches})
-    )
+    return script_json(content | {"data": packed(content["data"]), "variants": patches})
 
 
 def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
     """Pack the trace's z in steps of 1/100, a byte a cell."""
-    z = trace["z"]
-    if isinstance(z, dict):
-        shape = tuple(int(size) for size in z["shape"].split(","))
-        z = np.frombuffer(base64.b64decode(z["bdata"]), dtype=z["dtype"]).reshape(shape)
-    steps = np.rint(np.clip(z, -1, 1) * COSINE_STEPS)
-    packed = _typed(np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8))
-    return trace | {"z": packed | {"steps": COSINE_STEPS}}
-
-
-def _typed(values: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Encode a numeric array as Plotly's typed-array object, float64 as float32 and int64 as int32."""
-    dtype = {"f": np.float32, "i": np.int32 if values.dtype.itemsize > 1 else np.int8}.get(values.dtype.kind)
-    if dtype is not None:
-        values = values.astype(dtype, copy=False)
-    spec: dict[str, Any] = {
-        "dtype": f"{values.dtype.kind}{values.dtype.itemsize}",
-        "bdata": base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii"),
+    cosines = np.frombuffer(base64.b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
+    steps = np.rint(np.clip(cosines, -1, 1) * COSINE_STEPS)
+    cells = np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8)
+    packed = {
+        "dtype": "i1",
+        "bdata": base64.b64encode(cells.tobytes()).decode("ascii"),
+        "steps": COSINE_STEPS,
     }
-    if values.ndim > 1:
-        spec["shape"] = ", ".join(str(size) for size in values.shape)
-    return spec
-
-
-def _plain(value: Any) -> Any:
-    """Convert `value` to plain JSON: arrays packed, numpy numbers made plain, and NaN made null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return _typed(value) if value.dtype.kind in "fi" else _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    return trace | {"z": trace["z"] | packed}

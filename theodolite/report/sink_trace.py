@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.estimates import SIGMAS, Estimate, most_extreme, sigmas
+from theodolite.estimates import SIGMAS, Estimate, Floats, most_extreme, sigmas
 from theodolite.judging import Criterion
 from theodolite.passes.run import Run
-from theodolite.report.drawing import sinks as drawing
+from theodolite.report import style
+from theodolite.report.drawing.grammar import dots, heat, map_height, noise_floor, reference
+from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
-from theodolite.system.wording import counted, number, percent, with_error
+from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 
 LATER = "Attention sinks emerge in later tokens too, and depend on the sequence (section 1.4, Q2)"
 TAGGED = "Tokens cluster by the sink that they attend to in the output of the head (section 2, Fig. 2c)"
 RELEASED = "The clusters by attended sink remain in deeper layers (section 2, Fig. 2d)"
 COPIED = "The tag is the sink's own value, copied to the tokens that it caught (Fig. 2b)"
 OUTLIER = "The tag is an outlier feature dimension (section 2, Fig. 2b)"
+
+SHOWN_SINKS = 40  # rows of a map
+KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 MANY = Criterion("at least", 0.01, "“emerge” read as: in one context in a hundred at some head (ours)")
 CLUSTERED = Criterion("at least", 0.1, "“cluster” read as: a tenth of the variance (ours)")
@@ -50,19 +57,19 @@ def show_trace(outcome: Outcome, run: Run) -> None:
         return
     model = run.provenance["model"]
     outcome.read("heads that have a sink", f"{len(heads)} of {int(model['layers'] * model['heads'])}")
-    for kind, name in drawing.KIND_NAMES.items():
+    for kind, name in KIND_NAMES.items():
         outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
     for _, row in traces.head(3).iterrows():
-        outcome.read(drawing.sink_name(row), _sink_summary(row))
+        outcome.read(sink_name(row), _sink_summary(row))
     weights, later = traces["tagged"].fillna(0).to_numpy(), traces[traces["kind"] == "later"]
     judge_later(outcome, later["share"], run.provenance["corpus"]["contexts"])
     judge_clusters(outcome, heads)
     judge_release(outcome, heads, model["layers"])
     judge_copy(outcome, traces["alignment"], weights)
     judge_outliers(outcome, traces["outlier_dimensions"] != "", weights)
-    outcome.show("trace", "release", drawing.release_map(traces, run.arrays["release"].numpy()))
-    outcome.show("trace", "strength", drawing.strength(traces))
-    outcome.show("trace", "kept", drawing.release_scatter(heads))
+    outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
+    outcome.show("trace", "strength", strength(traces))
+    outcome.show("trace", "kept", release_scatter(heads))
 
 
 def judge_later(outcome: Outcome, shares: pd.Series, contexts: int) -> None:
@@ -176,3 +183,78 @@ def _sink_summary(row: pd.Series) -> str:
         f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
         f"gain {with_error(row['gain'], row['gain_se'])})"
     )
+
+
+def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
+    """Draw η² of the strongest sinks: in the head's own output, in colours of its own, then by residual layer."""
+    strongest = traces.head(SHOWN_SINKS)
+    named = (sink_name(row) for _, row in strongest.iterrows())
+    names = [for_plotly(f"{place}. {name}") for place, name in enumerate(named, 1)]
+
+    def cells(values: Floats, columns: list[str], quantity: str, **look: Any) -> dict[str, Any]:
+        highest = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+        hover = f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>"
+        bar = style.colour_bar(f"η² {quantity}", x=look.pop("bar_x"))
+        return heat(values, 0, highest, hover, bar=bar, x=columns, y=names, **look)
+
+    # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
+    tags = strongest["tag"].to_numpy(float)[:, None]
+    layers = [str(layer) for layer in range(release.shape[1])]
+    heats = [
+        cells(tags, ["head"], "in the head's output", bar_x=1.0, xgap=4),
+        cells(release[: len(strongest)], layers, "in the residual stream", bar_x=1.1),
+    ]
+    layout = {
+        "yaxis": {"autorange": "reversed"},
+        "xaxis": {"type": "category"},
+        "margin": {"l": 150},
+    }
+    height = map_height(len(names), most=None)
+    return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
+
+
+def strength(traces: pd.DataFrame) -> go.Figure:
+    """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
+    drawn = noise_floor([0, float(traces["caught"].max())], float(traces["tag_chance"].max()))
+    by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
+    for kind, rows in by_kind:
+        texts = [
+            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
+            f"with the tag at {number(row['alignment'])}"
+            for _, row in rows.iterrows()
+        ]
+        hover = "%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>"
+        look = (texts, KIND_NAMES[kind], KIND_COLOURS[kind], hover)
+        drawn.append(dots(rows["caught"], rows["tag"], *look, marker={"opacity": 0.8}))
+    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
+    titles = ("share of all queries caught", "η² of the head's output")
+    return style.figure(drawn, *titles, height=360, layout=layout)
+
+
+def release_scatter(heads: pd.DataFrame) -> go.Figure:
+    """Draw one dot per head: η² of its grouping in the layer that enters its block, and the largest of later layers.
+
+    Bars are the standard error of the difference of the two.
+    """
+    texts = [
+        f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
+        for _, r in heads.iterrows()
+    ]
+    hover = "%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>"
+    bar = style.whole_bar("block of the head", int(heads["layer"].max() - heads["layer"].min()))
+    of_heads = dots(
+        heads["before"],
+        heads["released"],
+        texts,
+        None,
+        heads["layer"],
+        hover,
+        error_y=style.error_bars(heads["gain_se"]),
+        marker={"colorscale": style.ORDER, "showscale": True, "colorbar": bar},
+        showlegend=False,
+    )
+    top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
+    diagonal = reference([0, top], [0, top], "unchanged", showlegend=False)
+    layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
+    titles = ("η² before the head", "largest η² after the head")
+    return style.figure([*diagonal, of_heads], *titles, height=360, layout=layout)

@@ -18,8 +18,8 @@ from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import AT_FLOOR, at_floor, records
+from theodolite.report.findings import massive_line
 from theodolite.report.outcome import MARKS, Heading, Outcome
-from theodolite.report.summary import massive_line
 from theodolite.system.wording import harmless, rounded_with_error
 
 STRONGEST = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -27,16 +26,10 @@ PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """The name of one of the files into which a GGUF model is split."""
 
 
-def at_home(source: str | Path) -> str | Path:
-    """Replace ~ by the home folder, which the libraries that load models do not."""
-    return source.expanduser() if isinstance(source, Path) else os.path.expanduser(source)
-
-
 def local_checkpoint(source: str | Path) -> Path | None:
     """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name.
 
-    Raises:
-        UsageError: it is neither, holds no weights or pickled ones, or several GGUF models.
+    `UsageError` where it is neither, holds no weights or pickled ones, or several GGUF models.
     """
     path = Path(source).expanduser()
     if not path.exists():
@@ -80,11 +73,7 @@ def _gguf_models(folder: Path) -> list[Path]:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """List the files of the GGUF model that a file is, or is a part of, in order.
-
-    Raises:
-        UsageError: one is missing, or is no GGUF file.
-    """
+    """List the files of the GGUF model that a file is, or is a part of, in order; `UsageError` where one is missing."""
     files, part = [path], PART_OF_GGUF.fullmatch(path.name)
     if part:
         stem, count = part.groups()
@@ -106,9 +95,7 @@ def is_gguf(source: str | Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
 
-    Raises:
-        UsageError: what has such a name is a pipe, a device or a folder, and reading it might never end; or they list
-            more tensors than any model has, and reading that alone would.
+    `UsageError` where reading might never end: of pipes, devices and folders, and of more tensors than any model has.
     """
     if is_gguf(folder):
         return gguf_files(folder)
@@ -166,11 +153,7 @@ def refuse_inside(out: Path, source: str | None) -> None:
     for folder in out.absolute().parents:
         if (folder / SETTINGS).is_file():
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
-        if (
-            (folder / "config.json").is_file()
-            and source
-            and folder.resolve() == Path(source).expanduser().resolve()
-        ):
-            raise UsageError(
-                f"{out} lies in the folder of the model that it is made of: choose another --out"
-            )
+        is_source = source and folder.resolve() == Path(source).expanduser().resolve()
+        if is_source and (folder / "config.json").is_file():
+            line = f"{out} lies in the folder of the model that it is made of: choose another --out"
+            raise UsageError(line)

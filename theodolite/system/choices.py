@@ -59,11 +59,7 @@ def check_one_place(device: object, device_map: object) -> None:
 
 
 def refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Refuse options that would be ignored.
-
-    Raises:
-        UsageError: one of them was given.
-    """
+    """Raise `UsageError` where an option was given that would be ignored."""
     for what, value in given.items():
         if value is not None:
             raise UsageError(f"{who}: leave out {what}")

@@ -1,8 +1,7 @@
 """Files and folders written as a whole, one process at a time, that say whether they are still what was written.
 
-A disk may return other bytes than it was given, and a file may be cut or overwritten; what is read then is refused
-rather than measured: safetensors have a checksum in the header, JSON has its own. Nothing here knows what the tensors
-or the numbers mean. What the disk refuses is said in one line.
+A disk may return other bytes than it was given, and a file may be cut or overwritten: safetensors have a checksum in
+the header, JSON has its own. What the disk refuses is said in one line.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ MOST_BYTES = 200
 
 
 def check_target(target: Path | None) -> None:
-    """Refuse a place where nothing can be written, before anything is computed for it; None is no place.
-
-    Raises:
-        UsageError: it is not the name of something new, too long, not UTF-8, or behind a link to nothing.
-    """
+    """Raise `UsageError`, before anything is computed for it, where nothing can be written; None is no place."""
     if target is None:
         return
     name = (target.name or str(target)).encode("utf-8", "backslashreplace").decode()
@@ -65,8 +60,7 @@ def check_target(target: Path | None) -> None:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` write to a temporary name, then rename: a file at `path` is always complete.
 
-    The temporary name is fixed, so that the next attempt overwrites what a killed process left; concurrent writers of
-    the same file need a lock.
+    The temporary name is fixed, so that the next attempt overwrites what a killed process left.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
@@ -97,13 +91,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def folder_written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `folder` at the end: what is at `folder` is always complete.
+    """Yield an empty folder that is renamed to `folder` at the end, with `replace` in place of what is there.
 
-    Args:
-        folder: where it goes. replace: in the place of what is there.
-
-    Raises:
-        WorkError: as `disk_errors`; nothing is left behind.
+    `WorkError` as `disk_errors`; nothing is left behind.
     """
     temporary, old = (folder.with_name(folder.name + suffix) for suffix in (TEMPORARY, ".old"))
     with disk_errors(folder):
@@ -128,11 +118,7 @@ FULL = {os.strerror(number) for number in (errno.ENOSPC, getattr(errno, "EDQUOT"
 
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Turn disk errors into one line that names the target, and where the disk is full what to do.
-
-    Raises:
-        WorkError: in place of the error raised inside.
-    """
+    """Turn disk errors into one `WorkError` line that names the target, and where the disk is full what to do."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -150,11 +136,8 @@ def disk_errors(target: Path) -> Iterator[None]:
 def locked(out: Path, another: str = "another --out") -> Iterator[None]:
     """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it.
 
-    `another`: what may be chosen instead.
-
-    Raises:
-        UsageError: another one is at work there.
-        WorkError: nothing can be written there.
+    `UsageError` where another one is at work there (`another`: what may be chosen instead), `WorkError` where nothing
+    can be written.
     """
     lock = FileLock(out.with_name(out.name + ".lock"), blocking=False)
     with disk_errors(out):
@@ -208,14 +191,9 @@ def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and notes that `write_checked` wrote.
+    """Read tensors and notes that `write_checked` wrote; `CorruptFile` where they have changed since.
 
-    Args:
-        path: the file.
-        sha256: what `write_checked` returned, where it is known: another file of the same kind is then refused, too.
-
-    Raises:
-        CorruptFile: it has changed since.
+    `sha256`, where it is known, is what `write_checked` returned: another file of the same kind is then refused, too.
     """
     with _opened(path) as (file, notes, inside):
         # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
@@ -251,12 +229,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str]]:
 
 
 def check_headers(paths: Iterable[Path]) -> None:
-    """Refuse safetensors files that list far more tensors than any model has, before the lists are read.
-
-    Raises:
-        OSError: one cannot be read.
-        CorruptFile: their headers together are longer than `LONGEST_HEADERS`.
-    """
+    """Raise `CorruptFile` for safetensors that list more tensors than any model has, before the lists are read."""
     total = 0
     for path in paths:
         with path.open("rb") as file:

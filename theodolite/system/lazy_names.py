@@ -13,11 +13,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, str] | None = None
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports in its `if TYPE_CHECKING`.
-
-    Args:
-        modules: those that are names themselves, and not listed.
-    """
+    """Return `__all__`, `__getattr__` and `__dir__` of a package: its `if TYPE_CHECKING` imports, and `modules`."""
     parsed = ast.parse(inspect.getsource(sys.modules[package]))
     statements = [each for block in parsed.body if isinstance(block, ast.If) for each in block.body]
     imports = [each for each in statements if isinstance(each, ast.ImportFrom)]

@@ -21,11 +21,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_pages() -> None:
-    """Keep freed memory for the next tensor instead of returning it to the system.
+    """Keep freed memory for the next tensor instead of returning it to the system: up to a quarter of a survey's time.
 
-    A statistic's temporaries are megabytes that live for milliseconds. By default the C library returns them at
-    once or keeps them, as the heap happens to lie; new pages cost a survey's pass up to a quarter of its time. It
-    is a setting of the whole process, so a library should not make it, and without glibc nothing is done.
+    It is a setting of the whole process, so a library should not make it, and without glibc nothing is done.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -69,8 +67,7 @@ def using_threads(count: int) -> Iterator[None]:
 def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Call `work` on each item, in order; as many at a time as torch has threads, each on one of them.
 
-    Operations on one context are too short to be split over threads efficiently. `work` must not accumulate sums: the
-    order of the calls is not deterministic.
+    `work` must not accumulate sums: the order of the calls is not deterministic.
     """
     threads = torch.get_num_threads()
     if min(threads, len(items)) < 2:

@@ -35,8 +35,7 @@ class Progress:
     """Given to a pass, which reports its progress and when its state is complete.
 
     Args:
-        total: steps of the pass.
-        done: steps already in its restored state.
+        total: steps of the pass; `done` are those already in its restored state.
         show: called with (done, total); it may raise to stop.
         save: called with (done, must) when the state is complete; `must` when the work is about to stop.
     """
@@ -87,9 +86,9 @@ def handling(signals: list[Any], handler: Any) -> Iterator[None]:
 
 @contextmanager
 def starting_others() -> Iterator[None]:
-    """Let a library start processes: they ignore SIGHUP, and our signal handlers stay as they are.
+    """Let a library start processes: our signal handlers stay as they are, and they ignore SIGHUP.
 
-    A terminal that is closed sends SIGHUP to all of its processes, which must live until this one has saved progress.
+    A terminal that is closed sends it to all of its processes, which must live until this one has saved progress.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in ENDING if is_main}
@@ -106,10 +105,7 @@ def starting_others() -> Iterator[None]:
 
 @contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt too, so that what is open is closed: locks, files, bars.
-
-    Outside the main thread, or where one is ignored (`nohup`) or has a handler, it is left alone.
-    """
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, too, where nobody handles them."""
     is_main = threading.current_thread() is threading.main_thread()
     left_to_the_system = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     with handling(left_to_the_system if is_main else [], signal.default_int_handler):
@@ -121,10 +117,7 @@ def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[
     """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
     SIGTERM and SIGHUP count as Ctrl-C. Outside the main thread signals are left alone, as is each that is ignored or
-    has a custom handler.
-
-    Raises:
-        KeyboardInterrupt: it was pressed, and nobody who asked has stopped.
+    has a custom handler. `KeyboardInterrupt` on leaving where it was pressed, and nobody who asked has stopped.
     """
     noted = False
 

@@ -21,29 +21,12 @@ RUN = "run.json"
 UNTRAINED = "untrained"
 """The baseline of a survey, and the folder within its run folder that keeps it."""
 
-OPTIONS = {
-    "name": "--corpus",
-    "length": "--length",
-    "contexts": "--contexts",
-    "seed": "--seed",
-    "label_column": "--label-column",
-    "label_rows": "--label-rows",
-    "per_label": "--per-label",
-    "batch": "--batch",
-    "dtype": "--dtype",
-    "device": "--device",
-    "attention": "--attention",
-    "local_sinks": "--local-sinks",
-    "method": "--method",
-    "sparsity": "--sparsity",
-    "pattern": "--pattern",
-    "rank_ratio": "--rank-ratio",
-    "damping": "--damping",
-    "exact": "--exact",
-    "skip": "--skip",
-    "errors": "--errors",
-}
-"""What a command calls an entry of a fingerprint, or of what provenance says of a corpus."""
+OPTIONS = (
+    *("length", "contexts", "seed", "label_column", "label_rows", "per_label", "batch", "dtype", "device"),
+    *("attention", "local_sinks", "method", "sparsity", "pattern", "rank_ratio", "damping", "exact"),
+    *("skip", "errors"),
+)
+"""Entries of a fingerprint, or of what provenance says of a corpus, that a command has an option for."""
 
 
 def is_run(folder: str | Path) -> bool:
@@ -81,11 +64,7 @@ def check_tables(folder: str | Path, provenance: Mapping[str, Any]) -> None:
 
 
 def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, Any]:
-    """Read the provenance of a run folder, with its `schema_version`, which must be `schema` if that is given.
-
-    Raises:
-        UsageError: no run there, one that was damaged or changed, or one of another schema.
-    """
+    """Read a run folder's provenance, of that `schema` if one is given; `UsageError` where it is none, or damaged."""
     check_run(folder)
     try:
         provenance = read_json_checked(Path(folder) / RUN)
@@ -107,12 +86,8 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
 def _is_provenance(values: dict[str, Any]) -> bool:
     """Tell whether a provenance has the entries that every reader needs, each of its type."""
     model, corpus = values.get("model"), values.get("corpus") or {}
-    groups = (
-        model,
-        corpus,
-        *(values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")),
-    )
-    if not all(isinstance(group, dict) for group in groups):
+    others = [values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")]
+    if not all(isinstance(group, dict) for group in (model, corpus, *others)):
         return False
     sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
     sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []
@@ -175,7 +150,7 @@ def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -
             continue
         if there.get("method") != now.get("method") and not (key in there and key in now):
             continue  # a setting that one of the two methods has not
-        option = OPTIONS.get(key, key)
+        option = "--corpus" if key == "name" else f"--{key.replace('_', '-')}" if key in OPTIONS else key
         simple = all(isinstance(value, str | int | float | None) for value in (old, new))
         said[option] = f"{option} {_shown(old)} there, {_shown(new)} now" if simple else option
     return said

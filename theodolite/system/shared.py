@@ -8,11 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 
 class Shared:
-    """A context that the first of its users opens and the last one closes, over all threads.
-
-    Args:
-        make: gives the context to be opened.
-    """
+    """A context, of `make`, that the first of its users opens and the last one closes, over all threads."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
         self._make = make

@@ -1,8 +1,7 @@
 """Show strings and numbers: tokens made visible and harmless, numbers short and honest.
 
-Tokens, labels and model names come from anybody's files, so they count as hostile: control and direction
-characters become visible marks here, and markup is escaped (for Plotly, which reads a subset of HTML, as well
-as by the page's template). This module must not read a run or know about figures.
+Tokens, labels and model names come from anybody's files: control and direction characters become visible marks here,
+and markup is escaped for Plotly, which reads a subset of HTML.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ def _visible_character(character: str) -> str:
 def visible(text: object, limit: int | None = None) -> str:
     """Show every control, format, surrogate, private or unassigned character of `text` as a mark.
 
-    Direction overrides and zero-width characters belong to those, so nothing in the result can reorder or
-    hide its neighbours. Texts longer than `limit` characters are cut and end in an ellipsis. Markup is not
-    escaped: the page's template does that.
+    So nothing in the result can reorder or hide its neighbours. Texts longer than `limit` characters are cut and end in
+    an ellipsis. Markup is not escaped: the page's template does that.
     """
     source = str(text)
     if limit is not None and len(source) > limit:
@@ -103,8 +101,7 @@ def percent(share: float) -> str:
 def rounded_with_error(value: float, error: float) -> tuple[str, str]:
     """Round value and standard error to the error's own last digit: ("0.452", "0.006").
 
-    An error shows one significant digit, two where the first is 1; whole values stay whole. Without an error
-    (NaN, or 0: nothing varied) the second is empty and the first is `number` of the value.
+    An error shows one significant digit, two where the first is 1. Without one (NaN, or 0) the second is empty.
     """
     if not (math.isfinite(value) and math.isfinite(error) and error > 0):
         return number(value), ""
@@ -169,13 +166,8 @@ def reading_order(name: str) -> tuple[str, bool, str, int]:
     """Return a key that sorts names as one reads them: tables, figures by number, then the rest."""
     group, _, short_name = name.rpartition("/")
     kind = short_name.rstrip("0123456789")
-    is_numbered = kind in ("table", "figure")
-    return (
-        group,
-        not is_numbered,
-        {"table": "", "figure": " "}.get(kind, short_name),
-        int(short_name[len(kind) :] or 0),
-    )
+    is_numbered, in_turn = kind in ("table", "figure"), {"table": "", "figure": " "}.get(kind, short_name)
+    return group, not is_numbered, in_turn, int(short_name[len(kind) :] or 0)
 
 
 def gguf_described(quantisation: str, dtype: str) -> str:

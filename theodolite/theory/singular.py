@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.errors import UsageError
 
@@ -100,6 +101,23 @@ def screenot_threshold(
         below = middle * derivative < -4 * phi * weight
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return high * edge
+
+
+def by_gram_matrix(
+    matrix: Float[Tensor, "rows columns"], count: int
+) -> tuple[Float64[Tensor, " values"], Float64[Tensor, "columns count"]]:
+    """Find singular values and so many leading right directions, largest first, from the smaller Gram matrix.
+
+    Several times as fast as an SVD. Values below √ε of the largest are not seen, and are 0.
+    """
+    matrix = matrix.double()
+    rows, columns = matrix.shape
+    wide = rows <= columns
+    found = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
+    squares, vectors = found.eigenvalues.flip(0), found.eigenvectors.flip(1)[:, :count]
+    seen = squares > torch.finfo(torch.float64).eps * max(rows, columns) * squares[:1]
+    values = torch.where(seen, squares.clamp_min(0).sqrt(), 0.0)
+    return values, functional.normalize(matrix.T @ vectors, dim=0) if wide else vectors
 
 
 def stable_rank(matrix: Float[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:

@@ -149,7 +149,7 @@ class Locater:
             check_deepspeed_has_gradients(self._model)
             value, parts = self._gathered(strengths)
             for part in parts:
-                part.times(factor).add()
+                part.add(factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
@@ -240,7 +240,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-        return None, None, *(part.times(slope).gradient for part in ctx.parts)
+        return None, None, *(part.gradient * slope for part in ctx.parts)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:

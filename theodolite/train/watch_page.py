@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from theodolite.estimates import Floats
 from theodolite.report import page, style
 from theodolite.report.content import Tile
-from theodolite.report.drawing.grammar import Panel, Sketch, dots, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import Panel, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
@@ -45,7 +45,6 @@ POINTS, CELLS = 500, 50_000
 
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
-SOURCE = "docs/monitor.md"
 MAP_HEIGHT = (260, 760)  # pixels, least and most
 ROW = 14
 
@@ -140,44 +139,16 @@ def _exhibits(record: Record) -> list[Exhibit]:
     alarms = record.alarms[-MARKED:]
     outcome = Outcome()
     if shown:
-        outcome.figure(
-            "lines",
-            "Over the steps",
-            lines(shown, alarms),
-            "Black: the head nearest to an alarm (for the rank, the layer); hover for its name. Grey: the mean of "
-            "all. Dotted: the default alarm limit. Dashed: the first alarm of each kind. Where looks share a point, "
-            "the one nearest to an alarm is drawn, and the loss as a band.",
-            "entropy and ρ that fall while the loss does not yet show anything.",
-            SOURCE,
-            wide=True,
-        )
+        outcome.show("watch", "lines", lines(shown, alarms))
     maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
     if not maps:
         return outcome.exhibits
-    outcome.figure(
-        "alarms",
-        "Alarms",
-        alarm_strip(alarms, steps),
-        "One mark per alarm, at the look that raised it; the list is below. A head or layer alarms once for each kind "
-        "until it has recovered.",
-        "several kinds at once, or heads that follow one another.",
-        SOURCE,
-        wide=True,
-    )
+    outcome.show("watch", "alarms", alarm_strip(alarms, steps))
     options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-    sketches = {
+    figures = {
         column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
     }
-    outcome.figure(
-        "heads",
-        "Every head over the steps",
-        Choice("colour", options, sketches.__getitem__, mode="buttons"),
-        "One row per head, the first block on top; one column per look, as wide as its steps. Crosses: where a head "
-        "began to alarm. Where looks share a column, the one nearest to an alarm is drawn.",
-        "rows that lose their colour together (entropy, ρ), or gain it (sinks, logits).",
-        SOURCE,
-        wide=True,
-    )
+    outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__, mode="buttons"))
     return outcome.exhibits
 
 
@@ -287,7 +258,7 @@ def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
 
 def head_map(
     measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
-) -> Sketch:
+) -> go.Figure:
     """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
     names = [_place(place) for place in places]
     x, groups = _grouped(steps, values, names, max(100, min(POINTS, CELLS // len(places))))
@@ -307,7 +278,7 @@ def head_map(
     lines_between = [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]]
     layout = {"yaxis": rows, "shapes": lines_between, "margin": {"t": 12}}
     height = min(MAP_HEIGHT[1], max(MAP_HEIGHT[0], 90 + ROW * len(places)))
-    return Sketch([cells_of_heads, crosses], "step", "", height, layout)
+    return style.figure([cells_of_heads, crosses], "step", "", height=height, layout=layout)
 
 
 def where(alarm: Alarm) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import plotly.graph_objects as go
 import torch
 from scipy.optimize import linear_sum_assignment
 
 from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
-from theodolite.report import published
+from theodolite.report import published, style
 from theodolite.report.data import (
     error_of,
     evenly,
@@ -22,7 +23,7 @@ from theodolite.report.data import (
     provenance,
     value_of,
 )
-from theodolite.report.drawing.grammar import Sketch, Sketched, cosine_map, heat
+from theodolite.report.drawing.grammar import cosine_map, heat
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
 from theodolite.theory.unbiased import Jackknifed, combined
@@ -42,8 +43,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
 
-@Sketched
-def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> Sketch:
+def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[int] = ()) -> go.Figure:
     """Draw cosines between positions, if any, then between contexts in blocks of one label, lines between them."""
     first, size = len(positions), len(positions) + len(labels)
     starts = [first + i for i, label in enumerate(labels) if i == 0 or labels[i - 1] != label]
@@ -53,7 +53,7 @@ def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[in
             ticks.append(((start + end - 1) / 2, for_plotly(_short(labels[start - first]))))
     centres = [first / 2, first + len(labels) / 2]
     of_positions = {"tickvals": centres, "ticktext": ["positions →", "contexts"], "tickangle": 0}
-    return cosine_map.sketch(
+    return cosine_map(
         cosines,
         [f"position {position}" for position in positions]
         + [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)],
@@ -64,8 +64,7 @@ def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[in
     )
 
 
-@Sketched
-def cluster_table(shares: Floats, labels: Sequence[str]) -> Sketch:
+def cluster_table(shares: Floats, labels: Sequence[str]) -> go.Figure:
     """Draw which cluster the contexts of each label fall into, (labels, clusters), rows of shares."""
     cells = heat(
         shares,
@@ -79,7 +78,7 @@ def cluster_table(shares: Floats, labels: Sequence[str]) -> Sketch:
     )
     axis = {"type": "category", "showgrid": False, "ticks": ""}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed"}}
-    return Sketch([cells], "cluster of k-means", height=min(900, 110 + 18 * len(labels)), layout=layout)
+    return style.figure([cells], "cluster of k-means", height=min(900, 110 + 18 * len(labels)), layout=layout)
 
 
 def _short(label: str, limit: int = 16) -> str:

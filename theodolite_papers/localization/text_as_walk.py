@@ -22,13 +22,13 @@ from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates
-from theodolite.measure.uncertainty import balanced_halves, half_sample_error
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.report import style
 from theodolite.report.data import OF_GROUPS
 from theodolite.system.wording import number, with_error
+from theodolite.theory.unbiased import leaving_out
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
@@ -185,15 +185,18 @@ class WalkSums(LayerSums):
     def table(self) -> pd.DataFrame:
         """Tabulate layers: `MEASURES`, each with its standard error `…_se` over contexts.
 
-        Errors are from balanced halves of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
+        Errors are from leaving out each of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
         `frobenius` and `cosine`: it is known from n − 1 times as many vectors.
         """
         rows = []
         for layer in range(self.layers):
             row, errors = self.numbers(layer), [math.nan] * len(MEASURES)
             if bool((self.of("contexts", layer) > 0).all()):
-                parts = [list(self.numbers(layer, half).values()) for half in balanced_halves()]
-                errors = half_sample_error(torch.tensor(parts, dtype=torch.float64)).tolist()
+
+                def values(used: Tensor, layer: int = layer) -> Tensor:
+                    return torch.tensor(list(self.numbers(layer, used).values()), dtype=torch.float64)
+
+                errors = leaving_out(values, GROUPS).error.tolist()
             of_errors = zip((f"{name}_se" for name in row), errors, strict=True)
             rows.append({"layer": layer} | row | dict(of_errors))
         return pd.DataFrame(rows)

@@ -5,8 +5,11 @@ The same seed gives the same bytes on the same machine, threads and package vers
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import platform
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite import __version__
 from theodolite.corpus.documents import Document
-from theodolite.corpus.python_texts import python_topics, stdlib_docstrings, stdlib_sources
+from theodolite.corpus.python_texts import python_topics, stdlib_sources
 from theodolite.errors import UsageError
 from theodolite_papers.training.models import EmbeddedConfig, embedded_model
 from theodolite_papers.training.trainer import ModelTraining, check_training, train_into
@@ -121,6 +124,30 @@ def python_sources() -> list[Source]:
         Source("docstrings", 0.35, tuple(stdlib_docstrings())),
         Source("code", 0.5, tuple(stdlib_sources())),
     ]
+
+
+def docstrings(source: str) -> str:
+    """Extract the docstrings of a module, its classes and functions in reading order, with blank lines between.
+
+    Source that this interpreter cannot parse has none.
+    """
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the files read are not ours to report
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    except SyntaxError:
+        return ""
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    texts = (ast.get_docstring(node, clean=False) for node in nodes)
+    return "\n\n".join(inspect.cleandoc(text) for text in texts if text)
+
+
+def stdlib_docstrings() -> Iterator[Document]:
+    """Read the docstrings of each file of `stdlib_sources`, as one document of prose with the same label."""
+    for document in stdlib_sources():
+        if text := docstrings(document.text):
+            yield Document(text + "\n", document.label)
 
 
 def split_sources(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:

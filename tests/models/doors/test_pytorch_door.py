@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.errors import UsageError
-from theodolite.models.doors.taps import attention_not_followed, intervened, tapped
+from theodolite.models.doors.pytorch import attention_not_followed
+from theodolite.models.doors.taps import intervened, tapped
 
 BATCH, HEADS, KEY_HEADS, LENGTH, HEAD_WIDTH = 3, 4, 2, 10, 8
 WIDTH = HEADS * HEAD_WIDTH

@@ -22,8 +22,8 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.stored import lazy_weights as reading
-from theodolite.models.stored.checkpoint_tensors import build_skeleton, filled_with_rows
-from theodolite.models.stored.loading import on_meta
+from theodolite.models.stored.checkpoint_tensors import filled_with_rows
+from theodolite.models.stored.loading import build_skeleton, on_meta
 from theodolite.passes.survey import spectra, survey
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -320,3 +322,13 @@ def test_tasks_are_mixed_in_as_often_as_they_should_and_as_they_are_said_to_be()
     expected = math.log(2) / math.log(33 / 8)
     assert abs(short - expected) < 4 * math.sqrt(expected * (1 - expected) / len(periods))
     assert triggers / kinds["backcopy"] == pytest.approx(0.2 * 21, rel=0.05)
+
+
+def test_docstrings_are_those_that_inspect_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Document(Path(textwrap.__file__).read_text(encoding="utf-8"), "textwrap.py")
+    monkeypatch.setattr(embedded, "stdlib_sources", lambda: [source])
+    prose = {document.label: document.text for document in embedded.stdlib_docstrings()}["textwrap.py"]
+    shown = (textwrap, textwrap.TextWrapper, textwrap.TextWrapper.fill, textwrap.wrap, textwrap.dedent)
+    places = [prose.index(inspect.getdoc(thing) or "?") for thing in shown]
+    assert places == sorted(places)  # in reading order
+    assert embedded.docstrings("def f(:") == ""

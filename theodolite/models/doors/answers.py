@@ -1,8 +1,4 @@
-"""Compute a module's attention in its place: by the open tap, with interventions on its inputs and output.
-
-The doors hand over what decides a module's attention, and get its output from here. No model library is known here,
-and no statistic is computed.
-"""
+"""Compute a module's attention in its place: by the open tap, with interventions on its inputs and output."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ class OpenTap:
 
 
 @dataclass(frozen=True, eq=False)
-class _OpenIntervention:
+class OpenIntervention:
     """An intervention in one layer's attention, while it is open."""
 
     modules: frozenset[nn.Module]
@@ -55,7 +51,7 @@ _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
 # Of the process and not of a context: they hold whoever calls the model, as changed weights would
 # (`generate` with a streamer runs in another thread).
-_interventions: list[_OpenIntervention] = []
+_interventions: list[OpenIntervention] = []
 
 
 @contextmanager
@@ -71,20 +67,13 @@ def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False)
 
 
 @contextmanager
-def intervening(
-    modules: frozenset[nn.Module],
-    module: nn.Module,
-    intervene: Intervention,
-    of_inputs: bool,
-    whole_cache: bool,
-) -> Iterator[None]:
-    """Apply `intervene` to the attention of one of the modules while open, whoever calls it."""
-    opened = _OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
-    _interventions.append(opened)
+def intervening(intervention: OpenIntervention) -> Iterator[None]:
+    """Apply an intervention while open, whoever calls the module."""
+    _interventions.append(intervention)
     try:
         yield
     finally:
-        _interventions.remove(opened)
+        _interventions.remove(intervention)
 
 
 @contextmanager

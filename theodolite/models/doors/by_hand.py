@@ -1,9 +1,8 @@
 """Attention that a module computes by hand, read from its products: queries with keys, a softmax, weights with values.
 
-What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end):
-numbers that multiply them, biases that are added, masks, a cap by tanh, another shape or dtype. The second product then
-says all that decided it. A function without a rule is not followed, and a module that uses one is refused by its
-name; opening verifies that all was read right: the output, recomputed, must be the model's.
+What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end). The
+second product then says all that decided it. A module that uses a function without a rule is refused by its name;
+opening verifies that all was read right: the output, recomputed, must be the model's.
 """
 
 from __future__ import annotations
@@ -141,10 +140,7 @@ class ByHand:
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
     ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | Lost | None:
-        """Return the inputs of the attention that this product with values is, and what shapes its output like it.
-
-        Where the weights, or what may be some, could not be followed, what was lost; None for other calls.
-        """
+        """Return the inputs of the attention that a product with values is, and what shapes its output, or `Lost`."""
         if name not in PRODUCTS or not self._known:
             return None
         equation, operands = _operands(name, args, kwargs)
@@ -341,30 +337,24 @@ def _logits(known: Known | None) -> Logits | None:
 
 
 def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
-    if (logits := _logits(of(first))) is not None:
-        return _plus(of, result, logits, other, float(alpha))
-    return None if (logits := _logits(of(other))) is None else _plus(of, result, logits, first, 1.0)
+    if _logits(of(first)) is None:
+        first, other, alpha = other, first, 1
+    logits = _logits(of(first))
+    if logits is None or not isinstance(other, Tensor):
+        return logits  # one number more for all keys is none
+    added = of(other)
+    if _logits(added) is not None:
+        return logits.beside(added.times(float(alpha))) if result.shape == other.shape else None
+    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
+        return None  # what depends on the logits themselves is no bias
+    return logits.plus(float(alpha) * other) if result.shape[:-2] == logits.lead else None
 
 
 def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
     logits = _logits(of(first))
-    if logits is None:
-        return None
-    if isinstance(other, Tensor) and other.shape[-1:] == (1,):
+    if logits is None or (isinstance(other, Tensor) and other.shape[-1:] == (1,)):
         return logits  # one number more for all keys of a query is none: its largest logit, say
-    return _plus(of, result, logits, other, -float(alpha))
-
-
-def _plus(of: Look, result: Tensor, logits: Logits, other: Any, factor: float) -> Logits | None:
-    """Add `factor` times something to logits."""
-    if not isinstance(other, Tensor):
-        return logits  # one number more for all keys is none
-    added = of(other)
-    if _logits(added) is not None:
-        return logits.beside(added.times(factor)) if result.shape == other.shape else None
-    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
-        return None  # what depends on the logits themselves is no bias
-    return logits.plus(factor * other) if result.shape[:-2] == logits.lead else None
+    return _sum(of, result, first, other, alpha=-alpha)
 
 
 def _number(value: Any) -> float | None:
@@ -390,9 +380,8 @@ def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
     if not isinstance(other, Tensor) or result.shape != first.shape:
         return None
     if other.shape[-1] == 1:  # a number a head or a query
-        return replace(
-            known, query=known.query * other, bias=None if known.bias is None else known.bias * other
-        )
+        bias = None if known.bias is None else known.bias * other
+        return replace(known, query=known.query * other, bias=bias)
     # A mask, whose zeros a later bias hides.
     return known.hiding(other == 0) if bool(((other == 0) | (other == 1)).all()) else None
 

@@ -1,10 +1,9 @@
 """The door to every other module of PyTorch: its calls of attention functions are intercepted as it runs.
 
-`scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks
-as they are; attention that a module computes by hand is read from its products (`by_hand.py`). A mode of PyTorch sees
-these calls from whichever name they were imported by, and switches the fast paths off that skip them. It is on while a
-module of a model with an open door runs, in whichever thread; the module that attends is the innermost one that runs
-and is not given heads.
+`scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks;
+attention by hand is read from its products (`by_hand.py`). A mode of PyTorch sees these calls from whichever name they
+were imported by, and switches the fast paths off that skip them. It is on while a module of a model with an open door
+runs, in whichever thread; the module that attends is the innermost one that runs and is not given heads.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _open_models: dict[object, frozenset[nn.Module]] = {}
 
 
 class _ThisThread(threading.local):
-    """The mode of this thread while a module of an open model runs, and the last attention it could not follow.
-
-    Without one, the first product of what an operation made of another product: attention without a softmax, perhaps.
-    """
+    """The mode of this thread while a module of an open model runs, and the last attention it could not follow."""
 
     mode: _Interception | None = None
     not_followed: tuple[nn.Module, Lost] | None = None
@@ -67,10 +63,8 @@ def _global_hooks() -> Iterator[None]:
         # They fire twice for a compiled module and the one inside of it, which does no harm here.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         warnings.filterwarnings("ignore", r"flex_attention called without torch\.compile")
-        handles = (
-            register_module_forward_pre_hook(_enter),
-            register_module_forward_hook(_leave, always_call=True),
-        )
+        handles = [register_module_forward_pre_hook(_enter)]
+        handles.append(register_module_forward_hook(_leave, always_call=True))
         try:
             yield
         finally:
@@ -151,10 +145,7 @@ class _Interception(TorchFunctionMode):
         return next(readers, self.running[-1][0])
 
     def contexts(self, queries: int) -> int | None:
-        """Return how many contexts are read, by the first tensor that entered and the number of queries, or None.
-
-        All in one row are one.
-        """
+        """Return how many contexts are read, by what entered first and the number of queries, or None; of a row 1."""
         if len(self.read) < 2:
             return None
         first, second = self.read

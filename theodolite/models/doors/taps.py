@@ -1,8 +1,7 @@
 """Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
 
-One forward pass both runs the model and is measured: a tap gets what decides a layer's logits, and returns the
-attention output. A model comes through a door: one that `add_door` was given, the attention interface of
-`transformers`, or the functions of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
+A model comes through a door: one that `add_door` was given, the attention interface of `transformers`, or the functions
+of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from theodolite.models.doors.answers import Intervention, Tap, intervening, with_tap
-from theodolite.models.doors.pytorch import attention_not_followed as attention_not_followed
+from theodolite.models.doors.answers import Intervention, OpenIntervention, Tap, intervening, with_tap
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
@@ -47,10 +45,7 @@ _open: dict[nn.Module, Shared] = {}
 
 
 def tap_functions_of(model: nn.Module) -> bool:
-    """Tap a model by PyTorch's functions from now on, even if it has the attention interface; tell whether this is new.
-
-    The text side of GIT attends by hand, its vision side through the interface.
-    """
+    """Tap a model by PyTorch's functions from now on, whatever interface it has (GIT); True if this is new."""
     new = model not in _by_functions
     _by_functions.add(model)
     return new
@@ -63,21 +58,14 @@ def tap_by_door(model: nn.Module) -> None:
 
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
-    """Call `tap` from every attention layer of `model` while open; the model is restored on leaving.
-
-    Where ranks have some of the heads each, it gets all of them, and all ranks must run the model; or `own_heads`.
-    """
+    """Call `tap` from every attention layer of `model` while open; with `own_heads` from those of this rank alone."""
     with _opened(model) as modules, with_tap(modules, tap if own_heads else of_all_heads(model, tap)):
         yield
 
 
 @contextmanager
 def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """Let `tap` observe the attention that `model` computes while open; what it returns is not used.
-
-    Only of what PyTorch's own functions and products compute, and of nothing that runs compiled. The numbers of the
-    pass, their gradients and random numbers are as without it.
-    """
+    """Let `tap` observe the attention that `model` computes by PyTorch's functions, which stays as it is."""
     with (
         functions_door(model, eager=False),
         with_tap(frozenset(model.modules()), of_all_heads(model, tap), observes=True),
@@ -96,18 +84,16 @@ def intervened(
 ) -> Iterator[None]:
     """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
-    Those in inputs come first, whatever the order in which they were opened, and within a kind the one opened first
-    is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed. Copies of the
-    module are left alone.
+    Those in inputs come first, and within a kind the one opened first is nearest to the attention itself. A tap gets
+    the changed inputs; what it returns is changed. Copies of the module are left alone.
 
     Args:
-        model: the model; restored on leaving.
-        module: one of its attention modules.
-        intervene: gets the inputs and who answers them; returns the output, (batch, queries, heads, value_width).
         of_inputs: it changes the inputs, and of the output only what follows from it.
         whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
     """
-    with _opened(model) as modules, intervening(modules, module, intervene, of_inputs, whole_cache):
+    modules = frozenset(model.modules())
+    opened = OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
+    with _opened(model), intervening(opened):
         yield
 
 

@@ -1,8 +1,4 @@
-"""The door to models of `transformers`: a registered attention function, which each layer calls with its inputs.
-
-Each layer of each family that uses this interface calls it with q, k, v (after RoPE), scaling, mask and whatever else
-decides its logits.
-"""
+"""The door to models of `transformers`: a registered attention function, which each layer calls with its inputs."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ def _tapped_attention(
     block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Answer the attention interface: hand the inputs to `answered`.
-
-    Of its arguments, `s_aux` are a learned sink's logits, `indices` the keys that each query has chosen. What else the
-    interface hands over decides no logit.
-    """
+    """Answer the attention interface: of its arguments, `s_aux` are a learned sink's logits, `indices` chosen keys."""
     if block_indices is not None:
         raise UsageError(
             f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"

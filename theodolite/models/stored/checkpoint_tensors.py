@@ -1,13 +1,8 @@
 """A checkpoint read in parts: a model without its weights, and the tensors of some modules at a time put into it.
 
-Blocks have theirs while they run or are asked for, and are written one at a time (`StreamedBlocks`).
-
-The parameters of the skeleton are on the meta device, which holds shapes and no numbers; the buffers that it computes
-by itself (angles of rotary positions) are there. To see who calls the attention, and with what, a forward pass is run
-while each parameter is one row repeated (stride 0), which takes no memory whatever the shape.
-
-What `transformers` does to the names and shapes of a checkpoint's tensors it does here, too: its own loader is given
-the few that are wanted.
+The parameters of this skeleton are on the meta device, which holds shapes and no numbers. To see who calls the
+attention, and with what, a forward pass is run while each is one row repeated (stride 0), which takes no memory. Names
+and shapes of a checkpoint's tensors are changed by `transformers`' own loader, which is given the few that are wanted.
 """
 
 from __future__ import annotations
@@ -32,22 +27,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
+from theodolite.models.stored import loading
 from theodolite.models.stored.dequantised import FLOATS, kinds_of, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored
-from theodolite.models.stored.loading import (
-    StoredTensors,
-    architecture_of,
-    build_skeleton,
-    config_of,
-    file_of,
-    gguf_tensors,
-    has_adapter,
-    on_meta,
-    refuse_more_layers,
-    refuse_nonfinite_weights,
-    tower_of,
-    without_progress_bars,
-)
 from theodolite.models.structure import Structure
 from theodolite.system.checkpoint_folders import adapter_in, is_gguf
 from theodolite.system.files import write_text
@@ -62,26 +44,18 @@ class CheckpointTensors:
     """A skeleton, and where the checkpoint keeps its tensors.
 
     Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
         kinds: the checkpoint's name of each tensor → its file and its type there.
         names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
         changes: what `transformers` does to names and tensors of this architecture on loading.
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
     kinds: dict[str, tuple[str, str]]
     names: dict[str, str]
     changes: list[Any]
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
-        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
-
-        Raises:
-            CannotReadLazily: the checkpoint does not hold just what the module needs.
-            ImportError: this part of the loader, which `transformers` does not promise to keep, is gone.
-        """
+        """Load the tensors whose names in the model are wanted; `CannotReadLazily` where `what` cannot be read."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -90,11 +64,11 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised")
         to = LoadStateDictConfig(
             device_map={"": str(device)},
-            dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            dtype=self.model.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.model.dtype),
             weight_mapping=self.changes,
         )
-        with without_progress_bars(), ExitStack() as stack:
+        with loading.without_progress_bars(), ExitStack() as stack:
             # Opened anew every time: what was read of a mapped file counts as memory until it is closed.
             files = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
@@ -113,18 +87,20 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
 
-def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> StoredTensors:
+def checkpoint_tensors(
+    source: str | Path, dtype: str | torch.dtype, revision: str | None
+) -> loading.StoredTensors:
     """Make the skeleton of a checkpoint, with the places of its tensors, none of which is read."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    config = config_of(source, revision)
+    config = loading.config_of(source, revision)
     if is_gguf(source):
-        return gguf_tensors(Path(source), architecture_of(source, config), config, dtype)
-    if tower_of(config, None, lambda line: None) is not config:
+        return loading.gguf_tensors(Path(source), loading.architecture_of(source, config), config, dtype)
+    if loading.tower_of(config, None, lambda line: None) is not config:
         raise CannotReadLazily("it has two towers, of which this is the one of text")
     if is_factored(Path(source)):
         raise CannotReadLazily("its matrices are factored")
-    if has_adapter(source, revision) or adapter_in(Path(source)):
+    if loading.has_adapter(source, revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     files = _files(source, config, revision)
@@ -134,13 +110,13 @@ def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: s
     if wanted == "auto":
         wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
     wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
-    architecture = architecture_of(source, config)
-    model = build_skeleton(on_meta(source, architecture, config, wanted))
+    architecture = loading.architecture_of(source, config)
+    model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
     refuse_quantised_files(source, model, files)
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
-    refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
-    return CheckpointTensors(model, wanted, kinds, names, changes)
+    loading.refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    return CheckpointTensors(model, kinds, names, changes)
 
 
 def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
@@ -148,7 +124,7 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = file_of(source, name, revision)
+        file = loading.file_of(source, name, revision)
         if file is not None:
             if name == SAFE_WEIGHTS_NAME:
                 return [file]
@@ -183,10 +159,7 @@ def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
-    """Give a module, on leaving, the floating-point tensors again that it has now and that checkpoints hold.
-
-    Yields the dictionary that holds each, its name there, and the tensor.
-    """
+    """Restore a module's stored floating-point tensors on leaving; yields (who holds it, name, tensor) of each."""
     stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()
@@ -212,13 +185,9 @@ def _repeated(tensor: Tensor, scale: float) -> Tensor:
 
 
 class _OneRow(TorchFunctionMode):
-    """Products with a matrix that is one row repeated: the first output is computed, and repeated.
-
-    BLAS would copy the matrix to where its rows have places of their own, which for the largest takes long.
-    """
+    """Computes one output of a product with a matrix that is one row repeated, of which BLAS would make a copy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute one output of `linear` where all rows of the weight are the same."""
         kwargs = kwargs or {}
         if func is functional.linear and len(args) >= 2 and args[1].ndim == 2 and not args[1].stride(0):
             row = functional.linear(args[0], args[1][:1])
@@ -229,13 +198,9 @@ class _OneRow(TorchFunctionMode):
 
 
 class StreamedBlocks:
-    """The blocks of a skeleton, which have their tensors while they are `present`.
+    """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`."""
 
-    Attributes:
-        names: of the blocks, in the order of the layers.
-    """
-
-    def __init__(self, tensors: StoredTensors, structure: Structure, device: torch.device) -> None:
+    def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
         if structure.free or len(set(structure.blocks)) < len(structure.blocks):
@@ -262,12 +227,7 @@ class StreamedBlocks:
             self._users[layer] -= 1
 
     def load_rest(self) -> None:
-        """Read, for good, what lies outside the blocks.
-
-        Raises:
-            CannotReadLazily: the checkpoint does not hold all of it.
-            WorkError: a weight is NaN or infinite.
-        """
+        """Read, for good, what lies outside the blocks; `WorkError` where it is not all there, or no numbers."""
         model = self._tensors.model
         self._tensors.load(self._is_outside, "what is outside of its blocks", self._device)
         model.tie_weights()
@@ -277,7 +237,7 @@ class StreamedBlocks:
         missing = [n for n, tensor in model.state_dict().items() if tensor.is_meta and self._is_outside(n)]
         if missing:
             raise CannotReadLazily(f"the weights do not hold {missing[0]}")
-        refuse_nonfinite_weights(model)
+        loading.refuse_nonfinite_weights(model)
 
     def _is_outside(self, name: str) -> bool:
         return not name.startswith(tuple(block + "." for block in self.names))

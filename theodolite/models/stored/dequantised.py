@@ -1,12 +1,11 @@
 """Quantised layers as plain ones: the matrix of a layer, read from what the layer answers. No quantiser is known here.
 
-Whatever it keeps (packed numbers, scales, a tensor class of its own), a quantised linear layer answers e_i with column
-i of its W, in the rounding of its own arithmetic: its activations, where they are rounded too, have a grid of their own
-largest, on which zeros and ones lie (up to half a step of 127). A matrix that the layer has itself is taken where its
-answers are that matrix times its input; so none is read that the model does not compute with. Zeros and ones of several
-sizes, and random rows, tell whether there is such a matrix. Where activations are rounded to a fixed grid (static
-scales), or to fewer than eight bits, there is none: refused. So are files with weights that are numbers only to a
-quantiser (eight bits, and a scale beside them) whom no `quantization_config` names.
+A quantised linear layer answers e_i with column i of its W, whatever it keeps, in the rounding of its own arithmetic:
+its activations, where they are rounded too, have a grid of their own largest, on which zeros and ones lie (up to half a
+step of 127). A matrix that the layer has itself is taken where its answers are that matrix times its input. Zeros and
+ones of several sizes, and random rows, tell whether there is a matrix: with a fixed grid of activations (static scales)
+or fewer than eight bits there is none. Refused, too, are files with weights that need a scale where no
+`quantization_config` names a quantiser.
 """
 
 from __future__ import annotations
@@ -72,10 +71,7 @@ def holds_quantised_layers(model: nn.Module) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Tell whether the module itself has a weight of no float type or of a class of its own, or is linear with scales.
-
-    A weight of plain floats is read as it is, whatever stands beside it, unless a linear layer has scales for it.
-    """
+    """Tell whether the module has a weight of no float type or of its own class, or is linear with scales."""
     held = [*module._parameters.items(), *module._buffers.items()]
     tensors = {key: tensor for key, tensor in held if tensor is not None}
     scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
@@ -107,10 +103,7 @@ def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def dequantised(name: str, layer: nn.Module) -> nn.Linear:
-    """Make a plain layer in float64 that computes what the quantised one does, up to the rounding of activations.
-
-    The layer is asked in evaluation mode and its own dtype, and stays as it is; `WorkError` where it cannot be read.
-    """
+    """Make a plain layer in float64 that computes what the quantised one does, or raise `WorkError`."""
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
         weight = _stated(layer, width)
@@ -151,8 +144,7 @@ def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
 def not_repacked(model: nn.Module) -> Iterator[None]:
     """Let passes leave bitsandbytes' 4-bit layers as they are while open.
 
-    On a CPU that multiplies in bfloat16, their first pass in evaluation mode rounds their scales to it, for good: the
-    weights of a training that is looked at would be others than those of one that is not.
+    On a CPU that multiplies in bfloat16, their first pass in evaluation mode rounds their scales to it, for good.
     """
     layers: list[Any] = [m for m in model.modules() if getattr(m, REPACKED, False)]
     for layer in layers:

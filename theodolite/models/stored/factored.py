@@ -3,9 +3,8 @@
     config.json …  dense.safetensors  block-000.safetensors  block-001.safetensors …
 
 `dense.safetensors` holds what was not pruned, under the model's own names. A sparse matrix is written as its entries
-that are not zero, row by row, and one bit an entry that says where they are; a bit is what a pattern such as 2:4 takes
-as well (two bits for each of two kept in four). No file bears a name from which `transformers` would load a model: it
-would fill in random weights for those that are packed. How a matrix is pruned is not known here.
+that are not zero, row by row, and one bit an entry that says where they are. No file bears a name from which
+`transformers` would load a model: it would fill in random weights for those that are packed.
 """
 
 from __future__ import annotations
@@ -35,15 +34,11 @@ BLOCK = "block-{:03d}.safetensors"
 
 @dataclass(frozen=True)
 class PrunedMatrix:
-    """One pruned matrix, sparse + left · right, and where it belongs.
+    """One pruned matrix, sparse + left · right, and where it belongs: as `weights.block_matrices.Matrix` has it.
 
     Attributes:
-        key: its name in its block.
-        parameter: the model's name of the parameter that holds it.
-        expert: which slice of a 3-D parameter, else None.
-        dimension: that of the outputs in the parameter or its slice.
+        dimension: that of the outputs in the parameter, or in its slice of one expert.
         rows: which outputs of the parameter, in the order of the matrix; None: all.
-        sparse: the sparse part, and all of it where `left` and `right` are None.
     """
 
     key: str
@@ -155,11 +150,7 @@ def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
-    """Load the model of such a checkpoint, with the two parts of every matrix added up.
-
-    Raises:
-        WorkError: a file is damaged, or tensors are missing.
-    """
+    """Load the model of such a checkpoint, with the parts of every matrix added up; `WorkError` where it is damaged."""
     try:
         dense = load_file(folder / DENSE)
     except (OSError, safetensors.SafetensorError) as error:
@@ -190,11 +181,7 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
 
 
 def _put(model: PreTrainedModel, name: str, matrices: Sequence[PrunedMatrix]) -> None:
-    """Give the model a parameter, of which the matrices are every entry once.
-
-    Raises:
-        ValueError, AttributeError, IndexError, RuntimeError: they are not, or the model has no such parameter.
-    """
+    """Give the model a parameter, of which the matrices are every entry once; any error where they are not."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     weight = torch.empty_like(getattr(module, attribute), dtype=matrices[0].sparse.dtype)

@@ -1,7 +1,7 @@
 """Read a model from GGUF files: its configuration, its tokenizer, and its weights, decoded a tensor at a time.
 
-`gguf` reads and decodes the bytes; `transformers` knows how their names and layouts become its own. What its maps leave
-out is set from the file. Refused are a key that is missing, one that has no setting, and a tensor without a place.
+`gguf` decodes the bytes; `transformers` knows how names and layouts become its own. What its maps leave out is set from
+the file. Refused are a key that is missing, one that has no setting, and a tensor without a place.
 """
 
 from __future__ import annotations
@@ -162,11 +162,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the headers; `path` is any of the files.
-
-        Raises:
-            UsageError: one is missing, damaged, cut short, or holds a tensor of an unknown type.
-        """
+        """Read the headers, of which `path` is one; `UsageError` where a file is missing, damaged or cut short."""
         headers = {}
         for file in gguf_files(path):
             try:
@@ -220,11 +216,7 @@ class GgufFile:
         return {"gguf": name, "tensor_types": dict(counts.most_common())}
 
     def decoded(self, name: str) -> np.ndarray[Any, Any]:
-        """Read a tensor and decode it to float32.
-
-        Raises:
-            WorkError: `gguf` cannot decode its type.
-        """
+        """Read a tensor and decode it to float32; `WorkError` where `gguf` cannot decode its type."""
         tensor = self.tensors[name]
         # Read rather than mapped: what was read of a mapped file counts as memory until it is closed.
         data = np.fromfile(tensor.path, np.uint8, math.prod(tensor.bytes), offset=tensor.start)
@@ -235,12 +227,7 @@ class GgufFile:
 
 
 def gguf_config(path: Path) -> Any:
-    """Make the configuration of a GGUF model, as `transformers` reads it and with what that leaves out.
-
-    Raises:
-        UsageError: `transformers` cannot map its architecture, or has no setting for one of its keys; or a key is
-            missing.
-    """
+    """Make the configuration as `transformers` reads it and with what that leaves out; `UsageError` where it cannot."""
     return AutoConfig.for_model(**_settings(GgufFile.read(path)))
 
 
@@ -375,16 +362,12 @@ class GgufTensors:
     """A model without its weights, and the tensors of a GGUF file that are put into it.
 
     Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
-        file: where they are.
         names: the file's name of each tensor → the model's.
         parts: the model's name of each tensor → the file's that it is decoded from.
         processor: undoes what llama.cpp does to the layout of tensors.
     """
 
     model: PreTrainedModel
-    dtype: torch.dtype
     file: GgufFile
     names: dict[str, str]
     parts: dict[str, list[str]]
@@ -392,11 +375,7 @@ class GgufTensors:
 
     @classmethod
     def of(cls, path: Path, model: PreTrainedModel) -> GgufTensors:
-        """Find the tensors of a skeleton.
-
-        Raises:
-            WorkError: the file lacks a tensor of the model, or has one for which it has no place.
-        """
+        """Find the tensors of a skeleton; `WorkError` where one is missing, or has no place."""
         file = GgufFile.read(path)
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
         # It would make the table of names anew for every module of the model, which takes seconds.
@@ -418,23 +397,18 @@ class GgufTensors:
             raise WorkError(
                 f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): {ANEW}"
             )
-        return cls(model, model.dtype, file, names, parts, processor)
+        return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
-        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them.
-
-        Raises:
-            WorkError: a tensor cannot be decoded, or is of another shape than the configuration says.
-        """
+        """Load the tensors whose names in the model are wanted; `WorkError` where one is of another shape."""
         for name in filter(wanted, self.parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
             stored: Any = holder._parameters if own in holder._parameters else holder._buffers
             skeleton = stored[own]
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            stored[own] = (
-                nn.Parameter(tensor, requires_grad=False) if stored is holder._parameters else tensor
-            )
+            is_parameter = stored is holder._parameters
+            stored[own] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up
@@ -459,11 +433,7 @@ class GgufTensors:
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Make the tokenizer of a GGUF model, with its chat template.
-
-    Raises:
-        UsageError: it is not known how this file's vocabulary splits a text.
-    """
+    """Make the tokenizer with its chat template; `UsageError` where it is not known how it splits a text."""
     architecture, vocabulary, options = get_gguf_tokenizer(str(path))
     kind, split = vocabulary.get("tokenizer_type"), vocabulary.get("pre_tokenizer_type")
     if split in LIKE_LLAMA3:

@@ -1,9 +1,8 @@
 """A checkpoint opened to be read in parts from its safetensors files; what cannot be is opened whole, and it says why.
 
-The model is a skeleton whose parameters stay on the meta device (`checkpoint_tensors.py`). Opened for its weights only,
-it has the tensors of one attention module while that layer's heads are looked at, and nothing else. Opened to be run,
-it has what lies outside the blocks (embeddings, the last norm, the head) for good, and a block's tensors while that
-runs or is asked for: the memory of a block and of its activations, whatever its size. All of it is on one device.
+Opened for its weights only, the skeleton (`checkpoint_tensors.py`) has the tensors of one attention module while that
+layer's heads are looked at. Opened to be run, it has what lies outside the blocks for good, and a block's tensors while
+that runs or is asked for: the memory of a block and of its activations, on one device.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from torch import nn
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.calls import Calls, capture_calls, capture_current_calls
+from theodolite.models.calls import Calls, capture_calls, capture_current_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import known_state
 from theodolite.models.open import open_model
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
+from theodolite.models.stored import loading
 from theodolite.models.stored.checkpoint_tensors import (
     CannotReadLazily,
     StreamedBlocks,
@@ -34,20 +34,9 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
     put_back,
 )
-from theodolite.models.stored.loading import (
-    LOADING_ERRORS,
-    Checkpoint,
-    StoredTensors,
-    load_tokenizer,
-    reason_of,
-    refuse_nonfinite_weights,
-    usable_device,
-    without_progress_bars,
-)
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
-from theodolite.models.weights.copies import run_until_tap, stop_at_tap
 from theodolite.system import embedded
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
@@ -82,7 +71,7 @@ def open_weights(
     """
     check_dtype(dtype)
     try:
-        checkpoint = Checkpoint.at(path_or_id, revision)
+        checkpoint = loading.Checkpoint.at(path_or_id, revision)
         with _read_in_parts():
             checkpoint = checkpoint.of_one_commit()
             reader = Reader.of(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
@@ -90,7 +79,7 @@ def open_weights(
                 with reader.loaded(layer):
                     pass
         reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
-        return reader.opened(_load_layer=reader.loaded, **checkpoint.identity(show_progress))
+        return reader.opened(block_present=reader.loaded, **checkpoint.identity(show_progress))
     except CannotReadLazily as reason:
         model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision, attention=attention)
         say(f"opened whole, since {reason}")
@@ -122,7 +111,7 @@ def open_streamed(
         UsageError, WorkError: as `open_model` does.
     """
     check_dtype(dtype)
-    target = usable_device(device)
+    target = loading.usable_device(device)
     try:
         with _read_in_parts():
             model = _open_streamed(path_or_id, dtype, target, revision, show_progress)
@@ -141,7 +130,7 @@ def _open_streamed(
     revision: str | None,
     show_progress: Callable[[int, int], None],
 ) -> OpenModel:
-    checkpoint = Checkpoint.at(path_or_id, revision).of_one_commit()
+    checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
     tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
     if tensors.model.config.is_encoder_decoder:
         raise CannotReadLazily("encoder and decoder read each other")
@@ -152,25 +141,21 @@ def _open_streamed(
     for layer in range(len(blocks.names)):
         show_progress(0, 1)
         with blocks.present(layer):
-            refuse_nonfinite_weights(reader.structure.blocks[layer], blocks.names[layer] + ".")
+            loading.refuse_nonfinite_weights(reader.structure.blocks[layer], blocks.names[layer] + ".")
             if layer in (attending[0], attending[-1]):
                 reader.verify(layer)
     blocks.read_as_they_run()
     there = {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()}
     return replace(reader, calls=there).opened(
-        tokenizer=load_tokenizer(checkpoint.place, checkpoint.revision),
+        tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
         **checkpoint.identity(show_progress),
         streamed=blocks,
-        _load_layer=blocks.present,
+        block_present=blocks.present,
     )
 
 
 def instead_of_offloaded(model: OpenModel) -> OpenModel:
-    """Reopen a model with offloaded blocks from its checkpoint, to run a block at a time; return any other as it is.
-
-    Raises:
-        UsageError: its blocks cannot be read so, or its files have changed.
-    """
+    """Reopen a model with offloaded blocks from its files, to run a block at a time; return any other as it is."""
     blocks = (block.parameters() for block in model.structure.blocks)
     offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
     if not offloaded or model.interventions or not model.weights().of_files:
@@ -194,12 +179,14 @@ def instead_of_offloaded(model: OpenModel) -> OpenModel:
 def _read_in_parts() -> Iterator[None]:
     """Raise what keeps a checkpoint from being read in parts as `CannotReadLazily`, quietly, while open."""
     try:
-        with without_progress_bars():
+        with loading.without_progress_bars():
             yield
     except ImportError as error:
-        raise CannotReadLazily(f"this version of transformers is not known ({reason_of(error)})") from error
-    except LOADING_ERRORS as error:
-        raise CannotReadLazily(reason_of(error)) from error
+        raise CannotReadLazily(
+            f"this version of transformers is not known ({loading.reason_of(error)})"
+        ) from error
+    except loading.LOADING_ERRORS as error:
+        raise CannotReadLazily(loading.reason_of(error)) from error
 
 
 def _refuse_to_run(module: nn.Module, _args: Any) -> None:
@@ -213,14 +200,12 @@ class Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
     Attributes:
-        structure: of the skeleton.
         calls: how each attention module is called, with one token at position 0.
         own_calls: the same with `VERIFIED_LENGTH` tokens; `tapped_calls` as the tap makes the model call it;
-            `other_calls` with other weights in all of the model.
-        inputs: what arrived at the tap with those other weights.
+            `other_calls` with other weights in all of the model, for which `inputs` arrived at the tap.
     """
 
-    tensors: StoredTensors
+    tensors: loading.StoredTensors
     source: Source
     structure: Structure
     calls: Calls
@@ -230,7 +215,7 @@ class Reader:
     inputs: list[AttentionInputs]
 
     @classmethod
-    def of(cls, tensors: StoredTensors, attention: Attention | None) -> Reader:
+    def of(cls, tensors: loading.StoredTensors, attention: Attention | None) -> Reader:
         """Find the attention modules and how they are called, by forward passes without weights."""
         model = tensors.model
         source = Source.of_transformers(model, attention)
@@ -250,29 +235,21 @@ class Reader:
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
-        """Load the weights of one attention module while open; they are finite, and the module is verified.
-
-        Raises:
-            WorkError: weights are missing, NaN or infinite, or the module is not what the tap says.
-        """
+        """Load the weights of one attention module while open; `WorkError` unless they are finite and verified."""
         module, name = self.structure.attention_at(layer), self.structure.names[layer]
         with put_back(module):
             self.tensors.load(lambda of: of.startswith(name + "."), name)
-            refuse_nonfinite_weights(module, name + ".")
+            loading.refuse_nonfinite_weights(module, name + ".")
             self.verify(layer)
             yield
 
     def verify(self, layer: int) -> None:
-        """Verify an attention module whose weights are there.
-
-        Raises:
-            CannotReadLazily: it is not what the tap says, or depends on weights outside it.
-        """
+        """Verify an attention module that has its weights; `CannotReadLazily` where other weights matter, too."""
         model, name = self.tensors.model, self.structure.names[layer]
         module = self.structure.attention_at(layer)
         shape = self.own_calls[layer].hidden.shape
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        hidden = hidden.to(next(module.parameters()).device, self.tensors.dtype)
+        hidden = hidden.to(next(module.parameters()).device, model.dtype)
         with without_interventions(), torch.inference_mode():
             own = self.own_calls[layer].output(module, hidden)
             with recorded_inputs(model, self.structure) as recorded:

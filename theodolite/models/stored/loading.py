@@ -9,6 +9,7 @@ import copy
 import functools
 import hashlib
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,28 +37,24 @@ from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import (
     ADAPTER_FILES,
     adapter_in,
-    at_home,
     is_gguf,
     local_checkpoint,
     refuse_index,
     weight_files,
 )
 
-# What the loaders of transformers raise on broken or unknown checkpoints.
+RUNNING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What models raise on inputs that they do not take."""
+
 LOADING_ERRORS = (
+    *RUNNING_ERRORS,
     OSError,
-    ValueError,
     ImportError,
-    RuntimeError,
-    LookupError,
     ArithmeticError,
-    AssertionError,
-    AttributeError,
-    TypeError,
     SafetensorError,
     StrictDataclassError,
 )
-
+"""What the loaders of transformers raise on broken or unknown checkpoints."""
 
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 """How `transformers` can turn queries and keys."""
@@ -91,10 +88,9 @@ def without_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's place.
+    """A checkpoint's place: its folder, its GGUF file (the first of several) or its name on the hub.
 
     Attributes:
-        place: its folder, its GGUF file (the first of several) or its name on the hub.
         local: the folder or file, or None of one on the hub.
         id: what it is called.
         revision: of the hub: the commit, or what was asked for as long as that is not known.
@@ -108,22 +104,20 @@ class Checkpoint:
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
         """Find the checkpoint that a user names; None: the embedded model."""
-        named = embedded.FOLDER if path_or_id is None else at_home(path_or_id)
-        name = embedded.NAME if path_or_id is None else str(named)
-        local = local_checkpoint(named)
-        return cls(named if local is None else local, local, name, revision)
+        place = embedded.FOLDER if path_or_id is None else path_or_id
+        # The libraries that load models do not replace ~ by the home folder.
+        place = place.expanduser() if isinstance(place, Path) else os.path.expanduser(place)
+        local = local_checkpoint(place)
+        return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """Fix the revision to the commit that it is now; errors as of `commit_of`."""
+        """Fix the revision to the commit that it is now, as `commit_of` does."""
         return self if self.local else replace(self, revision=commit_of(str(self.place), self.revision))
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> dict[str, Any]:
-        """Return its id, its commit or the hash of its files, and how a GGUF file stores its weights.
-
-        `show_progress` as in `hash_checkpoint`.
-        """
+        """Return its id, its commit or the hash of its files, and how a GGUF file stores its weights."""
         if self.local is None:
             return {"id": self.id, "revision": self.revision, "sha256": None}
         stored = gguf_module().GgufFile.read(self.local).quantisation() if is_gguf(self.local) else {}
@@ -132,11 +126,7 @@ class Checkpoint:
 
 
 def gguf_module() -> Any:
-    """Import what reads GGUF files.
-
-    Raises:
-        UsageError: the extra is not installed.
-    """
+    """Import what reads GGUF files; `UsageError` where the extra is not installed."""
     try:
         from theodolite.models.stored import gguf
     except ImportError as error:
@@ -147,12 +137,7 @@ def gguf_module() -> Any:
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
-    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is read of one.
-
-    Raises:
-        UsageError: its index names something else than safetensors of its own.
-        OSError: there is no such model or revision; without a network, the cache has none.
-    """
+    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one."""
     commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
     index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
     if index is not None:
@@ -168,11 +153,7 @@ def file_of(source: str | Path, name: str, revision: str | None, **options: Any)
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
-    """Return the model class that a config names, or None where it names none.
-
-    Raises:
-        UsageError: `transformers` has no such class, or the config's sizes cannot be those of the checkpoint.
-    """
+    """Return the model class that a config names, or None; `UsageError` for an unknown one, or sizes that cannot be."""
     _refuse_impossible(source, config)
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, str(names[0]), None) if names else None
@@ -236,11 +217,7 @@ def config_of(source: str | Path, revision: str | None) -> Any:
 
 
 def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
-    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is.
-
-    Raises:
-        UsageError: there is no such tower.
-    """
+    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is."""
     if tower is not None and tower not in ("text", "vision"):
         raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
     name = str((getattr(config, "architectures", None) or [""])[0])
@@ -260,11 +237,7 @@ def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> An
 def on_meta(
     source: str | Path, architecture: Any, config: Any, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Make the model of a config without its numbers; `architecture` None: the config's own backbone.
-
-    Raises:
-        UsageError: the config asks for more numbers than the files of the checkpoint have bits.
-    """
+    """Make the model of a config without its numbers; `UsageError` where these are more than the files have bits."""
     with MAKING, without_progress_bars(), torch.device("meta"):
         make = AutoModel.from_config if architecture is None else architecture._from_config
         model: PreTrainedModel = make(copy.deepcopy(config), dtype=dtype)
@@ -296,11 +269,10 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint's own architecture, all of whose tensors are there.
+    """Load the model of a checkpoint's own architecture.
 
     Raises:
-        UsageError: the config asks for more than the files hold; a factored checkpoint or a GGUF file, and a
-            `device_map`.
+        UsageError: the config asks for more than the files hold; a factored or GGUF checkpoint, and a `device_map`.
         WorkError: tensors of the model are missing, or of layers that its config does not have are there.
     """
     architecture = architecture_of(source, config)
@@ -358,17 +330,10 @@ def load(
 
 
 class StoredTensors(Protocol):
-    """A model without its weights, and the tensors that are put into it, some at a time.
-
-    Attributes:
-        model: the skeleton.
-        dtype: in which tensors are loaded.
-    """
+    """A skeleton, and what loads those of its tensors whose names are wanted (`what`: a name for all of them)."""
 
     @property
     def model(self) -> PreTrainedModel: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them."""
@@ -389,11 +354,7 @@ def has_adapter(source: str | Path, revision: str | None) -> bool:
 
 
 def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Refuse left-over tensors of layers like the model's own; others (old buffers, another head) may be left over.
-
-    Raises:
-        WorkError: there are such tensors.
-    """
+    """Raise `WorkError` for left-over tensors of layers like the model's own; others (old buffers) may be left."""
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
     extra = [name for name in unexpected if kind_of_name(name) in known]
     if extra:
@@ -452,12 +413,7 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
 def hash_checkpoint(
     folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """Hash config and weights: both decide what the model computes. (The tokenizer shows in the corpus' hash.)
-
-    Of a GGUF file it is the hash of the file; of several, that of their bytes one after the other.
-
-    `show_progress` is told (bytes done, bytes in all), and may raise to stop.
-    """
+    """Hash config and weights, of GGUF files all bytes; `show_progress` is told (bytes done, bytes in all)."""
     digest, done = hashlib.sha256(), 0
     paths = weight_files(folder) if is_gguf(folder) else [folder / "config.json", *weight_files(folder)]
     if adapter := adapter_in(folder):
@@ -483,11 +439,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
-    """Return the device; of None a CUDA device if there is one, else the CPU.
-
-    Raises:
-        UsageError: it is none, cannot be used, or has no float64 or no numbers at all.
-    """
+    """Return the device (None: a CUDA device if there is one, else the CPU); `UsageError` where it cannot be used."""
     try:
         usable = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if usable.type == "mps":

@@ -1,8 +1,7 @@
 """Check at the start of a pass that the weights in memory are those opened; name them if they are not.
 
-Version counters of tensors are no help: a write to `.data` leaves them as they are. So all weights are read: a CRC-32,
-which memory and a core's speed allow at 2 GB a second, beside minutes for a survey of a model of that size. A CRC finds
-every change by chance; the name of changed weights is a SHA-256.
+A write to `.data` leaves the version counters of tensors as they are, so all weights are read: by a CRC-32, at 2 GB a
+second. The name of changed weights is a SHA-256.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Weights:
         sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
             model was opened `in_memory`.
         revision: the commit on the hub, if they are still those.
-        changed: whether they are others than those that were opened.
     """
 
     sha256: str | None

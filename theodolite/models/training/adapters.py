@@ -1,7 +1,4 @@
-"""PEFT adapters that add a matrix to a weight (LoRA and its like): W + ΔW, differentiable in its parts.
-
-And the refusal of weights that are no one matrix, where one is needed.
-"""
+"""PEFT adapters that add a matrix to a weight (LoRA and its like), and refusals of weights that are no one matrix."""
 
 from __future__ import annotations
 
@@ -77,11 +74,7 @@ def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel
 
 
 def check_adapter(where: str, adapter: Any) -> None:
-    """Check on a few rows that the layer multiplies by `adapted_weight`.
-
-    Raises:
-        UsageError: it does not (DoRA, which rescales the sum; IA3, which multiplies), or cannot be asked.
-    """
+    """Check on a few rows that the layer multiplies by `adapted_weight`; `UsageError` where it does not (DoRA, IA3)."""
     refusal = UsageError(
         f"{where} carries an adapter that is no matrix added to its weight (DoRA, say): use LoRA, or leave the layer "
         "out by layers=[…]"

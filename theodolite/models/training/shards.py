@@ -1,9 +1,8 @@
 """Read and differentiate weights that are spread over ranks: whole, one module at a time, by all ranks together.
 
 Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
-with DeepSpeed. Under tensor parallelism a rank has whole heads, and computes their attention: its matrices stay its
-own, and what it taps is put together. Gradients of whole matrices are brought to where each rank's optimizer reads its
-part: `WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
+with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
+`WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from theodolite.errors import UsageError
 
 if distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 """Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
@@ -57,11 +56,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def register_spread(outermost: nn.Module) -> None:
-    """Learn how a model's weights are spread. To be called by all ranks.
-
-    Raises:
-        UsageError: `FullyShardedDataParallel` keeps them in flat tensors.
-    """
+    """Learn how a model's weights are spread, on all ranks; `UsageError` of FSDP1, which keeps them in flat tensors."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in outermost.modules()):
@@ -151,15 +146,9 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
     """Make a DTensor whole, but for heads of other ranks; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
-    mesh, over_heads = tensor.device_mesh, dimensions_of_heads(tensor.device_mesh, module)
-    if len(over_heads) == mesh.ndim:
-        return tensor.to_local()
-    whole = tensor.full_tensor()
-    for dimension in over_heads:
-        placement = tensor.placements[dimension]
-        if isinstance(placement, Shard):
-            whole = whole.chunk(mesh.size(dimension), placement.dim)[mesh.get_local_rank(dimension)]
-    return whole
+    over_heads = dimensions_of_heads(tensor.device_mesh, module)
+    placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
+    return tensor.redistribute(placements=placements).to_local()
 
 
 def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
@@ -176,14 +165,10 @@ def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
 
 
 def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module with whole weights (those of this rank's heads), which gathers none as it runs.
+    """Copy a module with whole weights (those of this rank's heads, in `memo`), which gathers none as it runs.
 
     FSDP2 gives a module a class that refuses to be copied (torch 2.13: `_unimplemented_deepcopy` in
-    torch/distributed/fsdp/_fully_shard/_fully_shard.py). So such a module is copied as `copy` copies any other, from
-    its state into an empty one of its class before; of the model itself nothing is changed.
-
-    Args:
-        memo: as `copy.deepcopy` takes it, with plain parameters in place of those that are spread.
+    torch/distributed/fsdp/_fully_shard/_fully_shard.py): its state is copied into an empty one of its class before.
     """
     sharded = _sharded(module)
     for child in sharded:
@@ -265,31 +250,20 @@ def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
 def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
     """Join the attention inputs of each rank's heads."""
 
-    def joined(tensor: Tensor) -> Tensor:
-        return joined_heads(tensor, group, 1)
-
-    def of_heads(tensor: Tensor | None) -> Tensor | None:
-        return joined(tensor) if tensor is not None and tensor.shape[1] == inputs.query.shape[1] else tensor
-
-    return replace(
-        inputs,
-        query=joined(inputs.query),
-        key=joined(inputs.key),
-        value=joined(inputs.value),
-        mask=of_heads(inputs.mask),
-        bias=of_heads(inputs.bias),
-        sink=None if inputs.sink is None else joined_heads(inputs.sink, group, 0),
-    )
+    joined: dict[str, Any] = {
+        name: joined_heads(getattr(inputs, name), group, 1) for name in ("query", "key", "value")
+    }
+    for name in ("mask", "bias"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.shape[1] == inputs.query.shape[1]:
+            joined[name] = joined_heads(tensor, group, 1)
+    sink = None if inputs.sink is None else joined_heads(inputs.sink, group, 0)
+    return replace(inputs, **joined, sink=sink)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of the gradient of one parameter.
-
-    Attributes:
-        parameter: whose it is.
-        gradient: of this rank's part; with DeepSpeed of all of it.
-    """
+    """One rank's part of the gradient of one parameter; with DeepSpeed all of it."""
 
     parameter: Tensor
     gradient: Tensor
@@ -297,29 +271,30 @@ class Part:
     @classmethod
     def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
         """Cut this rank's part from a gradient of the whole (of this rank's heads), while the parameter is gathered."""
-        if is_dtensor(parameter):
-            gradient = _shard_of(gradient, parameter, module)
-        return cls(parameter, gradient)
+        if not is_dtensor(parameter):
+            return cls(parameter, gradient)
+        mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
+        # Keys that all heads share have their gradient from all of them.
+        placements = [
+            Replicate() if dim not in over_heads else Partial() if placement.is_replicate() else placement
+            for dim, placement in enumerate(parameter.placements)
+        ]
+        own, shape, stride = gradient.contiguous(), parameter.shape, parameter.stride()
+        spread = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return cls(parameter, spread.redistribute(placements=parameter.placements))
 
-    def times(self, factor: float | Tensor) -> Part:
-        """Multiply it."""
-        gradient = self.gradient
-        if is_dtensor(gradient):
-            return replace(self, gradient=_like(gradient.to_local() * factor, gradient))
-        return replace(self, gradient=gradient * factor)
-
-    def add(self) -> None:
-        """Add it to the gradient that the optimizer reads: before a backward pass, or (DeepSpeed: only) after it."""
-        parameter = self.parameter
+    def add(self, factor: float) -> None:
+        """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
+        parameter, gradient = self.parameter, self.gradient * factor
         if is_of_deepspeed(parameter):
             from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
             before = safe_get_full_grad(parameter)
-            safe_set_full_grad(parameter, before + self.gradient.to(before.dtype))
+            safe_set_full_grad(parameter, before + gradient.to(before.dtype))
         elif parameter.grad is None:
-            parameter.grad = self.gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(parameter.dtype)
         else:
-            parameter.grad += self.gradient.to(parameter.dtype)
+            parameter.grad += gradient.to(parameter.dtype)
 
 
 def is_of_deepspeed(parameter: Tensor) -> bool:
@@ -328,12 +303,9 @@ def is_of_deepspeed(parameter: Tensor) -> bool:
 
 
 def check_deepspeed_has_gradients(model: nn.Module) -> None:
-    """Check that DeepSpeed, if it trains a model, will step by what is added to its gradients now.
+    """Raise `UsageError` where DeepSpeed will not step by gradients that are added now: before a backward pass, say.
 
-    Not where it keeps its optimizer on the CPU: these gradients are always there.
-
-    Raises:
-        UsageError: there are none, as before a backward pass and after a step.
+    Where it keeps its optimizer on the CPU, they are always there.
     """
     for parameter in model.parameters():
         if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:
@@ -399,30 +371,3 @@ class WholeParameters:
             Part.of(module, parameter, gradient)
             for (module, parameter), gradient in zip(holders, gradients, strict=True)
         ]
-
-
-def _shard_of(gradient: Tensor, parameter: DTensor, module: nn.Module) -> DTensor:
-    """Shard a gradient of this rank's heads as a DTensor is."""
-    mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
-    placement: Any
-    for dimension, placement in enumerate(parameter.placements):
-        if dimension in over_heads:
-            if placement.is_replicate():  # keys that all heads share
-                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
-        elif not placement.is_replicate():
-            pieces = gradient.chunk(mesh.size(dimension), placement.dim)
-            rank = mesh.get_local_rank(dimension)
-            gradient = pieces[rank] if rank < len(pieces) else gradient.narrow(placement.dim, 0, 0)
-    return _like(gradient.contiguous(), parameter)
-
-
-def _like(local: Tensor, dtensor: DTensor) -> DTensor:
-    """Wrap this rank's part as a DTensor that is spread as another."""
-    return DTensor.from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )

@@ -19,11 +19,7 @@ from theodolite.models.training.shards import as_sharded, gathering_entry, regis
 
 
 def training_source(model: nn.Module | OpenModel) -> Source:
-    """Return the `Source` of a model in training: what to hook, and how to run it (all ranks together, if sharded).
-
-    Raises:
-        UsageError: as `unwrap` and `register_spread`; it is an encoder-decoder, or on a device without float64.
-    """
+    """Return the `Source` of a model in training: what to hook, and how to run it (all ranks together, if sharded)."""
     if isinstance(model, OpenModel):
         register_spread(model.root)  # it may have been spread since it was opened
         return model.source
@@ -35,12 +31,7 @@ def training_source(model: nn.Module | OpenModel) -> Source:
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """Return the `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT.
-
-    Raises:
-        UsageError: there is none; or PEFT has learned a prompt, which is outside; or measuring it would change it
-            (BigBird).
-    """
+    """Return the `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):

@@ -1,8 +1,8 @@
 """The weight matrices inside a model's blocks, read and written one at a time, whatever holds them.
 
 They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
-slices of 3-D parameters that experts multiply by. Embeddings, the head and norms are outside; what chooses experts is
-left out. What enters a matrix is seen where PyTorch multiplies by it (`TappedProducts`), not by a module's name.
+slices of 3-D parameters that experts multiply by; what chooses experts is left out. What enters a matrix is seen where
+PyTorch multiplies by it (`TappedProducts`).
 """
 
 from __future__ import annotations
@@ -106,12 +106,8 @@ def block_matrices(
 ) -> list[list[Matrix]]:
     """List the matrices of every block, in the order in which the block names them.
 
-    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
-
-    Args:
-        model: from `open_model` or `open_streamed`; of the second, a matrix can be read and written while its block is
-            present (`OpenModel.block_present`).
-        visit: called with those of each block while it is present.
+    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole. `visit` is
+    called with those of each block while it is present (`OpenModel.block_present`).
 
     Raises:
         UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
@@ -137,7 +133,8 @@ def _matrices_of(
     projections = _projections(model, layer)
     matrices: list[Matrix] = []
     for path, module in model.structure.blocks[layer].named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not _chooses_experts(path):
+        chooses_experts = any(ROUTER.fullmatch(part) for part in path.split("."))
+        if isinstance(module, nn.Linear | Conv1D) and not chooses_experts:
             dimension = 1 if isinstance(module, Conv1D) else 0
             whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
             inside = {name: at for name, at in projections.items() if at.module is module}
@@ -269,11 +266,10 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     free = torch.ones(whole.shape[0], dtype=torch.bool)
     parts = []
     for name, projection in projections.items():
-        if free[
-            projection.rows.features
-        ].all():  # else it shares its rows with another: keys that are values, too
-            free[projection.rows.features] = False
-            parts.append(replace(whole, name=name, rows=projection.rows.features))
+        rows = projection.rows.features
+        if free[rows].all():  # else it shares its rows with another: keys that are values, too
+            free[rows] = False
+            parts.append(replace(whole, name=name, rows=rows))
     if not parts:
         return [whole]
     if free.any():
@@ -281,10 +277,6 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     if len(parts) == 1 and parts[0].rows is not None and bool((parts[0].rows.diff() == 1).all()):
         return [replace(parts[0], rows=None)]
     return parts
-
-
-def _chooses_experts(path: str) -> bool:
-    return any(ROUTER.fullmatch(part) for part in path.split("."))
 
 
 def _refuse_shared(matrices: list[Matrix], owners: dict[int, str]) -> None:

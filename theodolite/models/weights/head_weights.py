@@ -1,15 +1,13 @@
 """Every head's W_q, W_k, W_v with their biases, and W_O, read without knowing parameter names.
 
-Where the layer's weight map says which parameters hold W_q, W_k and W_v (`weight_map.py`), they are read there. Else
-they are read through the tap. An attention module that projects its input affinely is known by what arrives at the tap
-for the input rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus row i of the weights. Each row is a
-sequence of its own at position 0, where RoPE is the identity (times its own attention scaling). The rows go through a
-float64 copy of the module, so that the subtraction of the bias costs nothing.
+Where the layer's weight map (`weight_map.py`) says which parameters hold W_q, W_k and W_v, they are read there. Else
+they follow from what arrives at the tap for the input rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus
+row i of the weights. Each row is a sequence of its own at position 0, where RoPE is the identity (times its attention
+scaling), and goes through a float64 copy of the module, so that subtracting the bias costs nothing.
 
-For W_O the rows are what the tap returns: handed back to the attention module in place of its heads' outputs, each
-comes out of it times W_O, plus what the module adds whatever it gets (a bias; in BLOOM the residual stream). Where the
-module returns its heads' outputs as they are (BERT), the module that takes them on and holds a matrix is asked in its
-stead. What comes after W_O in the block (a norm in Gemma 2, a scale a dimension) is no part of it.
+For W_O the rows are what the tap returns in place of the heads' outputs: each comes out of the module times W_O, plus
+what it adds whatever it gets. Where it returns its heads' outputs as they are (BERT), the module that takes them on and
+holds a matrix is asked. What comes after W_O in the block (a norm in Gemma 2) is no part of it.
 """
 
 from __future__ import annotations
@@ -24,13 +22,9 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.calls import Call
-from theodolite.models.doors.answers import without_interventions
-from theodolite.models.doors.taps import tapped
-from theodolite.models.source import dtype_of
-from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.weights.copies import (
+from theodolite.models.calls import (
     AFFINE_TOLERANCE,
+    Call,
     NotAffine,
     as_sequences,
     copy_in_dtype,
@@ -38,6 +32,10 @@ from theodolite.models.weights.copies import (
     run_until_tap,
     stop_at_tap,
 )
+from theodolite.models.doors.answers import without_interventions
+from theodolite.models.doors.taps import tapped
+from theodolite.models.source import dtype_of
+from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
@@ -84,15 +82,7 @@ def no_head_matrix(model_id: str) -> UsageError:
 def read_head_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, maps: WeightMaps | None = None
 ) -> HeadWeights:
-    """Read the weights of one layer's heads.
-
-    Args:
-        call: what `capture_calls` gave for this layer.
-        maps: those of the model's layers that are known.
-
-    Raises:
-        NotAffine: the layer's queries or keys are no affine function of its input, even before their norm.
-    """
+    """Read the weights of one layer's heads, by `maps` if these are known; `NotAffine` where there are none."""
     attention = structure.attention_at(layer)
     with without_interventions(), tapped(model, stop_at_tap), torch.no_grad():
         weights = _from_map(attention, call, maps or WeightMaps()) or through_tap(attention, call)
@@ -180,9 +170,7 @@ def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) 
                 return None  # made of something else: the keys of an earlier layer (Gemma 3n)
             w[:, start : start + chunk] = (answer - b).transpose(0, 1)
     mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tolerance = max(
-        AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps
-    )  # offloaded weights stay in their own dtype
+    tolerance = max(AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps)  # offloaded weights keep their dtype
     for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
         expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
         scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
@@ -211,23 +199,15 @@ Sender = Callable[[Tensor, Tensor], Tensor]
 def read_output_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, run: Run
 ) -> Float64[Tensor, "heads value_width width"]:
-    """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, o_h the heads' outputs.
-
-    Raises:
-        WorkError: what leaves the layer's attention is no fixed affine function of its heads' outputs.
-    """
-    width, heads, features, positions = call.width, 0, 0, 1
-    given = torch.zeros(1, 0)
+    """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, or raise `WorkError`."""
+    heads, width, positions = structure.heads_of[layer], call.width, 1
+    features = heads * structure.value_widths[layer]
+    given = torch.zeros(1, features)
 
     def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """Replace the heads' outputs by given ones, the same at all positions; by zeros where none are given."""
-        nonlocal heads, features
-        batch, heads, queries, _width = inputs.query.shape
-        shape = (batch, queries, heads, inputs.value.shape[-1])
-        features = shape[2] * shape[3]
-        if not given.numel():
-            return inputs.value.new_zeros(shape)
-        return given.to(inputs.value).unsqueeze(1).expand(-1, queries, -1).reshape(shape)
+        """Replace the heads' outputs by given ones, the same at all positions."""
+        by_head = given.to(inputs.value).unflatten(1, (heads, -1)).unsqueeze(1)
+        return by_head.expand(-1, inputs.query.shape[2], -1, -1)
 
     with without_interventions(), torch.inference_mode():
         with tapped(model, give):
@@ -242,14 +222,12 @@ def read_output_weights(
                 sequences = as_sequences(hidden, module).expand(-1, positions, -1)
                 return call.output(module, sequences)[:, 0].double().cpu()
 
-            nothing = torch.zeros(1, 0), torch.zeros(1, width)
             try:
-                send(*nothing)  # tells as well how many heads there are, and how wide
+                send(given, torch.zeros(1, width))
             except (RuntimeError, ValueError, TypeError):
                 positions = call.hidden.shape[1]  # it takes as many as the call has: patches of an image
                 if positions == 1:
                     raise
-                send(*nothing)
             outputs = _random(2, features).to(dtype_of(module)).double()
             result = send(outputs, torch.zeros(2, width))
             passes_on = result.shape == outputs.shape and torch.equal(result, outputs)
@@ -260,11 +238,11 @@ def read_output_weights(
                 weights = torch.eye(features, dtype=torch.float64)
             else:
                 taken_on = copy_in_dtype(output_module, torch.float64)
-                weights = _linear_part(
-                    lambda rows, _: taken_on(as_sequences(rows, taken_on))[:, 0].double().cpu(),
-                    features,
-                    width,
-                )
+
+                def send_on(outputs: Tensor, _hidden: Tensor) -> Tensor:
+                    return taken_on(as_sequences(outputs, taken_on))[:, 0].double().cpu()
+
+                weights = _linear_part(send_on, features, width)
     if weights is None:
         raise WorkError(
             f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
@@ -274,7 +252,6 @@ def read_output_weights(
 
 
 def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
-    """Find the module of the block, outside its attention, that holds a matrix and gets the heads' outputs."""
     attention, block = structure.attention_at(layer), structure.blocks[layer]
     heads_outputs: list[Tensor] = []
     output_modules: list[nn.Module] = []
@@ -320,9 +297,8 @@ def _linear_part(
 
 
 def _random(rows: int, columns: int) -> Float64[Tensor, "rows columns"]:
-    return torch.randn(
-        rows, columns, generator=torch.Generator().manual_seed(rows + columns), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(rows + columns)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
 def state_of(module: nn.Module) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,6 @@
 """Which rows of which parameters a head's logits are proportional to: to scale those of a head, and of no other.
 
-The layer's weight map says which rows make which features, whatever they multiply (DeepSeek's queries and keys are
-behind a norm), and of biases, too. A copy of the module with its rows scaled then verifies the finding.
+The layer's weight map says which rows make which features. A copy of the module with its rows scaled verifies it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.calls import Call, Calls
+from theodolite.models.calls import Call, Calls, NotAffine, stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.structure import Structure
 from theodolite.models.training.adapters import refuse_replaced_weights
-from theodolite.models.weights.copies import AFFINE_TOLERANCE, NotAffine, stop_at_tap
 from theodolite.models.weights.norms import with_norms
-from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps
+from theodolite.models.weights.weight_map import MarkedCopy, Rows, WeightMap, WeightMaps, near
 
 POSITIONS = 8
 """Tokens of the pass whose calls are looked at: rotations beyond that of position 0 are verified, too."""
@@ -78,11 +76,7 @@ class LogitRows:
 def find_logit_rows(
     model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
 ) -> dict[int, list[LogitRows]]:
-    """Find them for some layers; `calls` is what `capture_calls` gave for `POSITIONS` tokens. Without gradients.
-
-    Raises:
-        UsageError: some layer's logits are no query times key, or scaling no rows scales those of one head alone.
-    """
+    """Find them for some layers, without gradients; `UsageError` where scaling no rows scales a head's logits alone."""
     refuse_replaced_weights(model, "clipped")
     maps = WeightMaps(computed=False)
     with tapped(model, stop_at_tap):
@@ -177,14 +171,9 @@ def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
         row.scale(gamma)
     after = copied.send()
     expected = _products(before) * gamma.view(1, -1, 1, 1).to(before.query.device)
-    return _near(_products(after), expected) and _near(after.value, before.value)
+    return near(_products(after), expected) and near(after.value, before.value)
 
 
 def _products(inputs: AttentionInputs) -> Float[Tensor, "contexts heads queries keys"]:
     key = inputs.key.repeat_interleave(inputs.query.shape[1] // inputs.key.shape[1], dim=1)
     return inputs.query.double() @ key.double().transpose(-1, -2)
-
-
-def _near(tensor: Tensor, expected: Tensor) -> bool:
-    tolerance = AFFINE_TOLERANCE * float(expected.abs().max())
-    return bool((tensor - expected).abs().max() <= tolerance)

@@ -1,13 +1,12 @@
 """Norms around and inside attention: found, taken out, made modules where they are functions, and frozen.
 
 A norm of a transformer is x ↦ s(x) · γ ⊙ (x − centre(x)) + β: affine in x but for the scale s(x), one number a
-vector. Held at what it was for the vector that the model saw, it is affine, and what the parts of that vector
-become adds up. Gain, centring and β are found by calling the norm, so that no class of norm is named here.
+vector. Held at what it was for the vector that the model saw, it is affine. Gain, centring and β are found by calling
+the norm, so that no class of norm is named here.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
-from theodolite.models.calls import Call
+from theodolite.models.calls import Call, as_sequences, copy_in_dtype, run_until_tap
 from theodolite.models.structure import removed_on_leaving
-from theodolite.models.weights.copies import as_sequences, copy_in_dtype, run_until_tap
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
@@ -48,11 +46,7 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Name the norms whose output is what the tap gets as queries, keys or values, up to order and scale.
-
-    Or each of its numbers several times, where a module repeats grouped keys itself. A norm between two projections
-    (DeepSeek's) is not among them: without it, other weights would be read.
-    """
+    """Name the norms whose output the tap gets, up to order, scale and repeats; those between projections are none."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def keep(norm: nn.Module, _args: Any, output: Any) -> None:
@@ -93,11 +87,7 @@ class FunctionNorm(nn.Module):
     ) -> None:
         super().__init__()
         self._function = function
-        self.told(args, kwargs)
-
-    def told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Be the norm of another call."""
-        self._args, self._kwargs = args, kwargs
+        self.arguments = args, kwargs
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm."""
@@ -105,8 +95,8 @@ class FunctionNorm(nn.Module):
         def given(value: Any) -> Any:
             return value.to(x.device, x.dtype) if isinstance(value, Tensor) else value
 
-        args, kwargs = map(given, self._args), {name: given(value) for name, value in self._kwargs.items()}
-        return self._function(x, *args, **kwargs)
+        args, kwargs = self.arguments
+        return self._function(x, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
 
 
 class NormCalls(TorchFunctionMode):
@@ -127,39 +117,32 @@ class NormCalls(TorchFunctionMode):
 
 def make_norms_modules(module: nn.Module) -> None:
     """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn."""
-    turns = _Turns(module)
-    for _, norm in norms_inside(module):
-        norm.register_forward_pre_hook(turns.enter)
-        norm.register_forward_hook(turns.leave, always_call=True)
-    module.forward = functools.partial(turns.run, module.forward)
+    own_forward = module.forward
+    running: list[nn.Module] = []  # norms that are modules, in this pass
+    turns = itertools.count()
 
-
-class _Turns:
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._turn, self._inside = module, 0, 0
-
-    def enter(self, *_: Any) -> None:
-        self._inside += 1
-
-    def leave(self, *_: Any) -> None:
-        self._inside -= 1
-
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._turn = self._inside = 0
-        with NormCalls(self._answer):
-            return forward(*args, **kwargs)
-
-    def _answer(self, function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        if self._inside:
+    def answer(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
+        if running:
             return function(x, *args, **kwargs)
-        name = f"function_norm_{self._turn}"
-        self._turn += 1
-        if name not in self._module._modules:
-            self._module.add_module(name, FunctionNorm(function, args, kwargs))
-        norm = self._module.get_submodule(name)
+        name = f"function_norm_{next(turns)}"
+        if name not in module._modules:
+            module.add_module(name, FunctionNorm(function, args, kwargs))
+        norm = module.get_submodule(name)
         if isinstance(norm, FunctionNorm):
-            norm.told(args, kwargs)
+            norm.arguments = args, kwargs
         return norm(x)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal turns
+        turns = itertools.count()
+        running.clear()
+        with NormCalls(answer):
+            return own_forward(*args, **kwargs)
+
+    for _, norm in norms_inside(module):
+        norm.register_forward_pre_hook(lambda norm, _: running.append(norm))
+        norm.register_forward_hook(lambda *_: running.remove(_[0]), always_call=True)
+    module.forward = forward
 
 
 class FrozenNorm(nn.Module):
@@ -196,11 +179,7 @@ class FrozenNorm(nn.Module):
     def verified(
         cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
     ) -> FrozenNorm:
-        """Freeze the norm at `inputs`, once it was found to give the `output` that the model had.
-
-        Raises:
-            WorkError: it does not, to a relative error of `tolerance`; `name` is the norm's class.
-        """
+        """Freeze the norm at `inputs`; `WorkError`, with its `name`, unless it then gives the model's `output`."""
         frozen = cls(norm, inputs)
         error = relative_error(frozen(inputs), output)
         if not error <= tolerance:
@@ -223,65 +202,53 @@ class _InTurn(nn.Module):
         return self._next()(x)
 
 
-class FrozenAttention:
-    """Queries and keys of an attention module as an affine function of its input, for one call of it.
+def frozen_attention(
+    module: nn.Module, call: Call, entered: Float[Tensor, "batch positions width"]
+) -> tuple[Callable[[Tensor], AttentionInputs], bool]:
+    """Return what arrives at the tap as an affine function of an attention module's input, and whether per context.
 
-    Args:
-        module: the attention module; a copy of it in the dtype of `entered` is used.
-        call: the arguments of the call.
-        entered: what entered (batch, positions, d); norms inside the module keep the scales they had for it.
-
-    `per_context` says that such norms are there, or that a mask is of all contexts: then batches must be those of
-    `entered`.
-
-    Raises:
-        WorkError: a norm inside cannot be frozen: it is of another form, or its weights are elsewhere.
+    Norms inside the module keep the scales they had for what `entered`. If there are some, or a mask is of all
+    contexts, batches must be those of `entered`. To be called while `tapped(…, stop_at_tap)` is open; `WorkError` where
+    a norm cannot be frozen.
     """
+    copied = copy_in_dtype(module, entered.dtype)
+    # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
+    dtype = entered.dtype if copied is not module else call.entered.dtype
+    if copied is not module:
+        make_norms_modules(copied)
 
-    def __init__(
-        self, module: nn.Module, call: Call, entered: Float[Tensor, "batch positions width"]
-    ) -> None:
-        self._module = copy_in_dtype(module, entered.dtype)
-        self._call = call
-        # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-        self._dtype = entered.dtype if self._module is not module else call.entered.dtype
-        if self._module is not module:
-            make_norms_modules(self._module)
-        self.per_context = False
+    def send(hidden: Tensor) -> AttentionInputs:
+        return run_until_tap(copied, call, hidden.to(dtype))
+
+    per_context = False
+    try:
+        send(entered[:1])
+    except WorkError:
+        per_context = True
+    norms = {norm: name for name, norm in norms_inside(copied)}
+    if not norms:
+        return send, per_context
+    if copied is module:
+        raise WorkError("there are norms inside, and the weights are not here to be copied")
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if len(args) != 1 or not isinstance(output, Tensor):
+            raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
+        calls.setdefault(norm, []).append((args[0], output))
+
+    with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
+        send(entered)
+    for norm, of_norm in calls.items():
+        name = type(norm).__name__
         try:
-            self(entered[:1])
-        except WorkError:
-            self.per_context = True
-        norms = {norm: name for name, norm in norms_inside(self._module)}
-        if not norms:
-            return
-        if self._module is module:
-            raise WorkError("there are norms inside, and the weights are not here to be copied")
-        self.per_context = True
-        calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-        def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-            if len(args) != 1 or not isinstance(output, Tensor):
-                raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
-            calls.setdefault(norm, []).append((args[0], output))
-
-        with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
-            self(entered)
-        for norm, of_norm in calls.items():
-            name = type(norm).__name__
-            try:
-                frozen = [
-                    FrozenNorm.verified(norm, inputs, output, name, EXACT) for inputs, output in of_norm
-                ]
-            except (WorkError, RuntimeError):
-                if not isinstance(norm, FunctionNorm):
-                    raise
-                continue  # of a weight, say: the whole is verified after all
-            self._module.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
-
-    def __call__(self, hidden: Float[Tensor, "batch positions width"]) -> AttentionInputs:
-        """Return what arrives at the tap, while `tapped(…, stop_at_tap)` is open."""
-        return run_until_tap(self._module, self._call, hidden.to(self._dtype))
+            frozen = [FrozenNorm.verified(norm, x, output, name, EXACT) for x, output in of_norm]
+        except (WorkError, RuntimeError):
+            if not isinstance(norm, FunctionNorm):
+                raise
+            continue  # of a weight, say: the whole is verified after all
+        copied.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
+    return send, True
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

@@ -1,13 +1,11 @@
 """Find W_q, W_k and W_v of every head in a model: which rows of which parameters make which features.
 
 From this one map follow the head matrices (`head_weights.py`), LocAteR's gradient, the rows that QK-Clip scales
-(`logit_rows.py`), and what interventions and pruning replace.
-
-No parameter name is known here: the tap tells. In a copy of the attention module with random weights, one parameter
-after another is zero, and then has each of its rows multiplied by a number of the row's own. What a feature of queries,
-keys or values loses by the zero comes back multiplied by the number of the row that makes it, whatever the layout
-(fused, interleaved, grouped, transposed, a tensor for each head). The map is searched for once in a model; in the other
-layers of the same kind, what arrives at the tap for two random rows must be what it says.
+(`logit_rows.py`), and what interventions and pruning replace. No parameter name is known here: in a copy of the
+attention module with random weights, one parameter after another is zero, and then has each of its rows multiplied by a
+number of the row's own. What a feature at the tap loses by the zero comes back multiplied by the number of the row that
+makes it, whatever the layout. The map is searched for once in a model; in the other layers of the same kind, what
+arrives at the tap for two random rows must be what it says.
 """
 
 from __future__ import annotations
@@ -26,28 +24,21 @@ from torch.nn.utils import parametrize
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.models.calls import Call, Calls
-from theodolite.models.doors.taps import tapped
-from theodolite.models.source import dtype_of
-from theodolite.models.structure import Structure
-from theodolite.models.training.adapters import (
-    adapted_weight,
-    adapter_places,
-    check_adapter,
-    is_adapter,
-    refuse_quantised_weights,
-    refuse_replaced_weights,
-    without_adapters,
-)
-from theodolite.models.training.shards import Place
-from theodolite.models.weights.copies import (
+from theodolite.models.calls import (
     AFFINE_TOLERANCE,
+    Call,
+    Calls,
     NotAffine,
     as_sequences,
     copy_in_dtype,
     run_until_tap,
     stop_at_tap,
 )
+from theodolite.models.doors.taps import tapped
+from theodolite.models.source import dtype_of
+from theodolite.models.structure import Structure
+from theodolite.models.training import adapters
+from theodolite.models.training.shards import Place
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
 
 Result = TypeVar("Result")
@@ -99,8 +90,7 @@ class Rows:
     def of(self, tensor: Tensor) -> Float[Tensor, "features width"]:
         """Take the rows, head by head, of a tensor of the parameter's shape; a view where that is possible."""
         assert self.input_dim is not None
-        by_row = tensor.movedim(self.input_dim, -1)
-        by_row = by_row if by_row.ndim == 2 else by_row.flatten(0, -2)
+        by_row = tensor.movedim(self.input_dim, -1).flatten(0, -2)
         if not isinstance(self.span, slice):
             return by_row.index_select(0, self.span.to(by_row.device))
         if self.span == slice(0, len(by_row)):
@@ -145,8 +135,7 @@ class Projection:
 
     Attributes:
         rows: which rows it is of a matrix.
-        module, name: the submodule, and the attribute that holds the matrix. It is looked up at every reading, since a
-            model may be given new parameters.
+        module, name: the submodule, and the attribute that holds the matrix, looked up at every reading.
         adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
         computed: whether the matrix is no parameter, but computed from others (`torch.nn.utils.parametrizations`).
     """
@@ -162,7 +151,7 @@ class Projection:
         """Return the projection in an attention module, or in a copy of it."""
         owner, _, name = rows.name.rpartition(".")
         module: Any = attention.get_submodule(owner)
-        adapter = module if is_adapter(module) else None
+        adapter = module if adapters.is_adapter(module) else None
         module = module if adapter is None else module.base_layer
         return cls(rows, module, name, adapter, name not in module._parameters)
 
@@ -186,7 +175,7 @@ class Projection:
     @property
     def effective(self) -> Tensor:
         """The matrix with what an adapter adds to it, differentiable."""
-        return self.weight if self.adapter is None else adapted_weight(self.adapter, self.weight)
+        return self.weight if self.adapter is None else adapters.adapted_weight(self.adapter, self.weight)
 
     @property
     def is_view(self) -> bool:
@@ -201,7 +190,7 @@ class Projection:
             parametrizations: Any = self.module.parametrizations
             parts = parametrizations[self.name].modules()
             return [(part, name) for part in parts for name, p in part._parameters.items() if p is not None]
-        added = [] if self.adapter is None else adapter_places(self.adapter)
+        added = [] if self.adapter is None else adapters.adapter_places(self.adapter)
         return [(self.module, self.name), *added]
 
     def view_of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
@@ -237,10 +226,7 @@ class Projections:
     def factors(
         self,
     ) -> tuple[Float[Tensor, "heads width head_width"], Float[Tensor, "key_heads width head_width"]]:
-        """Return W_q and W_k as differentiable views (or copies) of the parameters, in their dtype.
-
-        The same numbers as `HeadWeights.w_q` and `.w_k`, but grouped keys are not repeated.
-        """
+        """Return W_q and W_k as differentiable views (or copies) of the parameters; grouped keys are not repeated."""
         query, key = self.query, self.key
         fused = (query.module, query.name) == (key.module, key.name)
         if not fused or query.rows.input_dim != key.rows.input_dim:
@@ -272,9 +258,8 @@ _originals: dict[Place, nn.Parameter] = {}
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     """Replace `Projection.matrix(heads)` while open, for each of the (projection, heads, matrix) given.
 
-    The modules get new parameters; on leaving they get back the very ones that they had. So nothing is rounded twice,
-    and a parameter that other modules share changes here alone. Of several for the same entries the one opened last
-    holds; they may be left in any order.
+    The modules get new parameters, and on leaving the very ones that they had. Of several for the same entries the one
+    opened last holds; they may be left in any order.
     """
     opened = list(replacements)
     names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
@@ -291,7 +276,6 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 
 def _write_replacements(parameter_name: Place) -> None:
-    """Give a module its own parameter, with the entries of what is replaced now."""
     module, name = parameter_name
     replacements = [
         (projection, heads, matrix)
@@ -316,12 +300,7 @@ def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.P
 
 
 class WeightMaps:
-    """The weight maps of a model's layers: layers of one kind share one, which is searched for once.
-
-    Args:
-        computed: see through `torch.nn.utils.parametrizations`, to the matrix that they compute; else to what they
-            compute it from.
-    """
+    """The weight maps of a model's layers, seen through parametrisations if `computed`: those of one kind share one."""
 
     def __init__(self, computed: bool = True) -> None:
         self._computed = computed
@@ -333,11 +312,8 @@ class WeightMaps:
     ) -> Result | None:
         """Return what `use` makes of a map of such modules, or else of one searched in this one; under `stop_at_tap`.
 
-        `use` returns None for a map that does not serve it, or is not that of the module. Nothing is searched for in
-        modules like one whose own map did not serve.
-
-        Raises:
-            NotAffine: the module takes no hidden states but the model's own.
+        `use` returns None for a map that does not serve it. Nothing is searched for in modules like one whose own map
+        did not.
         """
         kind = _kind(attention)
         result = _first(use, self._known.get(kind, []))
@@ -363,21 +339,18 @@ def find_projections(
     replacing: bool = False,
     maps: WeightMaps | None = None,
 ) -> list[Projections]:
-    """Find W_q, W_k and W_v of some layers. Call it without gradients.
+    """Find W_q, W_k and W_v of some layers, without gradients; `calls` is what `capture_calls` gave.
 
     Args:
-        calls: what `capture_calls` gave.
         replacing: look for matrices to be replaced: also before a norm of queries and keys (Qwen 3, Gemma 3), where no
             matrix gives the logits, but not for any that is computed from others.
-        maps: those that are known.
 
     Raises:
-        UsageError: some layer's queries or keys are not its input times entries of one matrix each: they are
-            normalised after the projection, carry an adapter, or are quantised.
+        UsageError: some layer's queries or keys are not its input times entries of one matrix each.
     """
     if replacing:
-        refuse_replaced_weights(model, "replaced")
-    refuse_quantised_weights(model, "penalised")
+        adapters.refuse_replaced_weights(model, "replaced")
+    adapters.refuse_quantised_weights(model, "penalised")
     maps = maps or WeightMaps()
     with tapped(model, stop_at_tap, own_heads=True):
         return [_find(maps, structure, layer, calls[layer], replacing) for layer in layers]
@@ -400,7 +373,7 @@ def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replac
         for projection in (query, key):
             if projection.adapter is not None:
                 owner = projection.rows.name.rpartition(".")[0]
-                check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
+                adapters.check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
         dtype = torch.promote_types(dtype_of(attention), torch.float32)
         mapped, _ = read_mapped(weight_map, attention, call, weight_map.norms, dtype)
         if mapped[0] is None or mapped[1] is None:
@@ -431,9 +404,6 @@ def read_mapped(
 
     Each is verified: what arrives at the copy's tap for two random rows must be these times W, plus what arrives for
     zeros, which is b. It is None where it is not so, or no one matrix makes them.
-
-    Raises:
-        NotAffine: the module takes no hidden states but the model's own.
     """
     module = copy_in_dtype(attention, dtype).eval()
     if norms:
@@ -454,13 +424,14 @@ def read_mapped(
         weights = matrix.by_head(of_rows).clone(memory_format=torch.contiguous_format)
         bias, *products = answer[:, :, 0].double()
         expected = torch.einsum("rd,hdw->rhw", rows[1:].to(weights), weights)
-        is_right = _near(torch.stack(products) - bias, expected)
+        is_right = near(torch.stack(products) - bias, expected)
         is_own = torch.equal(getattr(others, side)[0, :, 0].double(), bias)
         read.append((weights, bias if is_own else None) if is_right else None)
     return read, inputs.scaling
 
 
-def _near(tensor: Tensor, expected: Tensor) -> bool:
+def near(tensor: Tensor, expected: Tensor) -> bool:
+    """Tell whether a tensor is another but for rounding."""
     return bool((tensor - expected).abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max()))
 
 
@@ -473,7 +444,7 @@ def _kind(attention: nn.Module) -> Any:
 def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]:
     """Search the map of a module; and where it is not complete, that without the norms between projections and tap."""
     marked = MarkedCopy(attention, call)
-    without_adapters(marked.module)
+    adapters.without_adapters(marked.module)
     if computed:
         _make_computed_parameters(marked.module)
     marked.fill()
@@ -535,7 +506,6 @@ class MarkedCopy:
         return WeightMap(tuple(map(tuple, sides)))
 
     def _answers(self) -> list[Float64[Tensor, "contexts heads head_width"]]:
-        """Compute queries, keys and values at position 0."""
         inputs = self.send()
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
@@ -571,15 +541,15 @@ class MarkedCopy:
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
         """Select rows that make a part of the features, with what they multiply."""
         hidden = self._hidden[:, 0].cpu()
-        if _near(made, made[:1].expand_as(made)):
+        if near(made, made[:1].expand_as(made)):
             return Rows(name, input_dim, rows, "constant")
         if input_dim is None or weight.shape[input_dim] != hidden.shape[1]:
             return Rows(name, input_dim, rows, "other")
         products = (hidden @ weight.movedim(input_dim, -1).flatten(0, -2).T)[:, rows.clamp_min(0)]
         factor = torch.linalg.vecdot(products, made, dim=0) / products.square().sum(0)
-        if not _near(factor * products, made):
+        if not near(factor * products, made):
             return Rows(name, input_dim, rows, "other")
-        is_one = _near(factor, torch.ones_like(factor))
+        is_one = near(factor, torch.ones_like(factor))
         return Rows(name, input_dim, rows, "of input", None if is_one else factor)
 
 

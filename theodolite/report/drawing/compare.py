@@ -16,8 +16,8 @@ import plotly.graph_objects as go
 
 from theodolite.report import style
 from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, map_height, panels, reference
+from theodolite.report.drawing.heads import sink_name
 from theodolite.report.drawing.prompt import MARK
-from theodolite.report.drawing.sinks import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")

@@ -32,8 +32,6 @@ from theodolite.report import published, style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import (
     Panel,
-    Sketch,
-    Sketched,
     bars,
     heat,
     level,
@@ -92,8 +90,7 @@ INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the
 
 
 @exhibit(picker=by_block)
-@Sketched
-def head_shares(run: Run, layer: int = 0) -> Sketch:
+def head_shares(run: Run, layer: int = 0) -> go.Figure:
     """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
     grids = _share_grids(run)
     heads = np.arange(heads_per_block(run), dtype=np.int32)
@@ -119,7 +116,7 @@ def head_shares(run: Run, layer: int = 0) -> Sketch:
         "yaxis": {"range": [bottom, top], "tickformat": ".0%"},
         "shapes": [all_of_it | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
     }
-    return Sketch(traces, "head", "share of the logits' variance", 340, layout)
+    return style.figure(traces, "head", "share of the logits' variance", height=340, layout=layout)
 
 
 def _share_grids(run: Run) -> dict[str, Floats]:
@@ -148,8 +145,7 @@ def _percentage(share: float) -> str:
 
 
 @exhibit(picker=by_head)
-@Sketched
-def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+def constituents(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
 
     A bias on logits, where there is one, is the bar below. Hovering gives the standard errors.
@@ -192,7 +188,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0) -> Sketch:
         "yaxis": axis | rows,
         "margin": {"t": 56, "b": 16},
     }
-    return Sketch(traces, "part of the key", "part of the query", 380, layout)
+    return style.figure(traces, "part of the key", "part of the query", height=380, layout=layout)
 
 
 def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
@@ -282,8 +278,7 @@ def _by_cutoff(run: Run, draw: Draw) -> Choice:
 
 
 @exhibit(picker=_by_cutoff)
-@Sketched
-def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
+def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
     """Draw the share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and QK logits over a layer's heads.
 
     Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
@@ -309,7 +304,7 @@ def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> Sketch:
         traces += published_at
     axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
     layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
-    return Sketch(traces, "layer", "share of energy", layout=layout)
+    return style.figure(traces, "layer", "share of energy", layout=layout)
 
 
 def qk_panels(

@@ -1,19 +1,15 @@
 """The grammar of figures: lines with errors, dots, bars, maps, and panels of them. Every figure is made of these.
 
 They take plain arrays. Values are written as float32, which is what a page can show.
-
-Plotly checks every entry of a figure, which takes 10 ms and more. A figure of one layer or head is therefore drawn as
-a `Sketch` first: a page that holds all heads takes their sketches, and Plotly sees the figure of one.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -24,7 +20,6 @@ from theodolite.estimates import Floats
 from theodolite.report import style
 from theodolite.system.wording import for_plotly
 
-_P = ParamSpec("_P")
 BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
@@ -32,34 +27,6 @@ SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps
 MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
 SENTENCE_HEIGHT = 120  # pixels: of a figure of words alone
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A figure before Plotly checks it: `traces` as dictionaries with their type, the rest as of `style.figure`."""
-
-    traces: list[dict[str, Any]]
-    x: str = ""
-    y: str = ""
-    height: int = style.HEIGHT
-    layout: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def figure(self) -> go.Figure:
-        """The sketch as Plotly's figure."""
-        return style.figure(self.traces, self.x, self.y, height=self.height, layout=self.layout)
-
-
-class Sketched(Generic[_P]):
-    """A drawing function in two forms: calling it returns Plotly's figure, its `sketch` returns the `Sketch`."""
-
-    def __init__(self, sketch: Callable[_P, Sketch]) -> None:
-        self.sketch = sketch
-        functools.update_wrapper(self, sketch)
-
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> go.Figure:
-        """Make the sketch a figure of Plotly."""
-        return self.sketch(*args, **kwargs).figure
 
 
 def line(
@@ -216,14 +183,12 @@ def map_height(rows: int, most: int | None = MAP_HEIGHTS[1]) -> int:
     return height if most is None else min(most, height)
 
 
-@Sketched
-def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> Sketch:
+def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> go.Figure:
     """Draw a map with a cell per head: blocks down, heads across; arguments as of `heat`."""
     cells = heat(z, low, high, hover, cells=True, **more)
-    return Sketch([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
+    return style.figure([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
 
 
-@Sketched
 def cosine_map(
     cosines: Floats,
     rows: Sequence[str],
@@ -233,7 +198,7 @@ def cosine_map(
     *,
     height: int = 470,
     **layout: dict[str, Any],
-) -> Sketch:
+) -> go.Figure:
     """Draw a square map of cosines between things in groups, from the top left.
 
     Args:
@@ -257,7 +222,7 @@ def cosine_map(
     ]
     hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
     names = list(rows)
-    return Sketch(
+    return style.figure(
         [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)],
         height=height,
         layout=layout
@@ -294,14 +259,13 @@ def panels(
     *,
     height: int = PANEL_HEIGHT,
     gaps: tuple[float, float] = GAPS,
-    widths: Sequence[float] | None = None,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
     """Draw panels side by side, `across` of them in a row of `height` pixels, each under its title.
 
     Args:
         shown: row by row; None leaves a place empty.
-        gaps: between them, of the width and of the height of all. widths: of the columns, relative; None: equal.
+        gaps: between them, of the width and of the height of all.
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
@@ -312,7 +276,6 @@ def panels(
         subplot_titles=[_heading(panel) for panel in places.values()],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
-        column_widths=widths,
     )
     titles = itertools.count()
     for (row, column), panel in places.items():
@@ -333,7 +296,12 @@ def panels(
     if drawn.layout.annotations:
         top = style.template().layout.margin.t + TITLE
         drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
-    return style.finished(drawn, height=HEADROOM + height * rows, layout=layout)
+    frame = style.frame_of(drawn.data)
+    drawn.update_xaxes(frame)
+    drawn.update_yaxes(frame)
+    return drawn.update_layout(
+        {"template": style.template(), "height": HEADROOM + height * rows} | (layout or {})
+    )
 
 
 def _heading(panel: Panel) -> str:

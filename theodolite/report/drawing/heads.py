@@ -1,4 +1,4 @@
-"""Figures of heads: all of them as maps and on the plane of their spectra, and one head's curves.
+"""Figures of heads: all of them as maps and on the plane of their spectra, one head's curves, sinks by position.
 
 Blocks are counted from 0. Curves are thinned to a bounded number of positions, never smoothed.
 """
@@ -18,6 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import (
@@ -33,10 +34,18 @@ from theodolite.report.data import (
     need,
     offered,
 )
-from theodolite.report.drawing.grammar import Sketch, Sketched, dots, head_cells, line, reference
+from theodolite.report.drawing.grammar import (
+    dots,
+    head_cells,
+    heat,
+    line,
+    map_height,
+    reference,
+    rows_down,
+)
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
 from theodolite.report.findings import regime_agreement
-from theodolite.system.wording import for_plotly, number
+from theodolite.system.wording import for_plotly, head_name, number, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS, FEW_CURVE_POINTS = 128, 48
@@ -50,6 +59,14 @@ REGIME_COLOURS = {
     "late-site": style.order_colour(1.0),
     "uniform": style.REFERENCE,
     "vanishing": style.VERMILLION,
+}
+POSITION_BINS = 128
+LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
+KIND_NAMES = {
+    "first": "first token",
+    "later": "later token",
+    "learned": "learned column",
+    "local": "local sink",
 }
 NOTE_COLUMNS = (
     "entropy",
@@ -141,9 +158,12 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
     return Choice("measure", options, lambda key: draw(measure=key), grid=shown)
 
 
-@exhibit(picker=_by_measure, given={"measure": lambda run: head_measures(run)[0].name})
-@Sketched
-def head_map(run: Run, measure: str) -> Sketch:
+@exhibit(
+    picker=_by_measure,
+    when=lambda run: bool(head_measures(run)),
+    given={"measure": lambda run: head_measures(run)[0].name},
+)
+def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
@@ -155,7 +175,7 @@ def head_map(run: Run, measure: str) -> Sketch:
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
     entries = (_of_regimes if is_name else _of_amounts)(run, described)
-    return head_cells.sketch(**entries, hover=hover, customdata=head_notes(run))
+    return head_cells(**entries, hover=hover, customdata=head_notes(run))
 
 
 @exhibit()
@@ -224,8 +244,7 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
 
 @exhibit("spectrum-data", picker=by_head, given={"name": "spectrum_data"})
 @exhibit(picker=by_head)
-@Sketched
-def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> Sketch:
+def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
     """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
 
     The other d − d_h eigenvalues are 0 and not drawn.
@@ -235,7 +254,7 @@ def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") ->
     hover = "%{x:.4g} + %{y:.4g} i<extra></extra>"
     points = dots(x, y, None, None, style.PREDICTED, hover, marker=look)
     layout = {"yaxis": {"scaleanchor": "x", "scaleratio": 1}, "xaxis": {"zeroline": True}}
-    return Sketch([points], "real part", "imaginary part", 360, layout)
+    return style.figure([points], "real part", "imaginary part", height=360, layout=layout)
 
 
 def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -244,8 +263,7 @@ def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 @exhibit(picker=by_head)
-@Sketched
-def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
 
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
@@ -267,7 +285,9 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     if not traces:
         raise UsageError("this run has no propagation curve of any head")
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
-    return Sketch(traces, "position in the context, θ = i/T", "propagation probability ρ", 360, layout)
+    return style.figure(
+        traces, "position in the context, θ = i/T", "propagation probability ρ", height=360, layout=layout
+    )
 
 
 def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
@@ -276,8 +296,7 @@ def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
 
 
 @exhibit(picker=by_head)
-@Sketched
-def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
+def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw the mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
     values = need(run, "entropy_by_position")
     shown = _thinned(run, values.shape[2])
@@ -286,4 +305,37 @@ def head_entropy(run: Run, layer: int = 0, head: int = 0) -> Sketch:
     traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover)
     traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
     layout = {"yaxis": {"rangemode": "tozero"}}
-    return Sketch(traces, "position of the query", "entropy in nats", 360, layout)
+    return style.figure(traces, "position of the query", "entropy in nats", height=360, layout=layout)
+
+
+@exhibit()
+def sinks_by_position(run: Run) -> go.Figure:
+    """Draw the share of contexts in which each position is a sink of the strongest head of each block.
+
+    Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
+    """
+    strongest = np.nan_to_num(need(run, "sink_by_position")).max(axis=1)
+    length = strongest.shape[1]
+    starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
+    largest = np.maximum.reduceat(strongest, starts, axis=1)
+    lasts = [start - 1 for start in [*starts[1:], length]]
+    names = [str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, lasts, strict=True)]
+    cells = heat(
+        largest,
+        0,
+        max(float(largest.max(initial=0.0)), LEAST_SCALE),
+        "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
+        bar=style.colour_bar("share of contexts", tickformat=".0%"),
+        customdata=[names] * len(largest),
+    )
+    ticks = evenly(len(names), 9)
+    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
+    layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
+    height = map_height(len(largest))
+    return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
+
+
+def sink_name(row: pd.Series) -> str:
+    """Name a head and its sink: `L4H1 “↵”`."""
+    token = f"“{shown_token(row['token'])}”" if row["kind"] in NAMED else KIND_NAMES[row["kind"]]
+    return f"{head_name(row['layer'], row['head'])} {token}"

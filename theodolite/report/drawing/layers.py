@@ -64,16 +64,15 @@ def _chart(
     """Draw columns of the layer table against the layer, those that the run has, over the traces `below`.
 
     Raises:
-        UsageError: the run has none of them.
+        UsageError: the run lacks the first of them.
     """
+    need_column(run.layers, next(iter(curves)))
     drawn = [
         trace
         for name, look in curves.items()
         if column(run.layers, name) is not None
         for trace in _curve(run, name, *look)
     ]
-    if not drawn:
-        need_column(run.layers, next(iter(curves)))
     drawn += _floors(run, curves)
     layout = {"xaxis": style.layer_axis(layer_numbers(run)), "yaxis": yaxis}
     return style.figure([*below, *drawn], "layer", y, layout=layout)
@@ -262,10 +261,10 @@ def massive_activations(run: Run) -> go.Figure:
     return style.figure(drawn, "layer", "count", layout=layout)
 
 
-def largest_columns(values: Floats, most: int = DIMENSIONS) -> list[int]:
-    """Pick the columns with the largest maxima, `most` at most, and return them in order."""
+def largest_columns(values: Floats) -> list[int]:
+    """Pick the columns with the largest maxima, `DIMENSIONS` at most, and return them in order."""
     highest = np.nan_to_num(values).max(axis=0)
-    return sorted(np.argsort(-highest, kind="stable")[:most].tolist())
+    return sorted(np.argsort(-highest, kind="stable")[:DIMENSIONS].tolist())
 
 
 @exhibit()

@@ -97,7 +97,6 @@ def by_dimension(
     vectors: Floats,
     tokens: Sequence[str],
     sinks: Sequence[int],
-    y: str = "token",
     scale_of: Floats | None = None,
 ) -> go.Figure:
     """Draw vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
@@ -125,7 +124,7 @@ def by_dimension(
         "yaxis": _down(token_axis(tokens, sinks)),
         "margin": {"l": 90},
     }
-    return style.figure([trace], "dimension of the residual stream", y, height=760, layout=layout)
+    return style.figure([trace], "dimension of the residual stream", "token", height=760, layout=layout)
 
 
 def coloured(
@@ -137,7 +136,7 @@ def coloured(
         colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
     """
     texts = [token_names(tokens)] * len(names)
-    image = go.Image(z=colours, text=texts, hovertemplate="%{text}<extra></extra>")
+    image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
     rows = {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
