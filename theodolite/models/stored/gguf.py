@@ -119,9 +119,9 @@ class StoredTensor:
     bytes: tuple[int, ...]
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTensor]]]:
     """Read the metadata of a file, of an array of strings its length, and where its tensors lie."""
-    data = np.memmap(path, np.uint8, "r")
+    data: Any = np.memmap(path, np.uint8, "r")
     version, count, keys = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         raise ValueError(f"version {version} of the format is not read")
@@ -131,18 +131,15 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         metadata[key], place = _read_value(data, place + 4, *struct.unpack_from("<I", data, place))
     entries, place = _read_tensor_table(data, count, place)
     place += -place % metadata.get("general.alignment", 32)
-    tensors: dict[str, StoredTensor] = {}
-    for name, shape, kind, offset in entries:
-        if kind not in list(gguf.GGMLQuantizationType):
-            raise ValueError(f"tensor {name} is of type {kind}, unknown to gguf {package_version('gguf')}")
-        kind = gguf.GGMLQuantizationType(kind)
-        tensors[name] = StoredTensor(
-            path, place + offset, kind, shape, gguf.quant_shape_to_byte_shape(shape, kind)
-        )
-        if place + offset + math.prod(tensors[name].bytes) > data.size:
+    tensors = []
+    for name, shape, number, offset in entries:
+        if number not in list(gguf.GGMLQuantizationType):
+            raise ValueError(f"tensor {name} is of type {number}, unknown to gguf {package_version('gguf')}")
+        kind = gguf.GGMLQuantizationType(number)
+        tensor = StoredTensor(path, place + offset, kind, shape, gguf.quant_shape_to_byte_shape(shape, kind))
+        if tensor.start + math.prod(tensor.bytes) > data.size:
             raise ValueError(f"tensor {name}: the file is cut short")
-    if len(tensors) < len(entries):
-        raise ValueError("it holds a tensor twice")
+        tensors.append((name, tensor))
     return metadata, tensors
 
 
@@ -168,17 +165,16 @@ class GgufFile:
             try:
                 headers[file] = _read_header(file)
             except BROKEN_FILE_ERRORS as error:
-                reason = "the file is cut short" if isinstance(error, struct.error) else first_line(error)
+                plain = {ValueError: first_line(error), struct.error: "the file is cut short"}
+                reason = plain.get(type(error), f"its header is damaged ({first_line(error)})")
                 raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
         first = next(iter(headers))
-        fields, tensors = (
-            headers[first][0],
-            {name: at for _, of in headers.values() for name, at in of.items()},
-        )
+        fields, placed = headers[first][0], [entry for _, entries in headers.values() for entry in entries]
         if not isinstance(fields.get("general.architecture"), str):
             raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
-        if len(tensors) < sum(len(of) for _, of in headers.values()):
-            raise UsageError(f"cannot open {first}: two of its files hold the same tensor: {ANEW}")
+        tensors = dict(placed)
+        if len(tensors) < len(placed):
+            raise UsageError(f"cannot open {first}: a tensor is there twice: {ANEW}")
         return cls(first, fields, tensors)
 
     def refused(self, reason: str) -> UsageError:
@@ -244,9 +240,8 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         raise file.refused(
             f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
         )
-    no_tokens = {
-        f"{name}_token_id": None for name in ("bos", "eos", "pad")
-    }  # else some defaults warn of themselves
+    # Else some defaults warn of their own tokens.
+    no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     default = CONFIG_MAPPING[family](**no_tokens)
     known = default.to_dict().keys() | default.attribute_map.keys()
     places = {key: name for key, name in mapped.items() if name in known}
