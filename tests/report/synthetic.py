@@ -71,7 +71,7 @@ def with_groups(run: Run, **errors: float) -> Run:
 
     `errors`: by column.
     """
-    measured = {"layers": ("rank", "relative_norm", "low_frequency_10", "similarity_within")}
+    measured = {"layers": ("rank", "relative_norm", "pp_low_frequency_10", "similarity_within")}
     measured |= {
         "heads": [role.column for role in ROLES if role.column in run.heads] + ["entropy", "propagation"]
     }
@@ -167,8 +167,7 @@ def _with_errors(layers: pd.DataFrame) -> pd.DataFrame:
     """A twentieth of each value as its standard error, half a dimension for the rank, 0 for random baselines."""
     errors = {}
     for name in layers.columns.drop("layer"):
-        if not name.startswith("pp_"):
-            errors[f"{name}_se"] = 0.0 * layers[name] if "random" in name else 0.05 * layers[name].abs()
+        errors[f"{name}_se"] = 0.0 * layers[name] if "random" in name else 0.05 * layers[name].abs()
     return layers.assign(**{**errors, "rank_se": 0.5})
 
 

@@ -77,17 +77,17 @@ def test_curves_are_the_layer_table(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("figure", "floor"),
+    ("figure", "floor", "name"),
     [
-        ("relative_norm", "relative_norm_floor"),
-        ("incoherence", "incoherence_random"),
-        ("similarity", "similarity_random"),
+        ("relative_norm", "relative_norm_floor", "noise floor"),
+        ("incoherence", "incoherence_random", "incoherence, random"),
+        ("similarity", "similarity_random", "similarity, random labels"),
     ],
 )
 def test_declared_noise_floors_are_drawn_and_what_is_at_one_says_so(
-    run: Run, figure: str, floor: str
+    run: Run, figure: str, floor: str, name: str
 ) -> None:
-    (drawn,) = (trace for trace in getattr(figures, figure)(run).data if trace.name == "noise floor")
+    (drawn,) = (trace for trace in getattr(figures, figure)(run).data if trace.name == name)
     np.testing.assert_allclose(drawn.y, run.layers[floor], rtol=1e-6)
     assert drawn.line.dash == "dash"
     low = replace(run, layers=run.layers.assign(relative_norm=[0.9, 0.04, -0.1, 0.2]))

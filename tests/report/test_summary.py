@@ -34,8 +34,8 @@ def test_position_gives_means_extremes_and_the_published_numbers() -> None:
         relative_norm=[0.9, 0.8, 0.6, 0.1],
         rank=[12, 10, 9, 9],
         rank_screenot=[14, 13, 12, 12],
-        low_frequency_10=[0.96, 0.95, 0.95, 0.94],
-        low_frequency_10_se=0.01,
+        pp_low_frequency_10=[0.96, 0.95, 0.95, 0.94],
+        pp_low_frequency_10_se=0.01,
     )
     assert told(run, "Position") == (
         "The relative norm of the positional basis is 60 % on average over layers, highest in layer 0 (90 %) and "
@@ -55,8 +55,8 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
         relative_norm_se=[0.01, 0.01, 0.02, 0.04],
         rank=[12, 10, 9, 9],
         rank_se=[0.0, 0.5, 0.5, 1.0],
-        low_frequency_10=[0.96, 0.95, 0.95, 0.944],
-        low_frequency_10_se=0.004,
+        pp_low_frequency_10=[0.96, 0.95, 0.95, 0.944],
+        pp_low_frequency_10_se=0.004,
         similarity_within=0.4,
         similarity_within_se=0.1,
         cluster_ari=[0.5, 0.7, 0.7, 0.5],
@@ -130,9 +130,9 @@ WEAK = dict.fromkeys(("induction", "same_token"), 0.1)
         ),
         (
             "Position",
-            {"low_frequency_10": [0.9, math.nan, 0.9, 0.9], "low_frequency_10_se": 0.01},
+            {"pp_low_frequency_10": [0.9, math.nan, 0.9, 0.9], "pp_low_frequency_10_se": 0.01},
             {},
-            "of its Gram matrix (mean of 3 layers, in the others at the noise floor).",
+            "of its Gram matrix (mean of 3 layers; in 1 of all it is at the noise floor).",
         ),
         (
             "Localization",
@@ -233,8 +233,8 @@ def test_an_untrained_model_is_named(run: Run) -> None:
     """Numbers of a random model: rank 0.2 ± 0.6 and smoothness 15 %. Oracle: 2.4 errors, t at 95 % of 8 groups."""
     layers = {"rank": [0.2] * 4, "rank_se": [0.6] * 4}
     rough = {
-        "low_frequency_10": [0.15] * 4,
-        "low_frequency_10_se": [0.01] * 4,
+        "pp_low_frequency_10": [0.15] * 4,
+        "pp_low_frequency_10_se": [0.01] * 4,
         "incoherence_mean": [0.35] * 4,
         "incoherence_mean_se": [0.01] * 4,
     }
@@ -320,7 +320,7 @@ def test_a_pattern_is_told_by_what_keeps_it_alone_and_what_is_left_without(run: 
 
 
 def test_what_is_at_the_noise_floor_everywhere_is_not_judged() -> None:
-    noise = with_layers(make_run(), low_frequency_10=math.nan)
+    noise = with_layers(make_run(), pp_low_frequency_10=math.nan)
     assert check(noise, "smooth") == Finding(
         "Whether the positional basis is smooth is not judged: it is at the noise floor in every layer.",
         "smoothness",
@@ -354,15 +354,16 @@ def test_regimes_are_listed_only_where_measured_curves_agree_above_chance(run: R
 
 
 def test_massive_tokens_are_named(run: Run) -> None:
-    text = told(run, "Outliers")
+    text = told(with_layers(run, massive_tokens=[0, 1, 2, 0]), "Outliers")
     assert (
-        "for their massive activations: ‘<script>alert(1)</script>’ (context 4, position 3, layers 1–2) and"
+        "for massive activations, at most 2 tokens in a layer: ‘<script>alert(1)</script>’ (context 4, "
         in text
     )
+    assert "position 3, layers 1–2) and" in text
     assert "‘␣=’ (context 5, position 1, layer 2)" in text
 
 
 def test_dimensions_of_a_long_stream_are_no_outliers(run: Run) -> None:
     text = told(with_layers(run, outlier_dimensions=[0, 3, 17, 32]), "Outliers")
     assert "In 2 layers (2–3) more than half of all dimensions pass the published |x| ≥ 6" in text
-    assert "Layer 1 has the most outlier dimensions: 3." in text
+    assert "Of the others, layer 1 has the most outlier dimensions: 3." in text

@@ -361,7 +361,7 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
-    names = {"rank": "rank", "value": "relative_norm", "low_frequency_10": "low_frequency_10"}
+    names = {"rank": "rank", "value": "relative_norm", "pp_low_frequency_10": "pp_low_frequency_10"}
     sides = []
     for run in (reference, other):
         side = run.layers[["layer"]]
@@ -658,7 +658,7 @@ def head_types(reference: Run, other: Run) -> Survival:
         "head role",
         f"{thresholds}; it {BY_HALVES}",
         table,
-        Change("heads with a role", *units),
+        Change("roles of heads", *units),
         change,
         contexts=_contexts(reference),
     )

@@ -148,19 +148,20 @@ POSITION_COLUMNS = (
         "Share of the energy of the 2-D DCT of the normalised Gram matrix of P, by products of four groups of "
         "contexts; a norm ‖pos_t‖ that is uncertain is drawn towards those of its neighbours. Empty where that energy "
         "is at the noise floor.",
-        f"{SONG}, Tables 2 and 3",
+        f"{SONG}, Table 2",
+    ),
+    *_smoothness(
+        "pp_low_frequency",
+        "PPᵀ low freq.",
+        "The same share for P Pᵀ, whose rows are not normalised: the weakest positions, of which few contexts know "
+        "least, weigh least.",
+        f"{SONG}, Table 3",
         "positional smoothness",
         healthy=Criterion(
             "at least",
             0.60,
             "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
         ),
-    ),
-    *_smoothness(
-        "pp_low_frequency",
-        "PPᵀ low freq.",
-        "The same share for P Pᵀ, whose rows are not normalised.",
-        f"{SONG}, Table 3",
     ),
 )
 

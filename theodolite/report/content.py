@@ -35,6 +35,7 @@ from theodolite.report.data import (
     massive_tokens,
     offered,
     opening_head,
+    seen_above,
 )
 from theodolite.report.findings import measured_regimes
 from theodolite.system.run_folders import UNTRAINED, is_run
@@ -62,7 +63,7 @@ MASSIVE_ROWS = 30
 LONG_VALUE = 200
 TEXT = "Measured on the text"
 TILE_DIGITS = 2
-OVER_LAYERS = ("rank", "relative_norm", "low_frequency_10", "incoherence_mean", "similarity_within")
+OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
 CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
@@ -125,7 +126,7 @@ def tiles(run: Run) -> list[Tile]:
     for name, label, note in (
         ("rank", "replicated positional rank", published_rank),
         ("relative_norm", "relative norm of the positional basis", norm),
-        ("low_frequency_10", "smoothness of the positional basis", smooth),
+        ("pp_low_frequency_10", "smoothness of the positional basis", smooth),
         ("incoherence_mean", "incoherence", f"{model} {reference.incoherence[0]:g} (mean |cosine|)"),
         (
             "similarity_within",
@@ -133,12 +134,13 @@ def tiles(run: Run) -> list[Tile]:
             f"{model} {reference.within[0]:g} (mean |cosine|)",
         ),
     ):
-        if (mean_and_error := layer_mean(run, name)) is None:
+        mean_and_error = layer_mean(run, name)
+        if mean_and_error is None or mean_and_error[0] < 0:
             if at_floor(run, name).any():
                 numbers.append(Tile(label, AT_FLOOR, note))
             continue
         mean, error = mean_and_error
-        in_percent = name in ("relative_norm", "low_frequency_10")
+        in_percent = name in ("relative_norm", "pp_low_frequency_10")
         value, spread = rounded_with_error(*((100 * mean, 100 * error) if in_percent else mean_and_error))
         if not spread:
             value = percent(mean) if in_percent else number(mean, TILE_DIGITS)
@@ -301,8 +303,15 @@ def with_massive_table(run: Run) -> Table | None:
     described = declared("layers")
     shown = [name for name in (*OVER_LAYERS, "similarity_between", "cluster_ari") if name in run.with_massive]
     without = run.layers.set_index("layer").reindex(run.with_massive["layer"])
+
+    def words(name: str, value: float) -> str:
+        return seen_above(value, number(value)) if described[name].range[0] == 0 else number(value)
+
     rows = [
-        [_cell(layer), *(Cell(f"{number(without[name][layer])} → {number(row[name])}") for name in shown)]
+        [
+            _cell(layer),
+            *(Cell(f"{words(name, without[name][layer])} → {words(name, row[name])}") for name in shown),
+        ]
         for layer, row in run.with_massive.set_index("layer").iterrows()
     ]
     return Table([heading(name, described) for name in ("layer", *shown)], rows)

@@ -52,6 +52,7 @@ from theodolite.report.data import (
     limit_of,
     massive_tokens,
     provenance,
+    seen_above,
     value_of,
 )
 from theodolite.report.drawing.constituents import SHARES, attributed
@@ -70,7 +71,9 @@ from theodolite.system.wording import (
 from theodolite.theory.regimes import UNDEFINED, VANISHING, regime_of_curve
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
-BY_CHANCE = Criterion("more than", 0.0, "κ: two namings of the heads agree no more often than by chance")
+BY_CHANCE = Criterion(
+    "more than", 0.0, "two namings, or two orders, of the heads agree no more than by chance"
+)
 ENTROPY_COLLAPSE = Criterion(
     "less than", 0.05, "share of the maximum entropy: a head attends to a single key"
 )
@@ -109,6 +112,11 @@ class Judged:
     open: str = ""
     of: str = ""
 
+    @property
+    def value_and_error(self) -> tuple[float, float]:
+        """The number, and its standard error."""
+        return self.estimate.value, self.estimate.error
+
     def finding(self, holds: str, fails: str, whether: str, what: str) -> Finding:
         """Choose the claim that the answer allows, or say what would decide it; `what`: the numbers, in words."""
         claim = {HOLDS: holds, FAILS: fails}.get(self.answer, f"{whether} is {self.open}")
@@ -126,7 +134,8 @@ def judged(run: Run, about: str, estimate: Estimate, criterion: Criterion) -> Ju
     if math.isnan(estimate.margin):
         return Judged(about, UNDECIDED, estimate, "not decided, since its standard error is not known")
     more = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
-    return Judged(about, UNDECIDED, estimate, f"not decided; {more}" if more else "not decided")
+    reason = more or "it is within an error of its limit, and how many contexts would is not known"
+    return Judged(about, UNDECIDED, estimate, f"not decided; {reason}")
 
 
 def of_layers(run: Run, about: str, name: str, criterion: Criterion | None = None) -> Judged | None:
@@ -135,7 +144,12 @@ def of_layers(run: Run, about: str, name: str, criterion: Criterion | None = Non
     if not known.any() and at_floor(run, name).any():
         return Judged(about, UNDECIDED, estimate, f"not judged: it is {AT_FLOOR} in every layer")
     answer = judged(run, about, estimate, criterion or limit_of("layers", name))
-    of = "" if known.all() else f" (mean of {counted(int(known.sum()), 'layer')}, in the others {AT_FLOOR})"
+    hidden = int(at_floor(run, name).sum())
+    of = (
+        f" (mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR})"
+        if hidden
+        else ""
+    )
     return answer and replace(answer, of=of)
 
 
@@ -379,13 +393,13 @@ def _smoothness(run: Run) -> Judged | None:
     grid = grid_of(run)
     if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
-    return of_layers(run, SMOOTHNESS, "low_frequency_10")
+    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10")
 
 
 def _smooth(run: Run) -> Outcome:
     if (judged := _smoothness(run)) is None:
         return None
-    share = percent_with_error(judged.estimate.value, judged.estimate.error)
+    share = seen_above(judged.estimate.value, percent_with_error(*judged.value_and_error))
     return judged.finding(
         "The positional basis is smooth",
         "The positional basis is rough, and neighbouring positions have unrelated vectors",
@@ -401,7 +415,7 @@ def _entangled(run: Run) -> Outcome:
         "Position and context are not entangled",
         "Position and context are entangled",
         "Whether position and context are entangled",
-        f"root mean square cosine {with_error(judged.estimate.value, judged.estimate.error)}",
+        f"root mean square cosine {seen_above(judged.estimate.value, with_error(*judged.value_and_error))}",
     )
 
 
@@ -488,7 +502,7 @@ def _position(run: Run) -> Iterator[str | Finding]:
         )
     if (smooth := check(run, SMOOTHNESS)) is not None:
         yield smooth
-        if layer_mean(run, "low_frequency_10") is not None:
+        if layer_mean(run, "pp_low_frequency_10") is not None:
             yield (
                 f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
                 f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
@@ -554,9 +568,11 @@ def regimes_line(run: Run, suffix: str, matrix: str) -> str:
     if agreement is None:
         return f"Regimes predicted from {of}, not measured here: {regimes}."
     if not agreement.holds:
+        ranked_alike = judge("", "", agreement.correlation, BY_CHANCE).answer == HOLDS
+        but = ", though they rank the heads above chance" if ranked_alike else ""
         return (
             f"The regimes that theory predicts from {matrix} are not those of this model's heads: their agreement with "
-            f"the measured curves is not above chance ({agreement})."
+            f"the measured curves is not above chance{but} ({agreement})."
         )
     return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({agreement})."
 
@@ -645,7 +661,8 @@ def _outliers(run: Run) -> Iterator[str | Finding]:
     if shares is not None:
         leading = np.argsort(-np.nan_to_num(shares[~everywhere]).max(axis=0), kind="stable")[:3]
         highest = f" The dimensions with the highest share of outliers: {listed(list(map(str, leading)))}."
-    yield f"Layer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}.{highest}"
+    of_others = "Of the others, l" if everywhere.any() else "L"
+    yield f"{of_others}ayer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}.{highest}"
 
 
 def massive_line(run: Run) -> str:
@@ -657,7 +674,8 @@ def massive_line(run: Run) -> str:
     for row in tokens.itertuples():
         layers = f"layer{'s' if len(row.layers) > 1 else ''} {spans(row.layers)}"
         names.append(f"‘{shown_token(row.token)}’ (context {row.context}, position {row.position}, {layers})")
-    return f"Left out of all other numbers for their massive activations: {listed(names, 4)}."
+    most = counted(int(np.nan_to_num(value_of(run, "massive_tokens")).max()), "token")
+    return f"Left out of position and context for massive activations, at most {most} in a layer: {listed(names, 4)}."
 
 
 def _heads(run: Run) -> Iterator[str]:
