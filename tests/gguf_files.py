@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "t5": "t5encoder"}
 """What llama.cpp calls those families that it calls otherwise than `transformers`."""
 
 _SIZES = {
@@ -93,6 +93,21 @@ def tensors_of(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarra
     return tensors
 
 
+def add_tokenizer(writer: gguf.GGUFWriter, size: int, pre: bool) -> None:
+    """Write a vocabulary of bytes and two words; `pre`: how it splits a text, too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, "he", "hello", "<|endoftext|>"]  # no merges make "hello"
+    writer.add_tokenizer_model("gpt2")
+    if pre:
+        writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words + [f"[unused{n}]" for n in range(size - len(words))])
+    writer.add_token_types([1] * (len(words) - 1) + [3] + [5] * (size - len(words)))
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(len(words) - 1)
+    writer.add_bos_token_id(len(words) - 1)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
 def write(
     model: PreTrainedModel,
     path: Path,
@@ -107,8 +122,8 @@ def write(
     Args:
         types: of matrices; vectors are float32.
         change: changes the tensors in place before they are written.
-        without: metadata, as of the writer's methods, that are left out.
-        more: others, whole numbers, floats, strings or lists of these, by their keys.
+        without: metadata, as of the writer's methods, that are left out; "tokenizer": all of its.
+        more: others, booleans, whole numbers, floats, strings or lists of these, by their keys.
         options: of the writer; `split_max_tensors` cuts the model into files.
     """
     config = model.config.get_text_config()
@@ -116,6 +131,8 @@ def write(
     architecture = "llama" if architecture == "mistral" else architecture
     writer = gguf.GGUFWriter(path, architecture, **options)
     settings = {name: getattr(config, field, None) for name, field in _SIZES.items()}
+    if architecture == "t5encoder":
+        settings |= {"context_length": 512, "feed_forward_length": config.d_ff, "key_length": config.d_kv}
     if architecture == "falcon":
         settings |= {"head_count_kv": 1, "feed_forward_length": config.ffn_hidden_size}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -144,23 +161,15 @@ def write(
             getattr(writer, f"add_{name}")(value)
     for key, value in (more or {}).items():
         add = {
+            bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
             str: writer.add_string,
             list: writer.add_array,
         }
         add[type(value)](key, value)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, "he", "hello", "<|endoftext|>"]  # no merges make "hello"
-    writer.add_tokenizer_model("gpt2")
-    if "tokenizer_pre" not in without:
-        writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words + [f"[unused{n}]" for n in range(config.vocab_size - len(words))])
-    writer.add_token_types([1] * (len(words) - 1) + [3] + [5] * (config.vocab_size - len(words)))
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(len(words) - 1)
-    writer.add_bos_token_id(len(words) - 1)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+    if "tokenizer" not in without:
+        add_tokenizer(writer, config.vocab_size, "tokenizer_pre" not in without)
     tensors, stored = tensors_of(model, architecture), {}
     change(tensors)
     for name, tensor in tensors.items():

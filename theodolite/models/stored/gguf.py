@@ -1,8 +1,7 @@
 """Read a model from GGUF files: its configuration, its tokenizer, and its weights, decoded a tensor at a time.
 
-`gguf` decodes the bytes; `transformers` knows how names and layouts become its own. What that leaves out of the
-configuration is set from the file; a key that changes the model and has no setting is refused, and so is a tensor
-without a place.
+`gguf` decodes the bytes; `transformers` knows how names and layouts become its own. What its maps leave out is set from
+the file. Refused are a key that is missing, one that has no setting, and a tensor without a place.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,18 +20,18 @@ from unittest.mock import patch
 import gguf
 import numpy as np
 import torch
-from gguf.constants import GGUFValueType, LlamaFileType
+from gguf.constants import LlamaFileType
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.reader import _read_string, _read_tensor_table, _read_value
 from transformers.modeling_gguf_pytorch_utils import (
-    GGUF_CONFIG_MAPPING,
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -40,39 +39,48 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.checkpoint_folders import gguf_files
 
-BROKEN_FILE_ERRORS = (ValueError, LookupError, OverflowError, OSError, TypeError, struct.error)
+BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeError, struct.error)
 """What reading a damaged header raises."""
 
-LONG_ARRAY = 1000
-"""Entries of a metadata array from which it is a vocabulary, passed over here: the tokenizer reads it by itself."""
+ANEW = "download it again, or convert the model anew"
+
+FAMILIES = {"gemma3": "gemma3_text", "minimax-m2": "minimax_m2", "t5encoder": "t5"}
+FAMILIES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""What `transformers` calls the architectures that llama.cpp calls otherwise."""
+
+EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 
 SETTINGS = {
+    **dict.fromkeys(EPSILONS, ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")),
     "context_length": ("max_position_embeddings",),
     "feed_forward_length": ("n_inner", "ffn_hidden_size"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "logit_scale": ("logit_scale",),
+    "attention.sliding_window_pattern": ("layer_types",),
+    **{name: (name,) for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale")},
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-NEEDS_A_SETTING = {
-    "attention.sliding_window",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "logit_scale",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "embedding_scale",
-    "residual_scale",
+OPTIONAL = {"vocab_size", "decoder_start_token_id", "attention.head_count_kv", "attention.key_length"}
+OPTIONAL |= {"rope.dimension_count", "rope.freq_base"}
+"""Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
+
+NEEDS_NO_SETTING = OPTIONAL | {"context_length", "feed_forward_length", "attention.value_length"}
+NEEDS_NO_SETTING |= {"rope.scale_linear", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
+NEEDS_NO_SETTING |= {
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
 }
-"""Keys that change what the model computes, unless they are 0."""
+NEEDS_NO_SETTING |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
+NEEDS_NO_SETTING |= {"use_parallel_residual", "tensor_data_layout", "pooling_type"}
+"""Keys that are read here, that tensors show, too, or that change no logits."""
+
+NEUTRAL = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1}
+"""What a key says that has no setting and changes nothing, where that is not 0."""
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of the rotary frequencies: a setting of the configuration, no weights."""
@@ -100,42 +108,39 @@ LIKE_LLAMA3 = LIKE_LLAMA3 - {"dbrx", "smaug-bpe"} | {"tekken"}
 vocabulary whole before it merges; `transformers` does neither."""
 
 
-class _Reader(gguf.GGUFReader):
-    """`gguf`'s reader, quick with vocabularies and strict with files that are too short."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: its file and first byte there; its type, its shape (rows first), and that of its bytes."""
 
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-            raise ValueError("the file is cut short")
-        return super()._get(offset, dtype, count, override_order)
+    path: Path
+    start: int
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    bytes: tuple[int, ...]
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY:
-            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
-            count = int(self._get(orig_offs + 4, np.uint64)[0])
-            if count >= LONG_ARRAY and kind != GGUFValueType.ARRAY:
-                end = orig_offs + 12
-                if kind == GGUFValueType.STRING:
-                    for _ in range(count):
-                        end += 8 + struct.unpack_from("<Q", self.data.data, end)[0]
-                else:
-                    end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
-                return end - orig_offs, [], [], [GGUFValueType.ARRAY, kind]
-        return super()._get_field_parts(orig_offs, raw_type)
 
-    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        tensors: dict[str, Any] = {}
-        for field in fields:
-            name, kind = bytes(field.parts[1]).decode(), int(field.parts[4][0])
-            if kind not in list(gguf.GGMLQuantizationType):
-                raise ValueError(f"tensor {name} is of type {kind}, unknown to gguf {version('gguf')}")
-            if name in tensors:
-                raise ValueError(f"tensor {name} is there twice")
-            try:
-                super()._build_tensors(start_offs, [field])
-            except BROKEN_FILE_ERRORS as error:
-                raise ValueError(f"tensor {name}: {first_line(error)}") from error
-            tensors[name] = self.tensors[0]
-        self.tensors = list(tensors.values())
+def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTensor]]]:
+    """Read the metadata of a file, of an array of strings its length, and where its tensors lie."""
+    data: Any = np.memmap(path, np.uint8, "r")
+    version, count, keys = struct.unpack_from("<IQQ", data, 4)
+    if version not in (2, 3):
+        raise ValueError(f"version {version} of the format is not read")
+    metadata, place = {}, 24
+    for _ in range(keys):
+        key, place = _read_string(data, place)
+        metadata[key], place = _read_value(data, place + 4, *struct.unpack_from("<I", data, place))
+    entries, place = _read_tensor_table(data, count, place)
+    place += -place % metadata.get("general.alignment", 32)
+    tensors = []
+    for name, shape, number, offset in entries:
+        if number not in list(gguf.GGMLQuantizationType):
+            raise ValueError(f"tensor {name} is of type {number}, unknown to gguf {package_version('gguf')}")
+        kind = gguf.GGMLQuantizationType(number)
+        tensor = StoredTensor(path, place + offset, kind, shape, gguf.quant_shape_to_byte_shape(shape, kind))
+        if tensor.start + math.prod(tensor.bytes) > data.size:
+            raise ValueError(f"tensor {name}: the file is cut short")
+        tensors.append((name, tensor))
+    return metadata, tensors
 
 
 @dataclass(frozen=True)
@@ -143,37 +148,44 @@ class GgufFile:
     """The header of a model's GGUF files.
 
     Attributes:
-        path: the first of them, whose metadata (`reader`, `fields`; of vocabularies nothing) are the model's.
-        tensors: each tensor's file and place there, of all files.
+        path: the first of them, whose metadata are the model's.
+        fields: its metadata; of an array of strings its length.
+        tensors: where the tensors of all files lie.
     """
 
     path: Path
-    reader: _Reader
     fields: dict[str, Any]
-    tensors: dict[str, tuple[Path, Any]]
+    tensors: dict[str, StoredTensor]
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
         """Read the headers, of which `path` is one; `UsageError` where a file is missing, damaged or cut short."""
-        readers = {}
+        headers = {}
         for file in gguf_files(path):
             try:
-                readers[file] = _Reader(file)
-                if readers[file].byte_order != "I":
-                    raise ValueError("its numbers are big-endian")
+                headers[file] = _read_header(file)
             except BROKEN_FILE_ERRORS as error:
-                raise UsageError(f"cannot open {file}: {first_line(error)}") from error
-        first = next(iter(readers))
-        fields = {name: field.contents() for name, field in readers[first].fields.items()}
+                plain = {ValueError: first_line(error), struct.error: "the file is cut short"}
+                reason = plain.get(type(error), f"its header is damaged ({first_line(error)})")
+                raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
+        first = next(iter(headers))
+        fields, placed = headers[first][0], [entry for _, entries in headers.values() for entry in entries]
         if not isinstance(fields.get("general.architecture"), str):
-            raise UsageError(f"cannot open {first}: it does not say its architecture")
-        placed = [
-            (tensor.name, (file, tensor)) for file, reader in readers.items() for tensor in reader.tensors
-        ]
+            raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
         tensors = dict(placed)
         if len(tensors) < len(placed):
-            raise UsageError(f"cannot open {first}: two of its files hold the same tensor")
-        return cls(first, readers[first], fields, tensors)
+            raise UsageError(f"cannot open {first}: a tensor is there twice: {ANEW}")
+        return cls(first, fields, tensors)
+
+    def refused(self, reason: str) -> UsageError:
+        """Return the error for a model that is not opened."""
+        return UsageError(f"cannot open {self.path}: {reason}")
+
+    def unusable(self, key: str) -> UsageError:
+        """Return the error for a key that the model needs, and that is missing or no size."""
+        value = self.own().get(key)
+        state = "lack" if value is None else f"say {value!r} as"
+        return self.refused(f"its metadata {state} {self.architecture}.{key}: {ANEW}")
 
     @property
     def architecture(self) -> str:
@@ -187,29 +199,27 @@ class GgufFile:
 
     def quantisation(self) -> dict[str, Any]:
         """Say how the weights are stored: by the file's own name for it, else by the type of most of them."""
-        tensors = [tensor for _, tensor in self.tensors.values()]
+        counts: Counter[str] = Counter()
         elements: Counter[str] = Counter()
-        for tensor in tensors:
-            elements[tensor.tensor_type.name] += tensor.n_elements
+        for tensor in self.tensors.values():
+            counts[tensor.kind.name] += 1
+            elements[tensor.kind.name] += math.prod(tensor.shape)
         try:
             name = LlamaFileType(self.fields["general.file_type"]).name
         except (KeyError, ValueError):
             name = elements.most_common(1)[0][0]
-        types = Counter(tensor.tensor_type.name for tensor in tensors)
-        return {
-            "gguf": name.removeprefix("MOSTLY_").removeprefix("ALL_"),
-            "tensor_types": dict(types.most_common()),
-        }
+        name = name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return {"gguf": name, "tensor_types": dict(counts.most_common())}
 
     def decoded(self, name: str) -> np.ndarray[Any, Any]:
         """Read a tensor and decode it to float32; `WorkError` where `gguf` cannot decode its type."""
-        path, tensor = self.tensors[name]
+        tensor = self.tensors[name]
         # Read rather than mapped: what was read of a mapped file counts as memory until it is closed.
-        data = np.fromfile(path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset))
+        data = np.fromfile(tensor.path, np.uint8, math.prod(tensor.bytes), offset=tensor.start)
         try:
-            return gguf.dequantize(data.reshape(tensor.data.shape), tensor.tensor_type)
+            return gguf.dequantize(data.reshape(tensor.bytes), tensor.kind)
         except (NotImplementedError, ValueError) as error:
-            raise WorkError(f"cannot decode tensor {name} of {path}: {first_line(error)}") from error
+            raise WorkError(f"cannot decode tensor {name} of {tensor.path}: {first_line(error)}") from error
 
 
 def gguf_config(path: Path) -> Any:
@@ -217,64 +227,87 @@ def gguf_config(path: Path) -> Any:
     return AutoConfig.for_model(**_settings(GgufFile.read(path)))
 
 
-def _mapped_settings(file: GgufFile) -> dict[str, Any]:
-    """Return what `transformers` makes of the metadata."""
-    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
-    if file.architecture == "gemma4":
-        raise UsageError(f"cannot open {file.path}: GGUF model with architecture gemma4 is not supported")
-    try:
-        # It would read the header anew, and take seconds for the vocabulary.
-        with patch.object(gguf, "GGUFReader", lambda path: file.reader):
-            settings: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"cannot open {file.path}: {first_line(error)}") from error
-    layers = file.own().get("block_count", 0)
-    if layers > len(file.tensors):
-        raise UsageError(
-            f"cannot open {file.path}: its metadata say {layers} layers, its files hold {len(file.tensors)} tensors"
-        )
-    return settings
-
-
 def _settings(file: GgufFile) -> dict[str, Any]:
     """Return what the configuration is made of."""
-    settings = _mapped_settings(file)
-    default, own, family = CONFIG_MAPPING[settings["model_type"]](), file.own(), settings["model_type"]
+    own, tensors = file.own(), file.tensors
+    family = FAMILIES.get(file.architecture, file.architecture)
+    if family == "t5" and "enc.blk.1.attn_rel_b.weight" in tensors:
+        family = "umt5"
+    mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
+    in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
+    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
+    if mapped is None or family == "gemma4" or family not in CONFIG_MAPPING or not in_gguf:
+        raise file.refused(
+            f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
+        )
+    # Else some defaults warn of their own tokens.
+    no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    default = CONFIG_MAPPING[family](**no_tokens)
     known = default.to_dict().keys() | default.attribute_map.keys()
-    mapping: Any = GGUF_CONFIG_MAPPING
-    mapped = mapping.get(family.removesuffix("_text"), {})
-    for key, names in SETTINGS.items():
-        if key in own and mapped.get(key) not in known:
-            settings |= {name: own[key] for name in names if name in known}
-    for key in NEEDS_A_SETTING & own.keys():
-        if own[key] and not known.intersection(SETTINGS.get(key, ())):
-            raise UsageError(
-                f"cannot open {file.path}: it says {file.architecture}.{key} = {own[key]}, and transformers has no "
-                f"setting for that in {type(default).__name__}"
+    places = {key: name for key, name in mapped.items() if name in known}
+    needed = places.keys() - OPTIONAL - EPSILONS
+    if "expert_count" in places:  # a file may have no dense layers
+        needed -= {"feed_forward_length"}
+    if not own.keys() & EPSILONS:
+        needed |= {max(sorted(EPSILONS), key=places.__contains__)}
+    for key in sorted(needed):
+        if not isinstance(own.get(key), int | float) or own[key] <= 0:
+            raise file.unusable(key)
+    layers = own["block_count"]
+    if layers > len(tensors):
+        raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
+    settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
+    settings |= {"sliding_window": None} if "sliding_window" in known else {}
+    neutral = NEUTRAL | ({"expert_gating_func": 2} if family == "minimax_m2" else {})
+    needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
+    for key, value in own.items():
+        names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
+        settings |= dict.fromkeys(names, value)
+        if not (names or key in needless or value == neutral.get(key, 0)):
+            raise file.refused(
+                f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
+                f"{type(default).__name__}"
             )
     if "num_key_value_heads" in known:
         settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
     if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
         width = settings["hidden_size"] // settings["num_attention_heads"]
         settings["head_dim"] = own.get("attention.key_length", width)
-    if "token_embd.weight" in file.tensors:
-        settings["vocab_size"] = int(file.tensors["token_embd.weight"][1].shape[1])
-    settings["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if "token_embd.weight" in tensors:
+        settings["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    settings["tie_word_embeddings"] = "output.weight" not in tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
-    for name, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
-        if tensor in file.tensors and name in known:
-            settings[name] = True
+    for name in {"attention_bias", "use_bias", "use_qkv_bias"} & known:
+        settings[name] = "blk.0.attn_q.bias" in tensors
+    if "mlp_bias" in known:
+        settings["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if "use_parallel_residual" in known:
+        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    if "feed_forward_proj" in known:  # T5, by whether there are gates, as in llama.cpp
+        settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
+    if family == "lfm2":
+        heads = own.get("attention.head_count_kv")
+        if not isinstance(heads, list):
+            raise file.unusable("attention.head_count_kv")
+        settings |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
+        settings["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     if family in ("gemma2", "gemma3_text"):
-        is_27b = own["block_count"] == LAYERS_OF_27B[file.architecture]
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
+        is_27b = layers == LAYERS_OF_27B[file.architecture]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
-    if (pattern := own.get("attention.sliding_window_pattern")) and "layer_types" in known:
+    pattern = own.get("attention.sliding_window_pattern")
+    if settings.get("sliding_window") and "use_sliding_window" in known:
+        settings["use_sliding_window"] = True
+        pattern = pattern or [True] * layers
+    if pattern and "layer_types" in known:
         if isinstance(pattern, int):
-            pattern = [bool((layer + 1) % pattern) for layer in range(own["block_count"])]
+            pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    settings.setdefault("architectures", [architecture] if isinstance(architecture, str) else None)
+    if file.architecture == "t5encoder":
+        architecture = f"{family.upper()}EncoderModel"
+    settings["architectures"] = [architecture] if isinstance(architecture, str) else None
     return settings | _rotary(file, own, settings, default)
 
 
@@ -282,18 +315,17 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     """Return the settings of rotary positions."""
     if getattr(default, "rope_parameters", None) is None:
         return {}
-    rotary: dict[str, Any] = {}
-    for key, name in (("rope.freq_base", "rope_theta"), ("rope.freq_base_swa", "rope_local_base_freq")):
-        if key in own:
-            rotary[name] = own[key]
+    rotary: dict[str, Any] = {"rope_theta": own.get("rope.freq_base", 1e4)}
+    if "rope.freq_base_swa" in own:
+        rotary["rope_local_base_freq"] = own["rope.freq_base_swa"]
     head = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     turned = own.get("rope.dimension_count", head)
     if "partial_rotary_factor" in default.rope_parameters:
         rotary["partial_rotary_factor"] = turned / head
     elif turned != head:
-        raise UsageError(
-            f"cannot open {file.path}: positions turn {turned} of {head} dimensions of its heads, and all of them in "
-            f"transformers' {type(default).__name__}"
+        raise file.refused(
+            f"positions turn {turned} of {head} dimensions of its heads, and all of them in transformers' "
+            f"{type(default).__name__}"
         )
     kind = own.get("rope.scaling.type", "none")
     factor: Any = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
@@ -303,19 +335,17 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
         scaling |= {"factor": 1.0, "attention_factor": of_attention}
+    elif kind != "none" and not factor:
+        raise file.unusable("rope.scaling.factor")
     elif kind == "yarn":
         of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
         betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
-    elif kind == "linear" or (kind == "none" and factor):
-        return rotary | {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    elif kind == "none":
-        return rotary
+    elif kind in ("linear", "none") and of_attention == 1:
+        return rotary | ({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor else {})
     else:
-        raise UsageError(
-            f"cannot open {file.path}: its rotary positions are scaled by {kind!r}, which is not known"
-        )
+        raise file.refused(f"its rotary positions are scaled by {kind!r} with attn_factor {of_attention}")
     original = {"original_max_position_embeddings": context}
     if hasattr(default, "original_max_position_embeddings"):  # Phi-3's own setting counts more
         rotary |= original
@@ -340,15 +370,12 @@ class GgufTensors:
 
     @classmethod
     def of(cls, path: Path, model: PreTrainedModel) -> GgufTensors:
-        """Find the tensors of a skeleton; `UsageError` of an unknown architecture, `WorkError` where one is missing."""
+        """Find the tensors of a skeleton; `WorkError` where one is missing, or has no place."""
         file = GgufFile.read(path)
-        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=_settings(file))
-        try:
-            # It would make the table of names anew for every module of the model, which takes seconds.
-            with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-                names = get_gguf_hf_weights_map(model, processor)
-        except NotImplementedError as error:
-            raise UsageError(f"cannot open {path}: {first_line(error)}") from error
+        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
+        # It would make the table of names anew for every module of the model, which takes seconds.
+        with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+            names = get_gguf_hf_weights_map(model, processor, file.architecture)
         parts: dict[str, list[str]] = {}
         for tensor in [name for name in file.tensors if name not in ROPE_TENSORS]:
             # Of experts, which lie in one tensor here and in one there, the map has the name without its ending.
@@ -362,7 +389,9 @@ class GgufTensors:
         # Where several make one, a processor would leave zeros for what is not there.
         lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
         if lacking:
-            raise WorkError(f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)})")
+            raise WorkError(
+                f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): {ANEW}"
+            )
         return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
@@ -413,7 +442,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     elif kind == "gpt2" and split not in (None, "default", *GGUF_PRE_TOKENIZER_SPLITS):
         raise UsageError(
-            f"{path} splits a text in a way that is not known here ({split}): give open_model a tokenizer"
+            f"{path} splits a text in a way that is not known here ({split}): save a tokenizer beside it"
         )
     by_words = isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace)
     if by_words and vocabulary.get("add_prefix_space") is False:

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
 
-from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.guard import MAKING
 from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
 from theodolite.models.stored.factored import is_factored, load_factored
@@ -247,7 +247,7 @@ def on_meta(
         wanted = sum(parameter.numel() for parameter in model.parameters())
         if wanted > 8 * held:
             raise UsageError(
-                f"cannot open {source}: its config.json asks for {wanted:,} weights, its files have {held:,} bytes"
+                f"cannot open {source}: its configuration asks for {wanted:,} weights, its files have {held:,} bytes"
             )
     return model
 
@@ -365,20 +365,31 @@ def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[st
 
 
 def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
-    """Load the checkpoint's tokenizer, or None where it has none."""
-    try:
-        if is_gguf(source):
-            return gguf_module().gguf_tokenizer(Path(source))
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except TheodoliteError:
-        raise
-    except BaseException as error:
-        # A panic of Rust is no `Exception`.
-        if not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException":
-            raise
-        return None  # random tokens and weights need none; a text without one is refused where it is read
-    # Without any files, transformers makes up a tokenizer of special tokens only.
-    return tokenizer if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else None
+    """Load the checkpoint's tokenizer: of a GGUF file its own, else the one saved beside it. None where there is none.
+
+    Raises:
+        UsageError: it is not known how a GGUF file's vocabulary splits a text, and no tokenizer is beside it.
+    """
+    refused = None
+    for place in (source, Path(source).parent) if is_gguf(source) else (source,):
+        try:
+            if is_gguf(place):
+                tokenizer = gguf_module().gguf_tokenizer(Path(place))
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+        except UsageError as error:
+            refused = error
+        except BaseException as error:
+            # A panic of Rust is no `Exception`.
+            if not isinstance(error, LOADING_ERRORS) and type(error).__name__ != "PanicException":
+                raise
+        else:
+            # Without any files, transformers makes up a tokenizer of special tokens only.
+            if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+                return tokenizer
+    if refused is not None:
+        raise refused
+    return None  # random tokens and weights need none; a text without one is refused where it is read
 
 
 def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
