@@ -139,7 +139,12 @@ def _largest_square(p: np.ndarray) -> tuple[float, float]:
     """‖P‖₂², corrected by the jackknife, and its error."""
     length, width = p.shape[1:]
     grams = np.einsum("atd,bsd->abts", p, p) if length <= width else np.einsum("atd,bte->abde", p, p)
-    raw, without = _jackknifed(lambda gram: float(np.linalg.eigvalsh((gram + gram.T) / 2)[-1]), (grams, 2))
+
+    def eigenvalue(gram: np.ndarray) -> float:
+        finite = np.isfinite(gram).all()  # not of a single group
+        return float(np.linalg.eigvalsh((gram + gram.T) / 2)[-1]) if finite else math.nan
+
+    raw, without = _jackknifed(eigenvalue, (grams, 2))
     value = _corrected(raw, without)
     return float(value), math.hypot(_error(without), 0.25 * (raw - value))
 

@@ -228,7 +228,8 @@ def position_columns(
         grid: rows and columns of the others; None: they lie in a line.
 
     Returns:
-        NaN where there are too few groups of contexts: of fewer than five contexts the shares, of two all.
+        NaN where there are too few groups of contexts: of fewer than six contexts the stable rank and the floor, of
+        fewer than five the shares, of two all.
     """
 
     most = min(SCREENOT_RANK, positions_read(means) - leading, means["position_sum"].shape[-1])
