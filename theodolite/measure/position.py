@@ -114,8 +114,8 @@ POSITION_COLUMNS = (
         "The largest singular value of the positional basis over that of all centred hidden states. Not above its "
         "floor: nothing is seen above the noise.",
         "‖P tiled over contexts‖₂ / ‖M‖₂, M all centred hidden states. The square of the first is estimated between "
-        "groups of contexts, and may be below 0; the root keeps the sign. The error of the second is from a sketch of "
-        "32 directions.",
+        "groups of contexts, and may be below 0; the root keeps the sign. That of the second is corrected for few "
+        "contexts by the jackknife, from a sketch of 32 directions.",
         f"{SONG}, Table 6",
         floor="relative_norm_floor",
         short="rel.",
