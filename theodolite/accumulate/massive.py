@@ -46,8 +46,9 @@ def massive_tokens(
     values = hidden[contexts].abs()
     massive = massive_activations(values.unsqueeze(2), PUBLISHED).squeeze(2)[:, text]
     if before is not None:
-        faded = massive_activations(values.unsqueeze(2), FADED).squeeze(2)[:, text]
-        massive |= faded & before[contexts, text].unsqueeze(-1)
+        again = before[contexts].any(dim=1)  # the median of a context is dear: only where there was one
+        faded = massive_activations(values[again].unsqueeze(2), FADED).squeeze(2)[:, text]
+        massive[again] |= faded & before[contexts[again], text].unsqueeze(-1)
     dimensions = massive.any(dim=1).any(dim=0).nonzero().flatten()
     typical = hidden[:, text, dimensions].abs().flatten(0, 1).median(dim=0).values
     exceptional = massive[..., dimensions] & (values[:, text, dimensions] > EXCEPTIONAL * typical)

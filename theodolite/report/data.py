@@ -107,15 +107,13 @@ def error_of(run: Run, name: str) -> Floats:
 
 
 AT_FLOOR = "at the noise floor"
+LEAST_CONTEXTS = 5
+"""Of fewer, shares of the positional basis are empty for want of groups, whatever the noise."""
 
 
 def seen_above(value: float, shown: str) -> str:
     """Return how a number that cannot be negative is shown, or that its estimate, below 0, is noise."""
     return AT_FLOOR if value < 0 else shown
-
-
-LEAST_CONTEXTS = 5
-"""Of fewer, shares of the positional basis are empty for want of groups, whatever the noise."""
 
 
 def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:

@@ -512,12 +512,12 @@ def _position(run: Run) -> Iterator[str | Finding]:
 def _context(run: Run) -> Iterator[str | Finding]:
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
     if (clusters := of_layers(run, CLUSTERS, "cluster_ari", CLUSTERED)) is not None:
-        estimate = clusters.estimate.value, clusters.estimate.error
         yield clusters.finding(
             "Contexts cluster clearly by label",
             "Contexts do not cluster clearly by label",
             "Whether contexts cluster clearly by label",
-            f"k-means finds the labels with an adjusted Rand index of {_mean(estimate)} (1: perfect, 0: chance)",
+            "k-means finds the labels with an adjusted Rand index of "
+            f"{_mean(clusters.value_and_error)} (1: perfect, 0: chance)",
         )
     elif column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."

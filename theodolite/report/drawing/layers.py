@@ -34,6 +34,7 @@ from theodolite.report.drawing.grammar import (
     level,
     line,
     map_height,
+    noise_floor,
     reference,
     rows_down,
     sentence,
@@ -85,11 +86,10 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
         trace
         for floor in sorted(floors)
         if (values := column(run.layers, floor)) is not None
-        for trace in reference(
+        for trace in noise_floor(
             layer_numbers(run),
             values,
             "noise floor" if floor.endswith("_floor") else described[floor].title,
-            dash="dash",
         )
     ]
 
