@@ -135,6 +135,12 @@ class MassiveTokens(LayerSums):
         token = ids.cpu()[context, position]
         self._add("named", tuple(each[shown] for each in (of_layer, absolute, position, token)), named)
 
+    def take_moments(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Return count, mean and centred second moment of each layer that has any, and forget them."""
+        rows = self.keyed["moment"].state()
+        self.keyed["moment"].restore({name: values[:0] for name, values in rows.items()})
+        return dict(_moments(rows))
+
     def _add(self, name: str, keys: tuple[Tensor, ...], values: dict[str, Tensor]) -> None:
         sums = self.keyed[name]
         sums.add(sums.rows(torch.stack(keys, dim=1)), values)
@@ -154,12 +160,18 @@ def with_massive(means: State, residual: State, massive: State) -> tuple[State, 
     mean = (means["context_mean"][place] * before[:, None] + rows["sum"]) / (before + rows["count"])[:, None]
     means["context_mean"] = means["context_mean"].index_put(place, mean)
     means["context_tokens"] = means["context_tokens"].index_put(place, before + rows["count"])
-    rows = part_of(massive, "moment")
+    if "numbers" in residual:
+        return means, {"numbers": residual["numbers_with_massive"]}
     residual = {name: values.clone() for name, values in residual.items()}
-    for layer, total, square, count in zip(
-        rows["keys"][:, 0], rows["sum"], rows["square"], rows["count"], strict=True
-    ):
-        own = total / count
-        sums = [residual[name][layer] for name in ("count", "mean", "moment")]
-        combine(sums, (count, own, square - count * own.outer(own)))
+    for layer, own in _moments(part_of(massive, "moment")):
+        combine([residual[name][layer] for name in ("count", "mean", "moment")], own)
     return means, residual
+
+
+def _moments(rows: State) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+    """Yield each layer that has massive tokens, with their count, mean and centred second moment."""
+    for (layer,), total, square, count in zip(
+        rows["keys"].tolist(), rows["sum"], rows["square"], rows["count"], strict=True
+    ):
+        mean = total / count
+        yield layer, (count, mean, square - count * mean.outer(mean))

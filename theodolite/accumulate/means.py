@@ -133,6 +133,10 @@ class Means(LayerSums):
                 self.at("position_sum", layer, hidden.device)[group, place] += summed[source]
         self._keep(layer, hidden, context_mean, context_tokens, first_context)
 
+    def resume(self, hidden: Float[Tensor, "batch positions width"]) -> None:
+        """Take the hidden states that the next update is to be compared with: the same contexts, a layer before."""
+        self._previous = hidden, torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float64)
+
     def _keep(
         self, layer: int, hidden: Tensor, context_mean: Tensor, context_tokens: Tensor, first_context: int
     ) -> None:

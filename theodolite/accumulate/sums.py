@@ -73,16 +73,17 @@ class LayerSums:
         self.layers = layers
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
-        self._tensors = {
-            name: [torch.zeros(shape, dtype=torch.float64) for _ in range(layers)]
-            for name, shape in shapes.items()
+        self._stacked = {
+            name: torch.zeros(layers, *shape, dtype=torch.float64) for name, shape in shapes.items()
         }
+        self._tensors = {name: list(tensor.unbind()) for name, tensor in self._stacked.items()}
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""
         tensors = self._tensors[name]
         if tensors[layer].device != device:
             tensors[layer] = tensors[layer].to(device)
+            self._stacked.pop(name, None)
         return tensors[layer]
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
@@ -93,8 +94,14 @@ class LayerSums:
         include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
-        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys."""
-        sums = {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
+        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys.
+
+        Those that were summed there are the sums themselves, which grow further.
+        """
+        sums = {
+            name: self._stacked[name] if name in self._stacked else torch.stack([t.cpu() for t in tensors])
+            for name, tensors in self._tensors.items()
+        }
         return sums | joined({name: sums.state() for name, sums in self.keyed.items()})
 
     def restore(self, state: State) -> None:

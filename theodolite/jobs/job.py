@@ -126,11 +126,15 @@ class States:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps by name. `title` is what is said while they run; `make` may look at the states of earlier stages."""
+    """Steps by name. `title` is what is said while they run; `make` may look at the states of earlier stages.
+
+    `parts` are stages that the steps do together: their state has each as `name.tensor`, their notes as `name`.
+    """
 
     name: str
     title: str
     make: Callable[[States], Steps]
+    parts: tuple[str, ...] = ()
 
 
 class Job:
@@ -169,7 +173,7 @@ class Job:
             if saved:
                 self._began = min(self._began, time.monotonic() - saved["seconds"])
             if saved.get("finished"):
-                self._add(stage.name, tensors, saved["notes"])
+                self._add(stage, tensors, saved["notes"])
                 continue
             try:
                 steps = stage.make(self.states)
@@ -184,7 +188,7 @@ class Job:
             except BaseException:
                 self.save()  # refused, or stopped before its first save: the stages before it are whole
                 raise
-            self._add(stage.name, steps.state(), steps.notes)
+            self._add(stage, steps.state(), steps.notes)
             self._unsaved.append(stage.name)
         self.states.seconds = time.monotonic() - self._began
         return self.states
@@ -196,8 +200,11 @@ class Job:
             self._save(name, self.states.tensors[name], self.states.notes[name], finished=True)
             self._unsaved.pop(0)
 
-    def _add(self, name: str, tensors: Tensors, notes: Notes) -> None:
-        self.states.tensors[name], self.states.notes[name] = tensors, notes
+    def _add(self, stage: Stage, tensors: Tensors, notes: Notes) -> None:
+        states = self.states
+        states.tensors[stage.name], states.notes[stage.name] = tensors, notes
+        for part in stage.parts:
+            states.tensors[part], states.notes[part] = states.of(f"{stage.name}.{part}"), notes[part]
 
     def _checkpoint(self, name: str, steps: Steps, done: int, must: bool) -> None:
         if self.work.out is None:

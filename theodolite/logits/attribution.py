@@ -98,7 +98,7 @@ class PatternPass(Hooks):
         """Run one forward pass; nothing of it is saved until all layers are scored."""
         progress.checkpoint(progress.done)
         self._progress = progress
-        if self.patterns and not progress.done:
+        if self.patterns and progress.done < self.total:
             with hooked(self.model, self):
                 self.model.forward(self.ids)
         progress.checkpoint(self.total)
@@ -161,7 +161,7 @@ class AttributionPass:
     def run(self, progress: Progress) -> None:
         """Run one forward pass up to the last chosen layer; nothing of it is saved before its end."""
         progress.checkpoint(progress.done)
-        if self.chosen and not progress.done:
+        if self.chosen and progress.done < self.total:
             visit_layers(
                 self.model, self.ids, sorted(self.chosen), lambda layer_pass: self._take(layer_pass, progress)
             )

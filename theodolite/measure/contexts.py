@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
+from theodolite.accumulate.second_moments import numbers_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
@@ -122,8 +123,8 @@ def context_columns(
         read = (means["context_tokens"][layer] > 0).all(dim=0)
         contexts = Contexts(ctx[layer][:, read], labels[read], group[read], list(basis.groups))
         numbers = contexts.similarities() | {"incoherence_mean": contexts.incoherence(basis.p)}
-        moment = residual["moment"][layer]
-        random = torch.linalg.matrix_norm(moment) / moment.trace()
+        _, trace, norm = numbers_of(residual, layer)
+        random = norm / trace
         numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()
         found = torch.full_like(labels, -1).masked_scatter(read, cluster)

@@ -16,17 +16,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from theodolite.accumulate.second_moments import low_rank
+from theodolite.accumulate.second_moments import low_rank, numbers_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion
 from theodolite.measure.column import BASIS, LEFT_OUT, SHARE, WITHOUT, Array, Column, gives
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
-from theodolite.theory.singular import by_gram_matrix, largest_singular_value, screenot_of_values
+from theodolite.theory.singular import by_gram_matrix, screenot_of_values
 from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
 from theodolite.theory.unbiased import (
     Jackknifed,
@@ -241,20 +241,20 @@ def position_columns(
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
-        return of_ranks | layer_numbers(basis, residual["moment"][layer], sketch, grid), directions.half()
+        return of_ranks | layer_numbers(basis, numbers_of(residual, layer), sketch, grid), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
     return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
 
 
 def layer_numbers(
-    basis: GroupedBasis, moment: Float[Tensor, "width width"], sketch: State, grid: Grid | None = None
+    basis: GroupedBasis, numbers: Float64[Tensor, "3"], sketch: State, grid: Grid | None = None
 ) -> dict[str, Jackknifed]:
     """Compute the columns of one layer, but for the ranks.
 
     Args:
         basis: by groups of contexts.
-        moment: Σ (x − x̄)(x − x̄)ᵀ of all tokens.
+        numbers: `moment_numbers` of all tokens.
         sketch: of that by groups, one layer of `MomentSketches`.
         grid: rows and columns of the positions; None: they lie in a line.
     """
@@ -262,9 +262,8 @@ def layer_numbers(
     readers = basis.readers.sum(dim=0).sqrt()
     tiled = basis.p * readers[:, None]
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
-    largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
     sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
-    exact = torch.stack([largest, moment.trace()])
+    exact = numbers[:2]
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
     whole, variance = moments[0].corrected(), moments[1]

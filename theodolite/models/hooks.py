@@ -27,6 +27,13 @@ class Hooks(Protocol):
         """Receive the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
         return
 
+    def resume(self, layer: int, hidden: Tensor) -> None:
+        """Receive the residual stream once more that enters a block after the first, where blocks may run alone.
+
+        Other contexts may have gone through the block before since this one did.
+        """
+        return
+
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Receive the input of a block's attention module (after its norm, where the norm comes first)."""
         return
@@ -78,8 +85,8 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
         if block in entered:
             layer = entered.take(block)
-            if layer == 0 or structure.free:
-                hooks.stream(layer, structure.layout.ordered(first_tensor(args, kwargs)))
+            received = hooks.stream if layer == 0 or structure.free else hooks.resume
+            received(layer, structure.layout.ordered(first_tensor(args, kwargs)))
 
     @without_autocast()
     def leave_block(block: nn.Module, _args: Any, output: Any) -> None:
@@ -103,7 +110,8 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
             hooks.attention_input(layer, hidden)
 
     handles = [entry.register_forward_pre_hook(begin), entry.register_forward_hook(end)]
-    entering = set(structure.blocks) if structure.free else {structure.blocks[0]}
+    all_enter = structure.free or model.streamed is not None
+    entering = set(structure.blocks) if all_enter else {structure.blocks[0]}
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
     if structure.free:

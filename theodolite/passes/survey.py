@@ -33,6 +33,7 @@ from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chu
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
+from theodolite.passes.sweep import SweptText, check_swept, swept
 from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system import embedded
@@ -194,6 +195,7 @@ class SurveyPlan:
         self, model: OpenModel, corpus: Corpus, batch: int | None, seed: int, extra: Sequence[Extra]
     ) -> None:
         check_fit(model, corpus)
+        check_swept(model)
         model.check_weights()
         check_extra(extra, taken)
         self.model, self.corpus, self.seed, self.extra = model, corpus, seed, extra
@@ -227,7 +229,8 @@ class SurveyPlan:
         model, corpus, seed = self.model, self.corpus, self.seed
 
         def shares(states: States) -> SharesPass:
-            added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
+            if model.streamed is None:
+                added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
             return SharesPass(model, corpus, seed, states.of(f"{TEXT}.means"))
 
         def weights(states: States) -> WeightsPass:
@@ -244,13 +247,17 @@ class SurveyPlan:
             means = means_of_halves(states.of(f"{TEXT}.means"), self.trailing, corpus.leading)
             return AttributionPass(model, seed, states.of("patterns")["scores"], *means)
 
-        return [
+        stages = [
             Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),
             Stage("shares", "splitting logits", shares),
             Stage("weights", WEIGHTS_TITLE, weights),
             _patterns(model, corpus, seed),
             Stage("attribution", "attributing patterns", attribution),
         ]
+        if model.streamed is None:
+            return stages
+        text = Stage(TEXT, TEXT_TITLE, lambda _: SweptText(model, corpus, seed, self.batch, self.extra))
+        return [swept(model, [text, *stages[1:4]]), swept(model, stages[4:])]
 
     def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""
@@ -290,6 +297,8 @@ class SurveyPlan:
         """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
         if out is None:
             raise UsageError("a shard leaves its sums in a folder: say which, the same for all shards")
+        if self.model.streamed is not None:
+            raise UsageError("a model that is read block by block reads all of a text: leave out --shard or --stream")
         if self.corpus.images is not None:
             raise UsageError("shards are of text, not of images: survey them in one process")
         chunks = chunks_of(len(self.corpus.contexts), self.batch)

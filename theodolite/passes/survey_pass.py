@@ -79,12 +79,13 @@ class HeadsPass(MeansPass):
     """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
     _examples = 0
+    _moments: type[SecondMoments] = SecondMoments
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
-        self.inputs = SecondMoments(model.layers, model.structure.attention_width)
+        self.inputs = self._moments(model.layers, model.structure.attention_width)
         examples = min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
             model.layers, model.heads, length, contexts, examples, self.trailing, self.leading
@@ -127,7 +128,7 @@ class SurveyPass(HeadsPass):
         self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
     ) -> None:
         super().__init__(model, corpus, seed, batch)
-        self.residual = SecondMoments(model.layers + 1, model.width)
+        self.residual = self._moments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
         self.massive = MassiveTokens(model.layers + 1, model.width, self.means)

@@ -201,7 +201,11 @@ def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, T
 
 
 def _refuse_overflow(moments: State) -> None:
-    finite = moments["moment"].isfinite().all(dim=(1, 2))
-    if not finite.all():
-        layer = int((~finite).nonzero()[0])
+    for layer, moment in enumerate(moments.get("moment", ())):
+        refuse_overflow(layer, moment)
+
+
+def refuse_overflow(layer: int, moment: Tensor) -> None:
+    """Raise `WorkError` where a layer's second moments are no numbers."""
+    if not moment.isfinite().all():
         raise WorkError(f"the squares of layer {layer}'s vectors overflow: try --dtype float64")

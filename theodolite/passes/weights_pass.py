@@ -78,7 +78,7 @@ class WeightsPass:
     @measures("self.model")
     def run(self, progress: Progress) -> None:
         """Read the layers that are left; a layer's weights go before the next one's come."""
-        for layer in range(progress.done, self.total):
+        for layer in range(progress.done, progress.total):
             progress.checkpoint(layer)
             try:
                 weights = self.model.head_weights(layer)
@@ -88,7 +88,7 @@ class WeightsPass:
                 self._read(layer, weights)
             self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
             self.notes["scaling"].append(weights.scaling if weights else 1.0)
-        progress.checkpoint(self.total)
+        progress.checkpoint(progress.total)
 
     def _read(self, layer: int, weights: HeadWeights | None) -> None:
         model = self.model

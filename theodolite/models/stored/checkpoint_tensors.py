@@ -198,7 +198,12 @@ class _OneRow(TorchFunctionMode):
 
 
 class StreamedBlocks:
-    """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`."""
+    """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`.
+
+    Attributes:
+        readings: how often each block was read.
+        unswept: why passes cannot go through the blocks together (`Sweep`); None where they can.
+    """
 
     def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
@@ -206,12 +211,14 @@ class StreamedBlocks:
         if structure.free or len(set(structure.blocks)) < len(structure.blocks):
             raise CannotReadLazily("its layers are no modules of their own")
         self.names = [name_of[block] for block in structure.blocks]
+        self.readings = [0] * len(self.names)
+        self.unswept: str | None = None
         self._users = [0] * len(self.names)
         self._change: Callable[[int], None] | None = None
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
-        """Load the tensors of a block while open."""
+        """Load the tensors of a block while open; `WorkError` where they are no numbers."""
         block, first, name = self._structure.blocks[layer], not self._users[layer], self.names[layer]
         self._users[layer] += 1
         try:
@@ -220,6 +227,9 @@ class StreamedBlocks:
                     # What is read within a pass without gradients is written to after it, too.
                     with torch.inference_mode(False), torch.no_grad():
                         self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
+                        self.readings[layer] += 1
+                        if self.readings[layer] == 1:
+                            loading.refuse_nonfinite_weights(block, name + ".")
                         if self._change is not None:
                             self._change(layer)
                 yield

@@ -34,8 +34,9 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
     put_back,
 )
-from theodolite.models.structure import Structure
+from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import find_structure
+from theodolite.models.sweep import Sweep
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system import embedded
 from theodolite.system.choices import Attention, check_dtype
@@ -75,9 +76,7 @@ def open_weights(
         with _read_in_parts():
             checkpoint = checkpoint.of_one_commit()
             reader = Reader.of(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
-            for layer in (reader.structure.attending[0], reader.structure.attending[-1]):
-                with reader.loaded(layer):
-                    pass
+            reader.verify_ends()
         reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
         return reader.opened(block_present=reader.loaded, **checkpoint.identity(show_progress))
     except CannotReadLazily as reason:
@@ -96,16 +95,15 @@ def open_streamed(
     say: Callable[[str], None] = lambda line: None,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OpenModel:
-    """Open a checkpoint whose blocks are read from its files as they run, for `prune_model`.
+    """Open a checkpoint whose blocks are read from its files as they run, for `survey` and `prune_model`.
 
-    Every block is read once on opening: its weights are finite, and the attention of the first and the last that
-    attend is verified as `open_weights` does. A checkpoint that cannot be read so is opened whole.
+    The attention of the first and the last block that attend is verified on opening, as `open_weights` does. That its
+    weights are finite is seen when a block is first read. A checkpoint that cannot be read so is opened whole.
 
     Args:
         path_or_id, dtype, device, revision: as in `open_model`.
         say: told in a line why the model was opened whole, if it was, and of a dtype in which this processor is slow.
-        show_progress: told (0, 1) before each block is read, then (bytes done, bytes in all) while the files are
-            hashed; it may raise to stop.
+        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
 
     Raises:
         UsageError, WorkError: as `open_model` does.
@@ -136,14 +134,9 @@ def _open_streamed(
         raise CannotReadLazily("encoder and decoder read each other")
     reader = Reader.of(tensors, None)
     blocks = StreamedBlocks(tensors, reader.structure, device)
+    blocks.unswept = reader.why_not_swept()
     blocks.load_rest()
-    attending = reader.structure.attending
-    for layer in range(len(blocks.names)):
-        show_progress(0, 1)
-        with blocks.present(layer):
-            loading.refuse_nonfinite_weights(reader.structure.blocks[layer], blocks.names[layer] + ".")
-            if layer in (attending[0], attending[-1]):
-                reader.verify(layer)
+    reader.verify_ends()
     blocks.read_as_they_run()
     there = {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()}
     return replace(reader, calls=there).opened(
@@ -232,6 +225,25 @@ class Reader:
     def opened(self, **rest: Any) -> OpenModel:
         """Open the model, with other attributes."""
         return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
+
+    def why_not_swept(self) -> str | None:
+        """Run a few tokens through the skeleton, and through one block at a time; say why these are not the same."""
+        run, sweep = self.source.small_pass(VERIFIED_LENGTH), Sweep(self.structure.blocks)
+        with filled_with_rows(self.tensors.model, OTHER_WEIGHTS), torch.no_grad():
+            whole = first_output(run())
+            try:
+                for layer in range(len(self.structure.blocks)):
+                    with sweep.block(layer):
+                        swept = first_output(run())
+            except (WorkError, *loading.RUNNING_ERRORS) as error:
+                return loading.reason_of(error)
+        return None if torch.equal(swept, whole) else "its blocks need more than what the ones before them leave"
+
+    def verify_ends(self) -> None:
+        """Verify the first and the last attention module; errors are those of `loaded`."""
+        for layer in (self.structure.attending[0], self.structure.attending[-1]):
+            with self.loaded(layer):
+                pass
 
     @contextmanager
     def loaded(self, layer: int) -> Iterator[None]:

@@ -1,0 +1,119 @@
+"""Forward passes that go through the blocks of a model together: all through one block, before any is in the next.
+
+So a block that is read from its files as it runs (`StreamedBlocks`) is read once for any number of passes. Whoever
+makes the passes repeats them, in the same order, for every block; the model's own code calls the blocks, and makes
+masks and angles anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from theodolite.errors import WorkError
+from theodolite.models.structure import first_tensor
+from theodolite.system.files import disk_errors
+
+
+class Sweep:
+    """The hidden states of some passes on their way through the blocks.
+
+    While `block(layer)` is open, a pass runs that block alone, on what the pass of the same number left at the block
+    before; the others give back what they get, and their hooks are not called.
+
+    Attributes:
+        carried: the number of a pass → what it left at the last block that it ran.
+        others: how many outputs blocks have beside hidden states, which are None; None where these are all they return.
+
+    Args:
+        blocks: in the order of the layers, each a module of its own.
+        folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
+            memory.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], folder: Path | None = None) -> None:
+        self.carried: dict[int, Tensor] = {}
+        self.others: int | None = None
+        self._blocks, self._folder = blocks, folder
+        self._number = 0
+        self._entered: Tensor | None = None
+
+    @contextmanager
+    def block(self, layer: int) -> Iterator[None]:
+        """Let every pass run this block alone while open, the same passes as at the block before.
+
+        Raises:
+            WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden states.
+        """
+        self._number = 0
+        for number, block in enumerate(self._blocks):
+            # As `Module.compile` does: called in place of the module and its hooks.
+            block._compiled_call_impl = self._alone(layer) if number == layer else self._given_back(number)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block._compiled_call_impl = None
+
+    def _given_back(self, number: int) -> Callable[..., Any]:
+        def give_back(*args: Any, **kwargs: Any) -> Any:
+            hidden = first_tensor(args, kwargs)
+            if not number:
+                self._entered = hidden
+            return hidden if self.others is None else (hidden, *[None] * self.others)
+
+        return give_back
+
+    def _alone(self, layer: int) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            number, hidden = self._number, first_tensor(args, kwargs)
+            self._number += 1
+            if layer and hidden is not self._entered:
+                raise WorkError("the model computes something between its blocks")
+            if number in self.carried:
+                args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
+            output = self._blocks[layer]._call_impl(*args, **kwargs)
+            several = isinstance(output, tuple)
+            if several and any(part is not None for part in output[1:]):
+                raise WorkError("its blocks pass on more than hidden states")
+            self.others = len(output) - 1 if several else None
+            self.carried[number] = self._kept(output[0] if several else output, self.carried.get(number))
+            return output
+
+        return run
+
+    def _kept(self, hidden: Tensor, before: Tensor | None) -> Tensor:
+        """Store hidden states until the next block: in the place of those before, if these are in a file."""
+        if self._folder is None:
+            return hidden
+        if before is not None:
+            return before.copy_(hidden)
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return in_file(hidden, self._folder)
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[Any, Any]:
+    """Put other hidden states into a call of a block."""
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": hidden}
+    return (hidden, *args[1:]), kwargs
+
+
+def in_file(tensor: Tensor, folder: Path) -> Tensor:
+    """Copy a tensor into a file without a name, which the system keeps in memory as far as there is room.
+
+    It is written before it is mapped, so that a full disk is an error.
+    """
+    flat = tensor.detach().cpu().contiguous()
+    with NamedTemporaryFile(dir=folder) as file:
+        file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
+    return mapped.view(flat.shape)

@@ -1,0 +1,150 @@
+"""The stages of a survey of a model that is read from its files, block by block: all of them while a block is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from theodolite.accumulate.second_moments import MomentsByLayer
+from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import UsageError
+from theodolite.jobs.job import Stage, States, Steps
+from theodolite.measure.extra import Extra
+from theodolite.models import OpenModel
+from theodolite.models.guard import measures
+from theodolite.models.sweep import Sweep
+from theodolite.passes.survey_pass import SurveyPass
+from theodolite.passes.tabulate import refuse_overflow
+from theodolite.system.progress import Progress
+
+
+class SweptStages:
+    """Stages that go through the blocks together: each does what is of a block before any goes on to the next.
+
+    The forward passes of a stage end after the block, and go on from there. A stage is made from the states of those
+    before it, which hold what is summed up to this block.
+
+    State: those of the stages, and `passes`, the hidden states between the blocks.
+
+    Args:
+        model: from `open_streamed`.
+        stages: in order; their steps are run anew for every block, with the progress of that block.
+        states: of the stages before.
+        blocks: so many blocks have steps; None: all.
+    """
+
+    def __init__(
+        self, model: OpenModel, stages: Sequence[Stage], states: States, blocks: int | None = None
+    ) -> None:
+        assert model.streamed is not None
+        self.model = model
+        self.total = model.layers if blocks is None else blocks
+        work = states.work
+        self._sweep = Sweep(model.structure.blocks, None if work.out is None else work.folder)
+        self._steps: dict[str, Steps] = {}
+        live = States(work, dict(states.tensors), dict(states.notes))
+        for stage in stages:
+            steps = self._steps[stage.name] = stage.make(live)
+            live.tensors[stage.name] = steps.live() if isinstance(steps, SweptText) else steps.state()
+            live.notes[stage.name] = steps.notes
+        self.notes = {name: steps.notes for name, steps in self._steps.items()}
+
+    def state(self) -> State:
+        """Return the states of all stages, and the hidden states of their passes."""
+        states = joined({name: steps.state() for name, steps in self._steps.items()})
+        return states | joined({"passes": {str(n): hidden for n, hidden in self._sweep.carried.items()}})
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        for name, steps in self._steps.items():
+            steps.restore(part_of(state, name))
+        self._sweep.carried = {int(n): hidden for n, hidden in part_of(state, "passes").items()}
+
+    @measures("self.model")
+    def run(self, progress: Progress) -> None:
+        """Run all stages block by block."""
+        for name, steps in self._steps.items():
+            steps.notes = self.notes[name]  # those of an earlier process
+        for layer in range(progress.done, self.total):
+            progress.checkpoint(layer)
+            with self.model.block_present(layer), self._sweep.block(layer):
+                for steps in self._steps.values():
+                    steps.run(Progress(layer + 1, layer))
+        progress.checkpoint(self.total)
+
+
+class SweptText(SurveyPass):
+    """The corpus pass, one block at a time.
+
+    State: that of `SurveyPass`, with the numbers of moments in place of these (`MomentsByLayer`), and left_out
+    (contexts, T), the tokens that the last layer leaves out.
+    """
+
+    _moments = MomentsByLayer
+    inputs: MomentsByLayer
+    residual: MomentsByLayer
+
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
+    ) -> None:
+        super().__init__(model, corpus, seed, batch, extra)
+        width = self.model.structure.attention_width
+        self._read_now = torch.zeros(width, width, dtype=torch.float64)
+        self._marked = torch.zeros(self.corpus.contexts.shape, dtype=torch.bool)
+
+    def state(self) -> State:
+        """Return all sums so far."""
+        return super().state() | {"left_out": self._marked}
+
+    def live(self) -> State:
+        """Return all sums, with inputs.moment (L, d, d): at every layer that of the block that is being read."""
+        return self.state() | {"inputs.moment": self._read_now.expand(self.inputs.layers, -1, -1)}
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        super().restore(state)
+        self._marked.copy_(state["left_out"])
+
+    @measures("self.model")
+    def run(self, progress: Progress) -> None:
+        """Read all contexts up to the end of a block, and take the numbers of its moments."""
+        layer = progress.done
+        self.inputs.moments = {layer: self._read_now.zero_()}
+        self.read(0, self.total)
+        self._read_now.copy_(self.inputs.moments[layer])
+        refuse_overflow(layer, self._read_now)
+        massive = self.massive.take_moments()
+        for closed, moment in list(self.residual.moments.items()):
+            refuse_overflow(closed, moment)
+            self.residual.close(closed, massive.get(closed))
+
+    def resume(self, layer: int, hidden: Tensor) -> None:
+        """Take up the contexts where the last block left them."""
+        self.means.resume(hidden)
+        left_out = self._marked[self._first : self._first + len(hidden), : hidden.shape[1]]
+        self._left_out = left_out.to(hidden.device) if left_out.any() else None
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Take in the residual stream of one layer."""
+        super().stream(layer, hidden)
+        contexts = self._marked[self._first : self._first + len(hidden), : hidden.shape[1]]
+        contexts.copy_(torch.zeros_like(contexts) if self._left_out is None else self._left_out)
+
+
+def swept(model: OpenModel, stages: Sequence[Stage]) -> Stage:
+    """Make one stage of several that go through the blocks together, called and shown as the first."""
+    names = tuple(stage.name for stage in stages)
+    return Stage(
+        f"{names[0]}-by-block", stages[0].title, lambda states: SweptStages(model, stages, states), names
+    )
+
+
+def check_swept(model: OpenModel) -> None:
+    """Raise `UsageError` where the passes of a streamed model cannot go through its blocks together."""
+    if model.streamed is not None and model.streamed.unswept is not None:
+        raise UsageError(
+            f"{model.id} cannot be surveyed block by block ({model.streamed.unswept}): leave out --stream"
+        )
