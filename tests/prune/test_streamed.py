@@ -196,6 +196,7 @@ def test_what_cannot_be_streamed_is_opened_whole_and_says_so(tmp_path, checkpoin
 
 @pytest.mark.parametrize("where", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_weights_that_are_no_numbers_are_refused(where, copied):
+    """Those outside the blocks on opening, those of a block when it is first read."""
     folder = with_tensors(copied("llama3"), lambda tensors: tensors[where][0, 0].fill_(torch.nan))
     with pytest.raises(TheodoliteError, match=where.replace(".", r"\.")):
-        open_streamed(folder)
+        open_streamed(folder).forward(corpus_of().contexts)

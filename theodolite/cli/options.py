@@ -70,6 +70,10 @@ Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [defa
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
+Stream = Annotated[
+    bool,
+    typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
 
 

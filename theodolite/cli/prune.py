@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
+from theodolite.cli.options import AsJson, Batch, Model, Opening, Stream, Text, contexts_help, one_of, say_where
 from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, FORMS, METHODS, OF_METHOD, RANK_RATIO, PruningOptions
@@ -124,10 +124,7 @@ def prune_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pruned checkpoint.")],
     model: Model = None,
     how: _Pruning,
-    stream: Annotated[
-        bool,
-        typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
-    ] = False,
+    stream: Stream = False,
     text: _CalibrationText,
     as_json: AsJson = False,
     batch: Batch = None,

@@ -18,6 +18,7 @@ from theodolite.cli.options import (
     Models,
     Opening,
     RunFolder,
+    Stream,
     Text,
     default_folder,
     finish,
@@ -89,6 +90,7 @@ def survey_command(
     batch: Batch = None,
     baseline: Baseline = None,
     shard: Shard = None,
+    stream: Stream = False,
     opening: Opening,
     cluster: Cluster,
 ) -> None:
@@ -107,6 +109,9 @@ def survey_command(
         if several:
             alone = {"--baseline": baseline, "--shard": shard}
             refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
+        if stream:
+            others = {"--ray": cluster.ray, "--baseline": baseline, "--shard": shard}
+            refuse_unread("--stream: one process reads the files, for all of the text", others)
         if shard is not None:
             refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
         part = None if shard is None else shard_of(shard)
@@ -119,7 +124,13 @@ def survey_command(
 
         keep_pages()
         survey_one = functools.partial(
-            _survey_one, text=text, batch=batch, opening=opening, cluster=cluster, stopped=stopped
+            _survey_one,
+            text=text,
+            batch=batch,
+            stream=stream,
+            opening=opening,
+            cluster=cluster,
+            stopped=stopped,
         )
         if several:
             _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
@@ -164,6 +175,7 @@ def _survey_one(
     *,
     text: Text,
     batch: int | None,
+    stream: bool,
     opening: Opening,
     cluster: Cluster,
     stopped: Callable[[], bool],
@@ -175,7 +187,7 @@ def _survey_one(
     from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
-    opened = opening.open(model, text)
+    opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     how: dict[str, Any] = {"batch": batch, "seed": text.seed}

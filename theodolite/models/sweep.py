@@ -29,7 +29,7 @@ class Sweep:
 
     Attributes:
         carried: the number of a pass → what it left at the last block that it ran.
-        others: how many outputs blocks have beside hidden states, which are None; None where these are all they return.
+        others: how many outputs blocks have beside hidden states; None where these are all they return.
 
     Args:
         blocks: in the order of the layers, each a module of its own.
@@ -43,6 +43,7 @@ class Sweep:
         self._blocks, self._folder = blocks, folder
         self._number = 0
         self._entered: Tensor | None = None
+        self._beside: Sequence[Any] = ()
 
     @contextmanager
     def block(self, layer: int) -> Iterator[None]:
@@ -51,7 +52,7 @@ class Sweep:
         Raises:
             WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden states.
         """
-        self._number = 0
+        self._number, self._beside = 0, ()
         for number, block in enumerate(self._blocks):
             # As `Module.compile` does: called in place of the module and its hooks.
             block._compiled_call_impl = self._alone(layer) if number == layer else self._given_back(number)
@@ -66,6 +67,8 @@ class Sweep:
             hidden = first_tensor(args, kwargs)
             if not number:
                 self._entered = hidden
+            if any(value is other for value in (*args, *kwargs.values()) for other in self._beside):
+                raise WorkError("its blocks pass on more than hidden states")
             return hidden if self.others is None else (hidden, *[None] * self.others)
 
         return give_back
@@ -79,9 +82,8 @@ class Sweep:
             if number in self.carried:
                 args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
             output = self._blocks[layer]._call_impl(*args, **kwargs)
-            several = isinstance(output, tuple)
-            if several and any(part is not None for part in output[1:]):
-                raise WorkError("its blocks pass on more than hidden states")
+            several = isinstance(output, tuple | list)
+            self._beside = [part for part in output[1:] if isinstance(part, Tensor)] if several else ()
             self.others = len(output) - 1 if several else None
             self.carried[number] = self._kept(output[0] if several else output, self.carried.get(number))
             return output
