@@ -9,6 +9,7 @@ import copy
 import functools
 import hashlib
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 """How `transformers` can turn queries and keys."""
 
 MOST_LABELS = 10**7
+
+SUMMED_AT_ONCE = 2**22
 
 MOST_TENSORS = 500_000
 """Of a checkpoint: four times as many as the largest mixtures of experts with the scales of a quantiser."""
@@ -397,9 +400,11 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or parameter.dtype not in FLOATS.values() or has_own_class(parameter):
             continue
-        # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself.
-        total = parameter.sum(dtype=torch.promote_types(parameter.dtype, torch.float32))
-        if not torch.isfinite(total) and not torch.isfinite(parameter).all():
+        # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself. It is of a
+        # few rows at a time, of which there is a copy in the wider type.
+        wider = torch.promote_types(parameter.dtype, torch.float32)
+        total = sum(rows.sum(dtype=wider) for rows in parameter.reshape(-1).split(SUMMED_AT_ONCE))
+        if not math.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
             if kind == "infinite" and parameter.dtype == torch.float16:
                 raise WorkError(
