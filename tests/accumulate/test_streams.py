@@ -62,14 +62,15 @@ def test_means_of_some_groups_are_those_of_their_contexts():
     np.testing.assert_allclose(mean, rows[text].mean(0))
     np.testing.assert_allclose(pos[text], rows[text] - rows[text].mean(0), atol=1e-9)
     assert not pos[6].any()
-    both, positions = means_of_halves(state)
+    both, positions = means_of_halves(state, 1)
     for half, contexts in enumerate(([0, 2, 4, 6], [1, 3, 5])):
         there = ~left_out[contexts].numpy()
         own = x[contexts][:, 1:][there[:, 1:]].mean(0)
-        np.testing.assert_allclose(both[half, 1], own)
+        np.testing.assert_allclose(both[half], own)
         expected = [x[contexts, t][there[:, t]].mean(0) - own for t in range(LENGTH)]
-        np.testing.assert_allclose(positions[half, 1], expected, rtol=1e-6, atol=1e-4)
-    alone = means_of_halves(filled(h[:, :1], [1]).state() | {"contexts": torch.eye(8)[:1].expand(2, -1)})[0]
+        np.testing.assert_allclose(positions[half], expected, rtol=1e-6, atol=1e-4)
+    of_one = filled(h[:, :1], [1]).state() | {"contexts": torch.eye(8)[:1].expand(2, -1)}
+    alone = means_of_halves(of_one, 1)[0]
     assert torch.equal(alone[0], alone[1])
 
 

@@ -248,19 +248,19 @@ def means_of_first(
 
 
 def means_of_halves(
-    state: State, trailing: int = 0, leading: int = 1
-) -> tuple[Float[Tensor, "2 layers width"], Float[Tensor, "2 layers positions width"]]:
+    state: State, layer: int, trailing: int = 0, leading: int = 1
+) -> tuple[Float[Tensor, "2 width"], Float[Tensor, "2 positions width"]]:
     """Return μ and pos of the contexts in either half of the groups; of a single group, twice its own."""
-    filled = (state["contexts"].sum(dim=0) > 0).nonzero().flatten()
+    filled = (state["contexts"][layer] > 0).nonzero().flatten()
     text = slice(leading, state["position_sum"].shape[2] - trailing)
     means, positions = [], []
     for half in (filled[0::2], filled[1::2]):
         chosen = half if len(half) else filled
-        for sums, readers in zip(state["position_sum"][:, chosen], state["readers"][:, chosen], strict=True):
-            mean, pos = mean_and_pos(sums.sum(dim=0), readers.sum(dim=0), text)
-            means.append(mean)
-            positions.append((pos * (readers.sum(dim=0) > 0)[:, None]).float())
-    return torch.stack(means).unflatten(0, (2, -1)), torch.stack(positions).unflatten(0, (2, -1))
+        sums, readers = (state[name][layer, chosen].sum(dim=0) for name in ("position_sum", "readers"))
+        mean, pos = mean_and_pos(sums, readers, text)
+        means.append(mean)
+        positions.append((pos * (readers > 0)[:, None]).float())
+    return torch.stack(means), torch.stack(positions)
 
 
 def whole_contexts(

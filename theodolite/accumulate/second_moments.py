@@ -107,7 +107,7 @@ class MomentsByLayer(SecondMoments):
         return self.moments[layer]
 
     def close(self, layer: int, massive: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-        """Take a layer's numbers, with the count, mean and moment of its massive tokens among the others too, and drop it."""
+        """Take a layer's numbers and drop its moment; `massive`: count, mean and moment of tokens that were left out."""
         moment = self.moments.pop(layer)
         sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
         own = moment_numbers(moment)
@@ -253,13 +253,13 @@ def _add_square(rows: Float[Tensor, "rows width"], total: Float64[Tensor, "width
         total[stop:, start:stop] += strip[:, stop - start :].T
 
 
-def moment_numbers(moment: Float[Tensor, "width width"]) -> Float64[Tensor, "3"]:
+def moment_numbers(moment: Float[Tensor, "width width"]) -> Float64[Tensor, 3]:
     """Compute the largest eigenvalue, the trace and the Frobenius norm of a centred second moment."""
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10)[0].double()
     return torch.stack([largest, moment.trace(), torch.linalg.matrix_norm(moment)])
 
 
-def numbers_of(state: State, layer: int) -> Float64[Tensor, "3"]:
+def numbers_of(state: State, layer: int) -> Float64[Tensor, 3]:
     """Return the `moment_numbers` of one layer."""
     return state["numbers"][layer] if "numbers" in state else moment_numbers(state["moment"][layer])
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Model, Opening, Stream, Text, contexts_help, one_of, say_where
+from theodolite.cli.options import (
+    AsJson,
+    Batch,
+    Model,
+    Opening,
+    Stream,
+    Text,
+    contexts_help,
+    one_of,
+    say_where,
+)
 from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, FORMS, METHODS, OF_METHOD, RANK_RATIO, PruningOptions

@@ -50,7 +50,8 @@ class Sweep:
         """Let every pass run this block alone while open, the same passes as at the block before.
 
         Raises:
-            WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden states.
+            WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden
+                states.
         """
         self._number, self._beside = 0, ()
         for number, block in enumerate(self._blocks):

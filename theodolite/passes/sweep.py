@@ -12,6 +12,7 @@ from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps
+from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -32,20 +33,14 @@ class SweptStages:
     Args:
         model: from `open_streamed`.
         stages: in order; their steps are run anew for every block, with the progress of that block.
-        states: of the stages before.
-        blocks: so many blocks have steps; None: all.
+        work: where the survey is saved.
     """
 
-    def __init__(
-        self, model: OpenModel, stages: Sequence[Stage], states: States, blocks: int | None = None
-    ) -> None:
-        assert model.streamed is not None
-        self.model = model
-        self.total = model.layers if blocks is None else blocks
-        work = states.work
+    def __init__(self, model: OpenModel, stages: Sequence[Stage], work: Unfinished) -> None:
+        self.model, self.total = model, model.layers
         self._sweep = Sweep(model.structure.blocks, None if work.out is None else work.folder)
         self._steps: dict[str, Steps] = {}
-        live = States(work, dict(states.tensors), dict(states.notes))
+        live = States(work)
         for stage in stages:
             steps = self._steps[stage.name] = stage.make(live)
             live.tensors[stage.name] = steps.live() if isinstance(steps, SweptText) else steps.state()
@@ -138,7 +133,7 @@ def swept(model: OpenModel, stages: Sequence[Stage]) -> Stage:
     """Make one stage of several that go through the blocks together, called and shown as the first."""
     names = tuple(stage.name for stage in stages)
     return Stage(
-        f"{names[0]}-by-block", stages[0].title, lambda states: SweptStages(model, stages, states), names
+        f"{names[0]}-by-block", stages[0].title, lambda states: SweptStages(model, stages, states.work), names
     )
 
 

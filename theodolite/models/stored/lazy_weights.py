@@ -237,7 +237,9 @@ class Reader:
                         swept = first_output(run())
             except (WorkError, *loading.RUNNING_ERRORS) as error:
                 return loading.reason_of(error)
-        return None if torch.equal(swept, whole) else "its blocks need more than what the ones before them leave"
+        return (
+            None if torch.equal(swept, whole) else "its blocks need more than what the ones before them leave"
+        )
 
     def verify_ends(self) -> None:
         """Verify the first and the last attention module; errors are those of `loaded`."""
