@@ -107,7 +107,7 @@ class MomentsByLayer(SecondMoments):
         return self.moments[layer]
 
     def close(self, layer: int, massive: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-        """Take a layer's numbers and drop its moment; `massive`: count, mean and moment of tokens that were left out."""
+        """Take a layer's numbers, drop its moment; `massive`: count, mean and moment of tokens that were left out."""
         moment = self.moments.pop(layer)
         sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
         own = moment_numbers(moment)

@@ -205,7 +205,8 @@ class SurveyPlan:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """The settings that decide every byte of the survey."""
-        added = {"extra": [accumulator.name for accumulator in self.extra]} if self.extra else {}
+        added: dict[str, Any] = {"extra": [one.name for one in self.extra]} if self.extra else {}
+        added |= {} if self.model.streamed is None else {"streamed": True}
         text = {"corpus": self.corpus.sha256, "batch": self.batch, "seed": self.seed}
         return {**fingerprint_of_tables(self.model), **text, **added}
 

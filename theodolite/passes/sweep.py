@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class SweptStages:
             steps = self._steps[stage.name] = stage.make(live)
             live.tensors[stage.name] = steps.live() if isinstance(steps, SweptText) else steps.state()
             live.notes[stage.name] = steps.notes
-        self.notes = {name: steps.notes for name, steps in self._steps.items()}
+        self.notes: dict[str, Any] = {name: steps.notes for name, steps in self._steps.items()}
 
     def state(self) -> State:
         """Return the states of all stages, and the hidden states of their passes."""
@@ -63,11 +64,13 @@ class SweptStages:
         """Run all stages block by block."""
         for name, steps in self._steps.items():
             steps.notes = self.notes[name]  # those of an earlier process
+        self._sweep.others = self.notes.get("others")
         for layer in range(progress.done, self.total):
             progress.checkpoint(layer)
             with self.model.block_present(layer), self._sweep.block(layer):
                 for steps in self._steps.values():
                     steps.run(Progress(layer + 1, layer))
+            self.notes["others"] = self._sweep.others
         progress.checkpoint(self.total)
 
 
