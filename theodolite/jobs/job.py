@@ -23,6 +23,9 @@ Item = TypeVar("Item")
 CHECKPOINT_SECONDS = 60.0
 """How often progress is saved, unless the caller says otherwise: what a kill costs at most."""
 
+SAVING_APART = 20
+"""But not before so many times as long as saving takes: of a large model it may be a minute."""
+
 
 FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
 """Notes of a part that another process has made of a stage."""
@@ -159,6 +162,7 @@ class Job:
         self._checkpoint_seconds, self._show = checkpoint_seconds, show_progress
         self._unsaved: list[str] = []  # finished stages that are not on disk yet
         self._saved_at = self._began = time.monotonic()
+        self._save_seconds = 0.0  # that the last time took
 
     def run(self) -> States:
         """Do what is left of all stages.
@@ -209,10 +213,12 @@ class Job:
     def _checkpoint(self, name: str, steps: Steps, done: int, must: bool) -> None:
         if self.work.out is None:
             return
-        if must or time.monotonic() - self._saved_at >= self._checkpoint_seconds:
+        began = time.monotonic()
+        if must or began - self._saved_at >= max(self._checkpoint_seconds, SAVING_APART * self._save_seconds):
             self.save()
             self._save(name, steps.state(), steps.notes, done=done)
             self._saved_at = time.monotonic()
+            self._save_seconds = self._saved_at - began
 
     def _save(self, name: str, tensors: Tensors, notes: Notes, **how: Any) -> None:
         seconds = time.monotonic() - self._began
