@@ -18,7 +18,7 @@ from theodolite.passes.survey import survey
 from tools import small_models
 
 FAMILIES = ("gpt2", "bert", "bloom", "gpt_oss", "qwen3", "gemma2")
-"""Learned, no causal and ALiBi positions; blocks that return a tensor or a tuple; experts; windows; norms of queries."""
+"""Learned and ALiBi positions, no causal mask; blocks that return a tensor or a tuple; experts; windows; norms of q."""
 
 BATCH = 5
 
@@ -36,12 +36,6 @@ def same_tables(one: Run, other: Run) -> None:
             )
 
 
-def ragged() -> Corpus:
-    """Read contexts of unlike lengths, and with a label: batches are cut into parts of one length."""
-    texts = ["of the people " * (2 + number % 3) for number in range(12)]
-    return Corpus.from_texts(texts, checkpoints.byte_tokenizer(), 40, contexts=12)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tables_are_those_of_the_model_in_memory_and_blocks_are_read_once(family, checkpoint, corpus):
     """Three batches. Oracle: the survey of the whole model, batch after batch."""
@@ -49,6 +43,20 @@ def test_tables_are_those_of_the_model_in_memory_and_blocks_are_read_once(family
     same_tables(survey(whole, corpus, batch=BATCH), survey(streamed, corpus, batch=BATCH))
     assert streamed.streamed is not None
     assert streamed.streamed.readings == [1, 1, 1]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_contexts_of_unlike_lengths(packed, checkpoint):
+    """A batch is as many passes as there are lengths in a row. Oracle: the survey of the whole model."""
+    ids = torch.randint(checkpoints.VOCABULARY, (12, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if not packed:
+        mask[3:7, 20:] = mask[9, 12:] = 0
+    corpus = Corpus.from_ids(ids, attention_mask=mask)
+    folder = checkpoint("llama3")
+    same_tables(
+        survey(open_model(folder), corpus, batch=BATCH), survey(open_streamed(folder), corpus, batch=BATCH)
+    )
 
 
 def with_massive_activations(tmp_path) -> OpenModel:
@@ -61,7 +69,7 @@ def with_massive_activations(tmp_path) -> OpenModel:
     return open_model(tmp_path)
 
 
-def test_tokens_that_are_left_out_and_contexts_of_unlike_lengths(tmp_path):
+def test_tokens_that_are_left_out(tmp_path):
     """Oracle: the survey of the whole model. What a token was marked for at one layer holds at the next."""
     whole = with_massive_activations(tmp_path)
     ids = torch.randint(10, checkpoints.VOCABULARY, (16, 24), generator=torch.Generator().manual_seed(0))
