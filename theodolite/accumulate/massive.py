@@ -163,8 +163,8 @@ def with_massive(means: State, residual: State, massive: State) -> tuple[State, 
     if "numbers" in residual:
         return means, {"numbers": residual["numbers_with_massive"]}
     residual = {name: values.clone() for name, values in residual.items()}
-    for layer, own in _moments(part_of(massive, "moment")):
-        combine([residual[name][layer] for name in ("count", "mean", "moment")], own)
+    for number, own in _moments(part_of(massive, "moment")):
+        combine([residual[name][number] for name in ("count", "mean", "moment")], own)
     return means, residual
 
 

@@ -122,7 +122,8 @@ def survey_command(
             check_out(out)
         from theodolite.system.processor import keep_pages
 
-        keep_pages()
+        if not stream:  # which is for those who have no memory to spare
+            keep_pages()
         survey_one = functools.partial(
             _survey_one,
             text=text,
