@@ -9,8 +9,13 @@ What a standard error is wanted of is summed apart for each of a few groups of c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -19,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.system.mapped import forget, zeros_in_file
 from theodolite.system.processor import parallel_map
 
 Result = TypeVar("Result")
@@ -57,6 +63,22 @@ class SavedState:
         return self.tensors
 
 
+LARGE = 2**26
+"""Bytes of sums of all layers that are in a file, where they may be."""
+
+_folder: ContextVar[Path | None] = ContextVar("folder of sums", default=None)
+
+
+@contextmanager
+def large_in_files(folder: Path | None) -> Iterator[None]:
+    """Put the large sums of what is made while open into files without a name in a folder; None: into memory."""
+    before = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(before)
+
+
 class LayerSums:
     """Tensors `name → (layers, *shape)` that only ever grow by addition, or by maximum for `maxima`.
 
@@ -73,10 +95,22 @@ class LayerSums:
         self.layers = layers
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
-        self._stacked = {
-            name: torch.zeros(layers, *shape, dtype=torch.float64) for name, shape in shapes.items()
-        }
+        self._files: list[mmap] = []
+        self._stacked = {name: self._zeros((layers, *shape)) for name, shape in shapes.items()}
         self._tensors = {name: list(tensor.unbind()) for name, tensor in self._stacked.items()}
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        folder = _folder.get()
+        if folder is None or 8 * math.prod(shape) < LARGE:
+            return torch.zeros(shape, dtype=torch.float64)
+        tensor, file = zeros_in_file(shape, folder)
+        self._files.append(file)
+        return tensor
+
+    def forget(self) -> None:
+        """Let what is in files out of memory, until it is looked at."""
+        for file in self._files:
+            forget(file)
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""

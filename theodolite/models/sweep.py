@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
 from theodolite.system.files import disk_errors
+from theodolite.system.mapped import in_file
 
 
 class Sweep:
@@ -107,16 +106,3 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> t
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": hidden}
     return (hidden, *args[1:]), kwargs
-
-
-def in_file(tensor: Tensor, folder: Path) -> Tensor:
-    """Copy a tensor into a file without a name, which the system keeps in memory as far as there is room.
-
-    It is written before it is mapped, so that a full disk is an error.
-    """
-    flat = tensor.detach().cpu().contiguous()
-    with NamedTemporaryFile(dir=folder) as file:
-        file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
-    return mapped.view(flat.shape)

@@ -33,7 +33,7 @@ from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chu
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.sweep import SweptText, check_swept, swept
+from theodolite.passes.sweep import SweptText, check_swept, folder_of, swept
 from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
 from theodolite.passes.weights_pass import WeightsPass
 from theodolite.system import embedded
@@ -260,8 +260,11 @@ class SurveyPlan:
         ]
         if model.streamed is None:
             return stages
-        text = Stage(TEXT, TEXT_TITLE, lambda _: SweptText(model, corpus, seed, self.batch, self.extra))
-        return [swept(model, [text, *stages[1:]])]
+
+        def text(states: States) -> SweptText:
+            return SweptText(model, corpus, seed, self.batch, self.extra, folder_of(states.work))
+
+        return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *stages[1:]])]
 
     def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""

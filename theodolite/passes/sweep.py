@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from theodolite.accumulate.second_moments import MomentsByLayer
-from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.accumulate.sums import State, joined, large_in_files, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps
@@ -39,7 +40,7 @@ class SweptStages:
 
     def __init__(self, model: OpenModel, stages: Sequence[Stage], work: Unfinished) -> None:
         self.model, self.total = model, model.layers
-        self._sweep = Sweep(model.structure.blocks, None if work.out is None else work.folder)
+        self._sweep = Sweep(model.structure.blocks, folder_of(work))
         self._steps: dict[str, Steps] = {}
         live = States(work)
         for stage in stages:
@@ -78,7 +79,7 @@ class SweptText(SurveyPass):
     """The corpus pass, one block at a time.
 
     State: that of `SurveyPass`, with the numbers of moments in place of these (`MomentsByLayer`), and left_out
-    (contexts, T), the tokens that the last layer leaves out.
+    (contexts, T), the tokens that the last layer leaves out. With a `folder` large sums are in files there.
     """
 
     _moments = MomentsByLayer
@@ -86,9 +87,16 @@ class SweptText(SurveyPass):
     residual: MomentsByLayer
 
     def __init__(
-        self, model: OpenModel, corpus: Corpus, seed: int, batch: int, extra: Sequence[Extra] = ()
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        seed: int,
+        batch: int,
+        extra: Sequence[Extra] = (),
+        folder: Path | None = None,
     ) -> None:
-        super().__init__(model, corpus, seed, batch, extra)
+        with large_in_files(folder):
+            super().__init__(model, corpus, seed, batch, extra)
         width = self.model.structure.attention_width
         self._read_now = torch.zeros(width, width, dtype=torch.float64)
         self._marked = torch.zeros(self.corpus.contexts.shape, dtype=torch.bool)
@@ -118,6 +126,8 @@ class SweptText(SurveyPass):
         for closed, moment in list(self.residual.moments.items()):
             refuse_overflow(closed, moment)
             self.residual.close(closed, massive.get(closed))
+        for accumulator in self.accumulators.values():
+            accumulator.forget()
 
     def resume(self, layer: int, hidden: Tensor) -> None:
         """Take up the contexts where the last block left them."""
@@ -130,6 +140,11 @@ class SweptText(SurveyPass):
         super().stream(layer, hidden)
         contexts = self._marked[self._first : self._first + len(hidden), : hidden.shape[1]]
         contexts.copy_(torch.zeros_like(contexts) if self._left_out is None else self._left_out)
+
+
+def folder_of(work: Unfinished) -> Path | None:
+    """Return where what does not fit in memory may be kept; None where the work is in memory only."""
+    return None if work.out is None else work.folder
 
 
 def swept(model: OpenModel, stages: Sequence[Stage]) -> Stage:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 from theodolite.prune.methods import ROWS, HessianFactor, factor_hessian
 from theodolite.system.choices import wider_than
 from theodolite.system.files import disk_errors
+from theodolite.system.mapped import in_file
 
 Hidden = Float[Tensor, "contexts positions width"]
 
@@ -42,19 +42,6 @@ MAX_ROUNDINGS = 16
 
 MOST_VARIANTS = 4
 """Distinct argument tensors per shape that a new one is compared with, to store equal ones once."""
-
-
-def in_file(tensor: Tensor, folder: Path) -> Tensor:
-    """Copy a tensor into a file without a name, which the system keeps in memory as far as there is room.
-
-    It is written before it is mapped, so that a full disk is an error.
-    """
-    flat = tensor.detach().cpu().contiguous()
-    with NamedTemporaryFile(dir=folder) as file:
-        file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
-    return mapped.view(flat.shape)
 
 
 class BlockByBlock:

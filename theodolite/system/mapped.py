@@ -1,0 +1,50 @@
+"""Tensors in files without a name, which the system keeps in memory as far as there is room."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
+
+from theodolite.system.files import disk_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def in_file(tensor: Tensor, folder: Path) -> Tensor:
+    """Copy a tensor into a file; it is written before it is mapped, so that a full disk is an error."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous()
+    with NamedTemporaryFile(dir=folder) as file:
+        file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
+    return mapped.view(flat.shape)
+
+
+def zeros_in_file(shape: Sequence[int], folder: Path) -> tuple[Tensor, mmap.mmap]:
+    """Make zeros in float64 in a file of that size, and what `forget` takes; `WorkError` where the disk is full."""
+    import torch
+
+    size = 8 * math.prod(shape)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            mapped = mmap.mmap(file.fileno(), size)
+    return torch.frombuffer(mapped, dtype=torch.float64).view(*shape), mapped
+
+
+def forget(mapped: mmap.mmap) -> None:
+    """Let the file of a tensor out of this process's memory; what is looked at comes back."""
+    if hasattr(mmap, "MADV_DONTNEED"):  # on Windows the system does so when it needs to
+        mapped.madvise(mmap.MADV_DONTNEED)
