@@ -80,6 +80,24 @@ def test_tokens_that_are_left_out(tmp_path):
     same_tables(one, other)
 
 
+def test_large_sums_in_files(tmp_path, checkpoint, corpus, monkeypatch):
+    """Oracle: the survey of the whole model. A full disk is an error in a line, and nothing is left in the folder."""
+    folder = checkpoint("gpt2")
+    monkeypatch.setattr("theodolite.accumulate.sums.LARGE", 1000)
+    same_tables(
+        survey(open_model(folder), corpus, batch=BATCH),
+        survey(open_streamed(folder), corpus, tmp_path / "run", batch=BATCH),
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
+        survey(open_streamed(folder), corpus, tmp_path / "other", batch=BATCH)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bloom"])
 def test_stopped_it_goes_on_to_the_same_bytes(family, tmp_path, checkpoint, corpus):
     """Oracle: a survey that was not stopped."""

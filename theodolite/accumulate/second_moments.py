@@ -104,6 +104,7 @@ class MomentsByLayer(SecondMoments):
             return super().at(name, layer, device)
         if layer not in self.moments:
             self.moments[layer] = torch.zeros(self._width, self._width, dtype=torch.float64, device=device)
+        self.moments[layer] = self.moments[layer].to(device)
         return self.moments[layer]
 
     def close(self, layer: int, massive: tuple[Tensor, Tensor, Tensor] | None = None) -> None:

@@ -117,7 +117,6 @@ class LayerSums:
         tensors = self._tensors[name]
         if tensors[layer].device != device:
             tensors[layer] = tensors[layer].to(device)
-            self._stacked.pop(name, None)
         return tensors[layer]
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
@@ -130,13 +129,13 @@ class LayerSums:
     def state(self) -> State:
         """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys.
 
-        Those that were summed there are the sums themselves, which grow further.
+        They are the sums themselves, not copies of these: where they are summed on the CPU, they grow further.
         """
-        sums = {
-            name: self._stacked[name] if name in self._stacked else torch.stack([t.cpu() for t in tensors])
-            for name, tensors in self._tensors.items()
-        }
-        return sums | joined({name: sums.state() for name, sums in self.keyed.items()})
+        for name, tensors in self._tensors.items():
+            for layer, tensor in enumerate(tensors):
+                if tensor.device.type != "cpu":
+                    self._stacked[name][layer].copy_(tensor)
+        return self._stacked | joined({name: sums.state() for name, sums in self.keyed.items()})
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""

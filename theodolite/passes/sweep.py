@@ -126,6 +126,7 @@ class SweptText(SurveyPass):
         for closed, moment in list(self.residual.moments.items()):
             refuse_overflow(closed, moment)
             self.residual.close(closed, massive.get(closed))
+        self.state()  # the other stages see what was summed on a GPU
         for accumulator in self.accumulators.values():
             accumulator.forget()
 
