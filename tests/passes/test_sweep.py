@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,30 +19,39 @@ from theodolite.passes.run import TABLES, Run
 from theodolite.passes.survey import survey
 from tools import small_models
 
-FAMILIES = ("gpt2", "bert", "bloom", "gpt_oss", "qwen3", "gemma2")
+FAMILIES = ("gpt2", "bert", "bloom", "mixtral", "qwen3", "gemma2")
 """Learned and ALiBi positions, no causal mask; blocks that return a tensor or a tuple; experts; windows; norms of q."""
 
 BATCH = 5
 
 
 def same_tables(one: Run, other: Run) -> None:
-    """Two runs have the same rows, and numbers to 1e-6 of a column's largest."""
+    """Two runs have the same rows, and numbers to 1e-6 of a column's largest: they are of models in float64."""
     for name in TABLES:
         ours, theirs = getattr(one, name), getattr(other, name)
         numbers = ours.select_dtypes("float").columns
         pd.testing.assert_frame_equal(ours.drop(columns=numbers), theirs.drop(columns=numbers))
         for column in numbers:
-            scale = np.nan_to_num(np.abs(ours[column])).max(initial=1e-30)
+            scale = np.nan_to_num(np.abs(ours[column])).max(
+                initial=1e-9
+            )  # shares that are 0 but for rounding
             np.testing.assert_allclose(
-                theirs[column] / scale, ours[column] / scale, atol=1e-6, err_msg=column
+                theirs[column] / scale, ours[column] / scale, rtol=0, atol=1e-6, err_msg=column
             )
+
+
+def surveyed_both_ways(folder: Path, corpus: Corpus, out: Path | None = None) -> tuple[Run, OpenModel]:
+    """Survey a model whole and block by block, in float64, in batches; give the tables, which are the same."""
+    whole, streamed = (opened(folder, dtype="float64") for opened in (open_model, open_streamed))
+    run = survey(whole, corpus, batch=BATCH)
+    same_tables(run, survey(streamed, corpus, out, batch=BATCH))
+    return run, streamed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tables_are_those_of_the_model_in_memory_and_blocks_are_read_once(family, checkpoint, corpus):
     """Three batches. Oracle: the survey of the whole model, batch after batch."""
-    whole, streamed = open_model(checkpoint(family)), open_streamed(checkpoint(family))
-    same_tables(survey(whole, corpus, batch=BATCH), survey(streamed, corpus, batch=BATCH))
+    _, streamed = surveyed_both_ways(checkpoint(family), corpus)
     assert streamed.streamed is not None
     assert streamed.streamed.readings == [1, 1, 1]
 
@@ -53,41 +64,27 @@ def test_contexts_of_unlike_lengths(packed, checkpoint):
     if not packed:
         mask[3:7, 20:] = mask[9, 12:] = 0
     corpus = Corpus.from_ids(ids, attention_mask=mask)
-    folder = checkpoint("llama3")
-    same_tables(
-        survey(open_model(folder), corpus, batch=BATCH), survey(open_streamed(folder), corpus, batch=BATCH)
-    )
+    surveyed_both_ways(checkpoint("llama3"), corpus)
 
 
-def with_massive_activations(tmp_path) -> OpenModel:
-    """Write a model with a token that has a massive activation from the second block on, as real models have."""
+def test_tokens_that_are_left_out(tmp_path):
+    """Oracle: the survey of the whole model. What a token was marked for at one layer holds at the next."""
     model = checkpoints.build("llama3")
     with torch.no_grad():
         model.model.embed_tokens.weight[[5, 9]] *= 0.1
         model.model.embed_tokens.weight[9, 3] = 3e4
     model.save_pretrained(tmp_path)
-    return open_model(tmp_path)
-
-
-def test_tokens_that_are_left_out(tmp_path):
-    """Oracle: the survey of the whole model. What a token was marked for at one layer holds at the next."""
-    whole = with_massive_activations(tmp_path)
     ids = torch.randint(10, checkpoints.VOCABULARY, (16, 24), generator=torch.Generator().manual_seed(0))
     ids[[2, 7, 7], [4, 3, 9]] = 9
     corpus = Corpus.from_ids(ids)
-    one, other = (survey(model, corpus, batch=BATCH) for model in (whole, open_streamed(tmp_path)))
-    assert len(one.with_massive) > 1
-    same_tables(one, other)
+    assert len(surveyed_both_ways(tmp_path, corpus)[0].with_massive) > 1
 
 
 def test_large_sums_in_files(tmp_path, checkpoint, corpus, monkeypatch):
     """Oracle: the survey of the whole model. A full disk is an error in a line, and nothing is left in the folder."""
     folder = checkpoint("gpt2")
     monkeypatch.setattr("theodolite.accumulate.sums.LARGE", 1000)
-    same_tables(
-        survey(open_model(folder), corpus, batch=BATCH),
-        survey(open_streamed(folder), corpus, tmp_path / "run", batch=BATCH),
-    )
+    surveyed_both_ways(folder, corpus, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
     def full(*_: object) -> None:
@@ -156,7 +153,7 @@ def test_a_model_that_cannot_be_swept_is_refused_in_a_line(tmp_path, checkpoint,
 def test_the_command(tmp_path, checkpoint):
     text = tmp_path / "text.txt"
     text.write_text("alpha beta gamma delta of the to and " * 200)
-    how = ["--corpus", text, "--length", "24", "--contexts", "12", "--json"]
+    how = ["--corpus", text, "--length", "24", "--contexts", "12", "--dtype", "float64", "--json"]
     assert call("survey", checkpoint("llama3"), *how, "--out", tmp_path / "whole")[0] == 0
     assert call("survey", checkpoint("llama3"), *how, "--stream", "--out", tmp_path / "streamed")[0] == 0
     same_tables(Run.load(tmp_path / "whole"), Run.load(tmp_path / "streamed"))

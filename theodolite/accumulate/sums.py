@@ -91,19 +91,21 @@ class LayerSums:
         shapes: dict[str, tuple[int, ...]],
         maxima: tuple[str, ...] = (),
         keyed: Mapping[str, KeyedSums] | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layers = layers
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
         self._files: list[mmap] = []
-        self._stacked = {name: self._zeros((layers, *shape)) for name, shape in shapes.items()}
-        self._tensors = {name: list(tensor.unbind()) for name, tensor in self._stacked.items()}
+        # One tensor of all layers, so that its state is no copy; `at` puts a layer's elsewhere.
+        self._whole = {name: self._zeros((layers, *shape), dtype) for name, shape in shapes.items()}
+        self._tensors = {name: list(whole.unbind()) for name, whole in self._whole.items()}
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         folder = _folder.get()
-        if folder is None or 8 * math.prod(shape) < LARGE:
-            return torch.zeros(shape, dtype=torch.float64)
-        tensor, file = zeros_in_file(shape, folder)
+        if folder is None or dtype.itemsize * math.prod(shape) < LARGE:
+            return torch.zeros(shape, dtype=dtype)
+        tensor, file = zeros_in_file(shape, dtype, folder)
         self._files.append(file)
         return tensor
 
@@ -129,13 +131,13 @@ class LayerSums:
     def state(self) -> State:
         """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys.
 
-        They are the sums themselves, not copies of these: where they are summed on the CPU, they grow further.
+        They may change with the next update.
         """
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 if tensor.device.type != "cpu":
-                    self._stacked[name][layer].copy_(tensor)
-        return self._stacked | joined({name: sums.state() for name, sums in self.keyed.items()})
+                    self._whole[name][layer] = tensor.cpu()
+        return self._whole | joined({name: sums.state() for name, sums in self.keyed.items()})
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""

@@ -232,7 +232,9 @@ class SurveyPlan:
         def shares(states: States) -> SharesPass:
             if model.streamed is None:
                 added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
-            return SharesPass(model, corpus, seed, states.of(f"{TEXT}.means"))
+            return SharesPass(
+                model, corpus, seed, states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")["stream"]
+            )
 
         def weights(states: States) -> WeightsPass:
             return WeightsPass(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from theodolite.accumulate.second_moments import MomentsByLayer
+from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import State, joined, large_in_files, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -97,6 +98,8 @@ class SweptText(SurveyPass):
     ) -> None:
         with large_in_files(folder):
             super().__init__(model, corpus, seed, batch, extra)
+        # The split contexts are run anew, so that their streams need not be kept.
+        self.streams = KeptStreams(0, self.means.length, model.width, self.streams.kept, model.source.dtype)
         width = self.model.structure.attention_width
         self._read_now = torch.zeros(width, width, dtype=torch.float64)
         self._marked = torch.zeros(self.corpus.contexts.shape, dtype=torch.bool)

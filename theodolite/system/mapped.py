@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from theodolite.system.files import disk_errors
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -28,11 +29,11 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
     return mapped.view(flat.shape)
 
 
-def zeros_in_file(shape: Sequence[int], folder: Path) -> tuple[Tensor, mmap.mmap]:
-    """Make zeros in float64 in a file of that size, and what `forget` takes; `WorkError` where the disk is full."""
+def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> tuple[Tensor, mmap.mmap]:
+    """Make zeros in a file of their size, and what `forget` takes; `WorkError` where the disk is full."""
     import torch
 
-    size = 8 * math.prod(shape)
+    size = dtype.itemsize * math.prod(shape)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder) as file:
@@ -41,7 +42,7 @@ def zeros_in_file(shape: Sequence[int], folder: Path) -> tuple[Tensor, mmap.mmap
             else:
                 file.truncate(size)
             mapped = mmap.mmap(file.fileno(), size)
-    return torch.frombuffer(mapped, dtype=torch.float64).view(*shape), mapped
+    return torch.frombuffer(mapped, dtype=dtype).view(*shape), mapped
 
 
 def forget(mapped: mmap.mmap) -> None:

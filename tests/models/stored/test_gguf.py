@@ -23,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5Encode
 from tests import checkpoints, gguf_files
 from tests.calls import call
 from tests.models.test_every_family import check_read_by_layers, opened_whole
-from tests.passes.test_sweep import same_tables
+from tests.passes.test_sweep import surveyed_both_ways
 from theodolite.cli.screen import section_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.stored.gguf import gguf_tokenizer
-from theodolite.passes.survey import spectra, survey
+from theodolite.passes.survey import spectra
 
 IDS = torch.arange(40).view(2, 20)
 GEMMA_3 = {"query_pre_attn_scalar": 8}
@@ -503,19 +503,15 @@ def test_a_run_says_how_the_weights_are_stored(tmp_path):
 def test_surveyed_block_by_block(tmp_path):
     """Oracle: the survey of the decoded model. Each block's tensors are decoded once."""
     path = written(built("qwen3", intermediate_size=64), tmp_path, types=Type.Q4_0)
-    corpus = Corpus.from_ids(IDS.repeat(4, 1))
-    streamed = open_streamed(path, say=opened_whole)
-    same_tables(survey(open_model(path), corpus, batch=2), survey(streamed, corpus, batch=2))
+    _, streamed = surveyed_both_ways(path, Corpus.from_ids(IDS.repeat(6, 1)))
     assert set(streamed.streamed.readings) == {1}
 
 
 @pytest.mark.real
 def test_smollm2_surveyed_block_by_block(real):
     """Oracle: the survey of the decoded model."""
-    path = real("smollm2")
-    model = open_model(path)
-    corpus = Corpus.from_texts([" ".join(map(str, range(400)))], model.tokenizer, 64, contexts=8)
-    same_tables(survey(model, corpus, batch=3), survey(open_streamed(path), corpus, batch=3))
+    ids = torch.randint(49152, (6, 64), generator=torch.Generator().manual_seed(0))
+    surveyed_both_ways(real("smollm2"), Corpus.from_ids(ids))
 
 
 @pytest.mark.parametrize("streamed", [[], ["--stream"]])
