@@ -21,12 +21,14 @@ from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import pyarrow
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import modeling_utils
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
@@ -315,7 +317,9 @@ class UnfinishedPruning(Unfinished):
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
-                        model.hf.save_pretrained(folder)
+                        # Else accelerate imports deepspeed, where that is installed, to ask whether it wraps the model.
+                        with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+                            model.hf.save_pretrained(folder)
                     else:
                         model.streamed.save(folder)
                 for layer in sorted({layer for layer, _ in pruned.low_rank}):
