@@ -270,8 +270,8 @@ class Moments:
     def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
         """Compute the mean of ‖M x‖² from full moments (else NaN), and ‖M D‖², its value for uncorrelated inputs."""
         exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
-        norms = [rows.double().square() @ self.diagonal for rows in matrix.split(ROWS)]
-        return exact, float(torch.cat(norms).sum())
+        norms = [rows.square() @ self.diagonal.to(matrix.dtype) for rows in matrix.split(ROWS)]
+        return exact, float(torch.cat(norms).double().sum())
 
 
 class _AllInputsSeen(Exception):

@@ -40,7 +40,6 @@ from theodolite.prune.checkpoint import (
 )
 from theodolite.prune.methods import (
     INPUTS_AT_ONCE,
-    ROWS,
     check_sparsity,
     count_left,
     factor_hessian,
@@ -337,17 +336,12 @@ class _Pruning:
         sparse.masked_fill_(sparse == 0, 0)  # a negative zero would not outlive packing
         place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
         pruned = PrunedMatrix(*place, sparse, *low_rank)
-        difference = torch.empty_like(weight, dtype=precision_of(weight))
-        merged = pruned.merged()
-        for rows, ours, theirs in zip(*(m.split(ROWS) for m in (difference, weight, merged)), strict=True):
-            rows.copy_(ours.double() - theirs.double())
+        difference = weight.to(precision_of(weight))
+        wholes = moments.squared_norms(difference)
+        losses = moments.squared_norms(difference.sub_(pruned.merged()))
         error, error_scaled = (
             math.sqrt(max(lost, 0) / whole) if whole > 0 else math.nan
-            for lost, whole in zip(
-                moments.squared_norms(difference),
-                moments.squared_norms(weight.to(precision_of(weight))),
-                strict=True,
-            )
+            for lost, whole in zip(losses, wholes, strict=True)
         )
         nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
         kept = nonzeros + sum(factor.numel() for factor in low_rank)
