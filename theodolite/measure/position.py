@@ -80,7 +80,7 @@ def _smoothness(
     )
 
 
-POSITION_COLUMNS = (
+RANK_COLUMNS = (
     _layer(
         "rank",
         "Number of directions of the positional basis that contexts which did not choose them show, too.",
@@ -103,6 +103,8 @@ POSITION_COLUMNS = (
         f"ScreeNOT; {SONG}, Table 4",
         "rank as published",
     ),
+)
+SIZE_COLUMNS = (
     _layer(
         "stable_rank",
         "Number of directions of the positional basis, weighted by energy.",
@@ -135,6 +137,21 @@ POSITION_COLUMNS = (
         "ours",
         "energy of position",
     ),
+    *_smoothness(
+        "pp_low_frequency",
+        "PPᵀ low freq.",
+        "The same share for P Pᵀ, whose rows are not normalised: the weakest positions, of which few contexts know "
+        "least, weigh least.",
+        f"{SONG}, Table 3",
+        "positional smoothness",
+        healthy=Criterion(
+            "at least",
+            0.60,
+            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+        ),
+    ),
+)
+DIRECTION_COLUMNS = (
     _layer(
         "undirected_positions",
         "Number of positions that are not above their noise: what direction they have is not known.",
@@ -149,19 +166,6 @@ POSITION_COLUMNS = (
         "contexts; a norm ‖pos_t‖ that is uncertain is drawn towards those of its neighbours. Empty where that energy "
         "is at the noise floor.",
         f"{SONG}, Table 2",
-    ),
-    *_smoothness(
-        "pp_low_frequency",
-        "PPᵀ low freq.",
-        "The same share for P Pᵀ, whose rows are not normalised: the weakest positions, of which few contexts know "
-        "least, weigh least.",
-        f"{SONG}, Table 3",
-        "positional smoothness",
-        healthy=Criterion(
-            "at least",
-            0.60,
-            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
-        ),
     ),
 )
 
@@ -210,7 +214,9 @@ def positions_read(means: State) -> int:
 
 
 @gives(
-    *POSITION_COLUMNS,
+    *RANK_COLUMNS,
+    *SIZE_COLUMNS,
+    *DIRECTION_COLUMNS,
     Array(
         DIRECTIONS,
         "(8, N, ≤ 20, d)",
@@ -241,16 +247,17 @@ def position_columns(
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
-        return of_ranks | layer_numbers(basis, residual["moment"][layer], sketch, grid), directions.half()
+        numbers, products = sizes(basis, residual["moment"][layer], sketch, grid)
+        return of_ranks | numbers | smoothness_of_directions(basis.p, products, grid), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
     return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
 
 
-def layer_numbers(
+def sizes(
     basis: GroupedBasis, moment: Float[Tensor, "width width"], sketch: State, grid: Grid | None = None
-) -> dict[str, Jackknifed]:
-    """Compute the columns of one layer, but for the ranks.
+) -> tuple[dict[str, Jackknifed], PairProducts]:
+    """Compute `SIZE_COLUMNS` of one layer, and the products of its groups that they are of.
 
     Args:
         basis: by groups of contexts.
@@ -272,16 +279,25 @@ def layer_numbers(
     rows, width = tiled.shape[1:]
     of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
     square, noise = of_tiled.largest_square(), _noise(of_tiled)
-    lengths, near = squared_lengths(basis.p, grid)
-    scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
-    return {
+    numbers = {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
-        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
-        **_shares("low_frequency", basis.p, products.energy(scales), grid, scales),
         **_shares("pp_low_frequency", basis.p, products.energy(), grid),
+    }
+    return numbers, products
+
+
+def smoothness_of_directions(
+    p: Float[Tensor, "groups positions width"], products: PairProducts, grid: Grid | None = None
+) -> dict[str, Jackknifed]:
+    """Compute how smoothly the direction of the basis changes, and how many positions have none above their noise."""
+    lengths, near = squared_lengths(p, grid)
+    scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
+    return {
+        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(p)),
+        **_shares("low_frequency", p, products.energy(scales), grid, scales),
     }
 
 
@@ -317,16 +333,16 @@ def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "gr
     sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
     groups, bound = len(p), screenot_bound(p[0])
 
-    def screenot_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        values, directions = by_gram_matrix(matrix, SCREENOT_RANK)
-        return screenot_of_values(values, (len(matrix), matrix.shape[1]), bound).rank.double(), directions
-
-    others = [(sums - p[g] * weights[g]) / (counts - weights[g]).clamp_min(1) for g in range(groups)]
-    without, found = zip(*map(screenot_of, others), strict=True)
-    screenot = Jackknifed(screenot_of(sums / counts.clamp_min(1))[0], torch.stack(without))
+    others = (
+        (sums - own * weight) / (counts - weight).clamp_min(1) for own, weight in zip(p, weights, strict=True)
+    )
+    every = (sums / counts.clamp_min(1), *others)
+    values, (_, *found) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
+    of_all, *without = screenot_of_values(torch.stack(values), tuple(sums.shape), bound).rank.double()
+    screenot = Jackknifed(of_all, torch.stack(without))
     products = [
         ((own @ directions) * (other @ directions)).sum(dim=0)
-        for own, other, directions in zip(p, others, found, strict=True)
+        for own, other, directions in zip(p, every[1:], found, strict=True)
     ]
     energy = torch.stack(products)[:, : int(screenot.value)]
 
