@@ -101,7 +101,8 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
         with hooked(model, batch_sinks):
             logits = model.logits(ids)
         pairs = zip(logits, ids, strict=True)
-        by_context = [cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in pairs]
+        by_token = (cross_entropy(row[:-1].float(), tokens[1:], reduction="none") for row, tokens in pairs)
+        by_context = [of.double().mean() for of in by_token]
         losses.append(torch.stack(by_context).cpu())
         sinks.append(batch_sinks.sinks)
     traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
@@ -159,8 +160,7 @@ def pruned_model(study: Study, method: str) -> tuple[OpenModel, Pruned]:
     folder = study.folder and study.folder / f"pruned-by-{method}-{calibration.sha256[:8]}"
     show = partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}")
     how: dict[str, Any] = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS} if method == "oats" else {}
-    # Factored: a half precision of the entries that are left, and nothing that is not read again.
-    how |= {"out": folder, "form": "factored" if folder else "merged"}
+    how |= {"out": folder, "form": "factored"} if folder else {}
     return model, prune_model(model, calibration, method, SPARSITY, show_progress=show, **how)
 
 
