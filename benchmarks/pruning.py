@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pandas as pd
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from benchmarks.timing import Ratio, Seconds, over
 from theodolite.corpus.named import make_corpus
 from theodolite.models import open_model
+from theodolite.prune.checkpoint import TABLE
 from theodolite.system.checkpoint_folders import SETTINGS
 
 SMOLLM2 = Path.home() / ".cache/theodolite/real-models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -130,6 +132,7 @@ def released(method: str, folder: Path, ids: Path, out: Path) -> None:
     """Prune a Llama as the released programs do: load, block by block, save."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     began = time.perf_counter()
+    errors: list[float] = []
     hidden: list[Tensor] = []
     arguments: dict[str, object] = {}
 
@@ -153,13 +156,15 @@ def released(method: str, folder: Path, ids: Path, out: Path) -> None:
         for hook in hooks:
             hook.remove()
         for module, of in zip(linear, statistics, strict=True):
+            dense, scale = module.weight.data.clone(), (of.sums.diagonal() if of.full else of.sums).sqrt()
             PRUNE[method](module.weight.data, of.sums)
+            errors.append(float(((module.weight - dense) * scale).norm() / (dense * scale).norm()))
         for number, context in enumerate(hidden):
             hidden[number] = block(context, **arguments)
     wall = time.perf_counter() - began
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(folder).save_pretrained(out)
-    (out / SETTINGS).write_text(json.dumps({"wall_seconds": wall}))
+    (out / SETTINGS).write_text(json.dumps({"wall_seconds": wall, "error": sum(errors) / len(errors)}))
 
 
 def measure(device: str) -> Iterator[Ratio]:
@@ -191,14 +196,10 @@ def compared(method: str, folder: Path, budget: float) -> Iterator[Ratio]:
         yield Ratio.of(f"{what}: processor time", over(times[way], times["released"], 1), budget)
         yield Ratio.of(f"{what}: time", over(times[way], times["released"]))
         ours = weights(folder / way)
-        if method == "oats":
-            dense = weights(model)
-            error = [
-                sum(float((of[name] - dense[name]).norm() / dense[name].norm()) for name in dense)
-                for of in (ours, theirs)
-            ]
-            yield Ratio.of(f"{what}: mean error of the weights", [error[0] / error[1]])
-        else:
+        mean = pd.read_parquet(folder / way / TABLE)["error_scaled"].mean()
+        error = json.loads((folder / "released" / SETTINGS).read_text())["error"]
+        yield Ratio.of(f"{what}: mean error of the matrices", [mean / error])
+        if method != "oats":  # whose sum of two parts has no zeros
             differ = sum(int(((ours[name] != 0) != (theirs[name] != 0)).sum()) for name in ours)
             share = differ / sum(tensor.numel() for tensor in ours.values())
             yield Ratio.of(f"{what}: share of the entries that one keeps alone", [share])
