@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
@@ -45,6 +46,9 @@ DIRECTIONS = f"positional_directions{WITHOUT}"
 
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
+
+STRETCHES = 256
+"""Of longer contexts, products of all positions with all are of the sums over so many stretches."""
 
 NEAR = 1.25
 """Neighbours of a position are those up to this factor away: what changes with position changes ever more slowly."""
@@ -189,6 +193,43 @@ class GroupedBasis:
     positions: Int[Tensor, " positions"]
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """Neighbouring positions that are taken together where all are multiplied with all: at most `STRETCHES`.
+
+    Each of the first positions, where most changes, is one by itself, and on a grid every one.
+
+    Attributes:
+        of: the stretch of each position.
+        sizes: how many positions each has.
+    """
+
+    of: Int[Tensor, " positions"]
+    sizes: Float[Tensor, " stretches"]
+
+    @classmethod
+    def among(cls, length: int, grid: Grid | None = None) -> Stretches:
+        """Cut positions into stretches."""
+        of, single = torch.arange(length), STRETCHES // 2
+        if grid is None and length > STRETCHES:
+            of[single:] = single + (of[single:] - single) * (STRETCHES - single) // (length - single)
+        return cls(of, of.bincount().double())
+
+    def mean(self, values: Float[Tensor, "some positions"]) -> Float[Tensor, "some stretches"]:
+        """Average values over each stretch."""
+        return values.new_zeros(len(values), len(self.sizes)).index_add_(1, self.of, values) / self.sizes
+
+    def summed(self, p: Float[Tensor, "groups positions width"]) -> Float[Tensor, "groups stretches width"]:
+        """Sum vectors over each stretch, over the root of its length.
+
+        Products of these have the energies of those of P but for what changes within a stretch, and noise as large.
+        """
+        if len(self.sizes) == p.shape[1]:
+            return p
+        sums = p.new_zeros(len(p), len(self.sizes), p.shape[2]).index_add_(1, self.of, p)
+        return sums / self.sizes.sqrt()[:, None]
+
+
 def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
     """Return the positional basis of a layer by groups of contexts; a position that a group lacks is left out.
 
@@ -243,12 +284,13 @@ def position_columns(
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
         sketch = {name: values[layer] for name, values in sketches.items()}
-        of_ranks, found = ranks(basis)
+        of_ranks, found = ranks(basis, grid)
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
         numbers, products = sizes(basis, residual["moment"][layer], sketch, grid)
-        return of_ranks | numbers | smoothness_of_directions(basis.p, products, grid), directions.half()
+        numbers |= smoothness_of_directions(basis, products, grid)
+        return of_ranks | numbers, directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
     return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
@@ -275,9 +317,12 @@ def sizes(
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
     whole, variance = moments[0].corrected(), moments[1]
-    energy, products = product(tiled.flatten(1)), PairProducts.of(basis.p)
-    rows, width = tiled.shape[1:]
-    of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
+    stretches = Stretches.among(tiled.shape[1], grid)
+    energy, products = product(tiled.flatten(1)), PairProducts.of(stretches.summed(basis.p))
+    if len(stretches.sizes) <= tiled.shape[2]:
+        of_tiled = products.scaled(stretches.mean(readers[None])[0])
+    else:
+        of_tiled = PairProducts.of(stretches.summed(tiled).mT)
     square, noise = of_tiled.largest_square(), _noise(of_tiled)
     numbers = {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
@@ -290,14 +335,16 @@ def sizes(
 
 
 def smoothness_of_directions(
-    p: Float[Tensor, "groups positions width"], products: PairProducts, grid: Grid | None = None
+    basis: GroupedBasis, products: PairProducts, grid: Grid | None = None
 ) -> dict[str, Jackknifed]:
     """Compute how smoothly the direction of the basis changes, and how many positions have none above their noise."""
-    lengths, near = squared_lengths(p, grid)
+    p = basis.p
+    lengths, near = squared_lengths(p, basis.positions, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
+    whole = products.energy(Stretches.among(p.shape[1], grid).mean(scales))
     return {
         "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(p)),
-        **_shares("low_frequency", p, products.energy(scales), grid, scales),
+        **_shares("low_frequency", p, whole, grid, scales),
     }
 
 
@@ -323,13 +370,16 @@ def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " 
     return torch.stack([largest, trace]) * (counts.sum() / weight.sum())
 
 
-def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
+def ranks(
+    basis: GroupedBasis, grid: Grid | None = None
+) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
     """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them.
 
     Returns:
         These, and the leading directions without each of the groups.
     """
-    p, weights = basis.p, basis.readers.unsqueeze(-1)
+    stretches = Stretches.among(basis.p.shape[1], grid)
+    p, weights = stretches.summed(basis.p), stretches.mean(basis.readers).unsqueeze(-1)
     sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
     groups, bound = len(p), screenot_bound(p[0])
 
@@ -361,7 +411,9 @@ def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
 
 
 def squared_lengths(
-    p: Float[Tensor, "groups positions width"], grid: Grid | None = None
+    p: Float[Tensor, "groups positions width"],
+    positions: Int[Tensor, " positions"],
+    grid: Grid | None = None,
 ) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
     """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
 
@@ -369,12 +421,16 @@ def squared_lengths(
     about that mean; on a grid, which has no one line of neighbours, towards the mean of all.
     """
     own = product(p)
-    place = torch.arange(1, p.shape[1] + 1, dtype=torch.float64)
-    ratio = place / place[:, None]
-    near = torch.maximum(ratio, ratio.T) <= NEAR
-    window = (torch.ones_like(near) if grid else near).double()
-    around = window / window.sum(dim=1, keepdim=True)
-    smooth = Jackknifed(around @ own.value, own.without @ around.T)
+    place = positions.double()
+    first, last = torch.searchsorted(place, place / NEAR), torch.searchsorted(place, place * NEAR, right=True)
+    if grid:
+        first, last = torch.zeros_like(first), torch.full_like(last, len(place))
+
+    def around(values: Tensor) -> Tensor:
+        sums = functional.pad(values.cumsum(dim=-1), (1, 0))
+        return (sums[..., last] - sums[..., first]) / (last - first)
+
+    smooth = Jackknifed(around(own.value), around(own.without))
 
     def drawn(value: Tensor, mean: Tensor) -> Tensor:
         spread = ((value - mean).square() - own.error.square()).mean().clamp_min(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -159,6 +159,26 @@ def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def of_streams(of: LayerPass, streams: Float[Tensor, "contexts positions width"]) -> LayerPass:
+    """Return the pass of other contexts, as long, from what enters the block in them; the first is that of the pass.
+
+    Raises:
+        WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
+            enters the block is not what the one before left.
+    """
+    stream = streams.to(of.stream)
+    if of.entered.shape != of.stream.shape or of.cross:
+        raise WorkError("attention reads something else than the residual stream")
+    if of.norm is None and not _equal(of.entered, of.stream):
+        raise WorkError("no module turns the stream into what attention reads")
+    entered = stream if of.norm is None else of.norm(stream)
+    inputs = run_until_tap(of.attention, of.call, entered)
+    for own, known in ((entered, of.entered), (inputs.query, of.inputs.query), (inputs.key, of.inputs.key)):
+        if relative_error(own[:1], known) > _tolerance(known):
+            raise WorkError("attention reads something else of a context than its stream")
+    return replace(of, stream=stream, entered=entered, inputs=inputs)
 
 
 def split_queries_and_keys(

@@ -228,7 +228,9 @@ class SurveyPlan:
 
         def shares(states: States) -> SharesPass:
             added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
-            return SharesPass(model, corpus, seed, states.of(f"{TEXT}.means"))
+            return SharesPass(
+                model, corpus, seed, states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")["stream"]
+            )
 
         def weights(states: States) -> WeightsPass:
             return WeightsPass(
