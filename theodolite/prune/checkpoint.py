@@ -21,19 +21,17 @@ from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pandas as pd
 import pyarrow
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import modeling_utils
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel, open_model
-from theodolite.models.stored.checkpoint_tensors import save_config
+from theodolite.models.stored.checkpoint_tensors import save_config, save_model
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
@@ -317,9 +315,7 @@ class UnfinishedPruning(Unfinished):
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
-                        # Else accelerate imports deepspeed, where that is installed, to ask whether it wraps the model.
-                        with patch.object(modeling_utils, "unwrap_model", lambda model: model):
-                            model.hf.save_pretrained(folder)
+                        save_model(model.hf, folder)
                     else:
                         model.streamed.save(folder)
                 for layer in sorted({layer for layer, _ in pruned.low_rank}):

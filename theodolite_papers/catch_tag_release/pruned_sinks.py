@@ -31,7 +31,8 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import batch_of
-from theodolite.prune import Pruned, prune_model
+from theodolite.prune.checkpoint import Pruned
+from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
