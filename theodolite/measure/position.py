@@ -10,7 +10,7 @@ that sampling noise adds nothing on average. Source: Song & Zhong 2024.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -232,19 +232,42 @@ def position_columns(
         fewer than five the shares, of two all.
     """
 
+    def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
+        sketch = {name: values[layer] for name, values in sketches.items()}
+        return layer_numbers(basis, residual["moment"][layer], sketch, grid)
+
+    columns, directions = _of_layers(of_layer, means, leading, grid)
+    return columns | {DIRECTIONS: directions}
+
+
+def positional_shape(
+    means: State, leading: int = 1, grid: Grid | None = None
+) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute the columns of `position_columns` that need the means alone, ranks and smoothness, and the directions."""
+    return _of_layers(
+        lambda _, basis: smoothness(basis.p, PairProducts.of(basis.p), grid), means, leading, grid
+    )
+
+
+def _of_layers(
+    numbers: Callable[[int, GroupedBasis], dict[str, Jackknifed]],
+    means: State,
+    leading: int,
+    grid: Grid | None,
+) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute ranks and further numbers of all layers, and the directions without each group of contexts."""
     most = min(SCREENOT_RANK, positions_read(means) - leading, means["position_sum"].shape[-1])
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        sketch = {name: values[layer] for name, values in sketches.items()}
         of_ranks, found = ranks(basis)
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
-        return of_ranks | layer_numbers(basis, residual["moment"][layer], sketch, grid), directions.half()
+        return of_ranks | numbers(layer, basis), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
-    return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
+    return together(rows), torch.stack(directions, dim=1)
 
 
 def layer_numbers(
@@ -272,16 +295,25 @@ def layer_numbers(
     rows, width = tiled.shape[1:]
     of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
     square, noise = of_tiled.largest_square(), _noise(of_tiled)
-    lengths, near = squared_lengths(basis.p, grid)
-    scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     return {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
-        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), groups),
-        **_shares("low_frequency", basis.p, products.energy(scales), grid, scales),
-        **_shares("pp_low_frequency", basis.p, products.energy(), grid),
+        **smoothness(basis.p, products, grid),
+    }
+
+
+def smoothness(
+    p: Float[Tensor, "groups positions width"], products: PairProducts, grid: Grid | None = None
+) -> dict[str, Jackknifed]:
+    """Compute the columns of one layer that say how its positional basis varies; `products`: of `p`."""
+    lengths, near = squared_lengths(p, grid)
+    scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
+    return {
+        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(p)),
+        **_shares("low_frequency", p, products.energy(scales), grid, scales),
+        **_shares("pp_low_frequency", p, products.energy(), grid),
     }
 
 

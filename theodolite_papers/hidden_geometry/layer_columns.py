@@ -1,7 +1,8 @@
-"""Numbers by layer that several tables and figures share, and the positional basis by groups of contexts.
+"""Numbers by layer that several tables and figures share, the positional basis by groups of contexts, a second text.
 
 Columns of the layers table hold no sampling noise on average. What no column has is estimated here from bases of groups
-of contexts: a run keeps that of all contexts only, so that the text is read once more, hidden states alone.
+of contexts: a run keeps that of all contexts only, so that the text is read once more, hidden states alone. So is a
+second text, of which nothing but positions is compared.
 """
 
 from __future__ import annotations
@@ -17,15 +18,26 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
+from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.estimates import Estimate, Estimates
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
-from theodolite.passes.corpus_pass import batch_of
-from theodolite.passes.survey_pass import MeansPass
+from theodolite.measure.geometry import principal_axes
+from theodolite.measure.position import (
+    DIRECTIONS,
+    SCREENOT_RANK,
+    grouped_basis,
+    positional_shape,
+    positions_read,
+    screenot_bound,
+)
+from theodolite.passes.corpus_pass import batch_of, check_fit
+from theodolite.passes.run import describe_model, describe_pass
+from theodolite.passes.survey_pass import MeansPass, choose_sample
 from theodolite.report.data import (
     AT_FLOOR,
     OF_GROUPS,
@@ -48,15 +60,82 @@ Basis = Float64[Tensor, "groups positions width"]
 """The positional basis of a layer, of each group of contexts."""
 
 
-def read_by_group(model: OpenModel, corpus: Corpus, show: ShowStage) -> list[Basis] | None:
-    """Read a text for the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
-    if len(corpus.contexts) < GROUPS or corpus.leading != 1:
-        return None
-    reading = MeansPass(model, corpus, 0, batch_of(corpus, None))
+class _SampledMeansPass(MeansPass):
+    """Sum the residual stream by position, and keep the tokens that a survey keeps."""
+
+    def _choose_sample(self) -> Sample:
+        return choose_sample(
+            self.corpus, self.trailing, (self.model.layers + 1) * self.model.width, self.seed
+        )
+
+
+def read_means(model: OpenModel, corpus: Corpus, show: ShowStage) -> State:
+    """Read a text for the state of `Means` of its hidden states, without the special tokens behind it."""
+    return _without_trailing(MeansPass(model, corpus, 0, batch_of(corpus, None)), show)
+
+
+def _without_trailing(reading: MeansPass, show: ShowStage) -> State:
     means = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
-    text = slice(corpus.contexts.shape[1] - reading.trailing)
-    means |= {name: means[name][:, :, text] for name in ("position_sum", "readers")}
-    return [grouped_basis(means, layer, 1).p for layer in range(model.layers + 1)]
+    text = slice(reading.corpus.contexts.shape[1] - reading.trailing)
+    return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
+
+
+def bases_of(means: State) -> list[Basis] | None:
+    """Return the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
+    if (means["contexts"] == 0).any():
+        return None
+    return [grouped_basis(means, layer, 1).p for layer in range(len(means["contexts"]))]
+
+
+def other_run(study: Study) -> Run:
+    """Read the second text; without one, random tokens."""
+    return random_run(study) if study.other is None else _positions(study, study.other)
+
+
+def random_run(study: Study) -> Run:
+    """Read as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+    if study.run.provenance["corpus"]["name"] == RANDOM:
+        return study.run
+    return _positions(study, random_tokens_like(study.require_model(), study.run))
+
+
+def _positions(study: Study, corpus: Corpus) -> Run:
+    """Read a text, once, for a run whose only table has the ranks and the smoothness of every layer."""
+    model, seed = study.require_model(), study.provenance["seed"]
+
+    def read() -> Run:
+        check_fit(model, corpus)
+        reading = _SampledMeansPass(model, corpus, seed, batch_of(corpus, None))
+        means = _without_trailing(reading, study.show)
+        study.cached(_by_group(corpus.sha256), lambda: bases_of(means))
+        columns, directions = positional_shape(means)
+        table = {"layer": range(model.layers + 1)}
+        for name, numbers in columns.items():
+            table |= {name: numbers.value.numpy(), f"{name}_se": numbers.error.numpy()}
+        mean, basis, _ = decomposed_means(means)
+        tokens = means["token"] - mean[:, None] - basis[:, reading.sample.token_position]
+        basis = basis[:, : positions_read(means)]
+        axes = torch.stack([principal_axes(of_layer[1:])[0] for of_layer in basis]).mT
+        arrays = {f"layers.{name}{WITHOUT}": numbers.without.float() for name, numbers in columns.items()}
+        arrays |= {
+            DIRECTIONS: directions,
+            "positional_basis": basis.float(),
+            "positional_pca": (basis @ axes).float(),
+            "cvec_pca": (tokens @ axes).float(),
+        }
+        nothing = pd.DataFrame()
+        return Run(
+            pd.DataFrame(table),
+            *(nothing, nothing, nothing, nothing),
+            arrays,
+            describe_model(model) | describe_pass(model, corpus, seed, {}),
+        )
+
+    return study.cached(f"positions of {corpus.sha256}", read)
+
+
+def _by_group(sha256: str) -> str:
+    return f"basis by group of {sha256}"
 
 
 def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
@@ -67,14 +146,14 @@ def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
 
     def read() -> list[Basis] | None:
         text = corpus if corpus is not None and corpus.sha256 == sha256 else None
-        # Random tokens (`Study.random_run`) follow from their description.
+        # Random tokens follow from their description.
         if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None
-        return read_by_group(model, text, study.show)
+        return bases_of(read_means(model, text, study.show))
 
-    return study.cached(f"basis by group of {sha256}", read)
+    return study.cached(_by_group(sha256), read)
 
 
 WITHOUT_TEXT = (
@@ -213,8 +292,11 @@ def energy_within_rank(study: Study) -> Estimates | None:
         curve = energy_within(p)
         return curve[int(rank) - 1]
 
-    ranks = value_of(study.run, "rank")
-    return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
+    def of_layers() -> Estimates:
+        ranks = value_of(study.run, "rank")
+        return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
+
+    return study.cached("energy within the rank", of_layers)
 
 
 def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:

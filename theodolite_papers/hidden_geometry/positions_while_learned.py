@@ -22,8 +22,9 @@ from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
+    bases_of,
     estimates_of,
-    read_by_group,
+    read_means,
     shown,
     unless_hidden,
 )
@@ -75,7 +76,7 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
         runs[step] = run = study.survey(checkpoint, contexts, run_folder)
-        bases = read_by_group(checkpoint, contexts, study.show)
+        bases = bases_of(read_means(checkpoint, contexts, study.show))
         shape = {} if bases is None else shape_of(bases)
         columns = {
             name: estimates_of(shape[name]) if name in shape else layer_estimates(run, name)
