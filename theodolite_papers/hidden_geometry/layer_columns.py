@@ -8,7 +8,7 @@ second text, of which nothing but positions is compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -165,10 +165,19 @@ def gram_between(
     p: Basis, used: Float64[Tensor, " groups"] | None = None
 ) -> Float64[Tensor, "positions positions"]:
     """Average P_g P_hᵀ over pairs of different groups (of those used, weight 1), in which no error meets itself."""
-    used = torch.ones(len(p), dtype=torch.float64) if used is None else used
-    some = p[used > 0]
-    whole = some.sum(dim=0)
-    return (whole @ whole.T - torch.einsum("gtd,gsd->ts", some, some)) / (len(some) * (len(some) - 1))
+    return grams_between(p)(torch.ones(len(p), dtype=torch.float64) if used is None else used)
+
+
+def grams_between(p: Basis) -> Callable[[Tensor], Tensor]:
+    """Return `gram_between` of some groups as a function of their weights, with each group's own product made once."""
+    own = p @ p.mT
+
+    def between(used: Tensor) -> Tensor:
+        chosen = used > 0
+        whole, count = p[chosen].sum(dim=0), int(chosen.sum())
+        return (whole @ whole.T - own[chosen].sum(dim=0)) / (count * (count - 1))
+
+    return between
 
 
 def is_seen(p: Basis) -> bool:
@@ -179,9 +188,10 @@ def is_seen(p: Basis) -> bool:
 def energy_within(p: Basis) -> Jackknifed:
     """Estimate the share of ‖P‖_F² in 1, 2, … leading directions, (directions,); NaN at the noise floor."""
     p = p if p.shape[1] <= p.shape[2] else p.mT
+    between = grams_between(p)
 
     def shares(used: Float64[Tensor, " groups"]) -> Tensor:
-        squares = torch.linalg.eigvalsh(gram_between(p, used)).flip(0)
+        squares = torch.linalg.eigvalsh(between(used)).flip(0)
         return squares.cumsum(0) / squares.sum()
 
     # The largest eigenvalues take the noise along.
