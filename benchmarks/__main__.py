@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import head_weights, locater, long_context, monitor, oats, propagation, spectra, survey
+from benchmarks import head_weights, locater, long_context, monitor, oats, propagation, spectra, start, survey
 from benchmarks.timing import Ratio, where
 from theodolite.errors import first_line
 
@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "spectra": spectra.measure,
     "head_weights": head_weights.measure,
     "long_context": long_context.measure,
+    "start": start.measure,
     "survey": survey.measure,
     "locater": locater.measure,
     "monitor": monitor.measure,
