@@ -2,7 +2,8 @@
 
 On the same batches of a random model of GPT-2's size: the bare `sdpa` forward pass of its backbone, and the same pass
 under all accumulators of a survey. Once as the `theodolite` command runs, whose process keeps the memory that it has
-got from the system, and once as a library is called, with the C library's own settings.
+got from the system, and once as a library is called, with the C library's own settings. And each part of a survey of a
+real model (a random one of its shape where `make real-models` has fetched none) over the bare pass of its text.
 """
 
 from __future__ import annotations
@@ -12,35 +13,41 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import gpt2
 from benchmarks.timing import Ratio, in_process, in_turns, over, peak_memory, seconds
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
+from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.processor import keep_pages
 from theodolite.system.progress import Progress
+from tools.real_models import REPOSITORY, real_model
 
+TEXT = REPOSITORY / "docs"
 VOCABULARY, LENGTH, BATCH, CONTEXTS, ROUNDS = 50257, 512, 8, 16, 3
 
 
+WHOLE = {(16, 256): 3.0, (64, 256): 1.8, (8, 2048): 2.0}
+"""Contexts and their length → the bound of the whole command over the bare pass of the same text."""
+
+
 def measure(device: str) -> Iterator[Ratio]:
+    for contexts, length in WHOLE:
+        yield from (Ratio(**row) for row in in_process("survey", f"{contexts}x{length}", device))
     for how in ("command", "library"):
         yield from (Ratio(**row) for row in in_process("survey", how, device))
     small, large = (in_process("survey", contexts, device) for contexts in (8, 80))
     yield Ratio.of("survey: peak memory, text 10× longer", [large / small], 1.05)
-    if not device.startswith("cuda"):
-        command = [str(Path(sys.executable).with_name("theodolite")), "--help"]
-        help_times = in_turns(
-            {"help": lambda: subprocess.run(command, capture_output=True, check=True)}, rounds=5
-        )
-        yield Ratio.of("theodolite --help: seconds", [time.wall for time in help_times["help"]], 0.3)
 
 
 def opened(layers: int, device: str) -> OpenModel:
@@ -48,6 +55,75 @@ def opened(layers: int, device: str) -> OpenModel:
     with tempfile.TemporaryDirectory() as folder:
         gpt2(layers).save_pretrained(folder)
         return open_model(folder, device=device)
+
+
+def parts(contexts: int, length: int, device: str) -> list[Ratio]:
+    """Time the stages of a survey of a real model, and the whole command on a CPU, over the bare pass."""
+    keep_pages()
+    path = real_model("smollm2")
+    with tempfile.TemporaryDirectory() as folder:
+        if path is None:
+            shape = LlamaConfig(
+                vocab_size=49152,
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=30,
+                num_attention_heads=9,
+                num_key_value_heads=3,
+                max_position_embeddings=8192,
+            )
+            LlamaForCausalLM(shape).save_pretrained(folder)
+            path = Path(folder)
+            corpus = Corpus.random_tokens(49152, length, contexts)
+        model = open_model(path, device=device)
+        if path != Path(folder):
+            corpus = Corpus.from_path(TEXT, model.tokenizer, contexts=contexts, length=length)
+        batches = corpus.contexts.split(max(1, TOKENS_A_BATCH // length))
+
+        def bare() -> None:
+            with torch.inference_mode():
+                for ids in batches:
+                    model.hf.base_model(input_ids=ids.to(device), use_cache=False)
+
+        forward = [time.wall for time in in_turns({"bare": bare}, ROUNDS, device)["bare"]]
+        began: dict[str, float] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            began.setdefault(what, time.perf_counter())
+
+        memory = peak_memory(device)
+        survey(model, corpus, show_progress=show)
+        began["end"] = time.perf_counter()
+        size = f"{contexts} × {length:,}"
+        bare_seconds = statistics.median(forward)
+        spans = pairwise(began.items())
+        ratios = [
+            Ratio.of(f"survey of SmolLM2, {size}: {what} / bare pass", [(then - first) / bare_seconds])
+            for (what, first), (_, then) in spans
+        ]
+        more = (peak_memory(device) - memory) / 2**30
+        ratios.append(Ratio.of(f"survey of SmolLM2, {size}: GiB beyond the model and a pass", [more]))
+        if not device.startswith("cuda") and path != Path(folder):
+            command = [
+                str(Path(sys.executable).with_name("theodolite")),
+                "survey",
+                str(path),
+                "--corpus",
+                str(TEXT),
+            ]
+            command += [
+                "--contexts",
+                str(contexts),
+                "--length",
+                str(length),
+                "--out",
+                str(Path(folder, "run")),
+            ]
+            whole = seconds(lambda: subprocess.run(command, capture_output=True, check=True)).wall
+            bound = WHOLE[contexts, length]
+            what = f"theodolite survey of SmolLM2, {size}: whole command / bare pass"
+            ratios.append(Ratio.of(what, [whole / bare_seconds], bound))
+    return ratios
 
 
 def time_ratios(how: str, device: str) -> list[Ratio]:
@@ -88,7 +164,9 @@ def memory(contexts: int, device: str) -> int:
 
 if __name__ == "__main__":
     what, on = sys.argv[1:]
-    if what.isdigit():
+    if "x" in what:
+        print(json.dumps([asdict(ratio) for ratio in parts(*map(int, what.split("x")), on)]))
+    elif what.isdigit():
         print(memory(int(what), on))
     else:
         print(json.dumps([asdict(ratio) for ratio in time_ratios(what, on)]))

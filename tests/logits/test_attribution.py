@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from theodolite import constituents
 from theodolite.errors import UsageError
-from theodolite.logits.attribution import PATTERNS, AttributionPass, PatternPass
+from theodolite.logits.attribution import PATTERNS, PatternPass
 from theodolite.measure.attribution import ATTRIBUTED, COLUMNS, attribution_table
 from theodolite.measure.constituents import DISJOINT
 from theodolite.models import open_model
@@ -58,18 +58,11 @@ def planted(tmp_path_factory):
     return open_model(folder)
 
 
-def pattern_scores_of(model, length):
-    """What a `PatternPass` leaves."""
-    patterns = PatternPass(model, length, 0)
+def attributed(model, length, mean, pos):
+    """The state of a `PatternPass`, its table, and why layers were refused."""
+    patterns = PatternPass(model, length, 0, mean, pos)
     patterns.run(Progress(patterns.total))
-    return patterns.state()["scores"]
-
-
-def attributed(model, scores, mean, pos):
-    """The table of an `AttributionPass`, and why layers were refused."""
-    attribution = AttributionPass(model, 0, scores, mean, pos)
-    attribution.run(Progress(attribution.total))
-    return attribution_table(attribution.state()), attribution.notes["refused"]
+    return patterns.state(), attribution_table(patterns.state()), patterns.notes["refused"]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +71,7 @@ def table(planted):
     positions, tokens = torch.eye(80, dtype=torch.float64).split(40)
     middle = positions[1:].mean(0)
     mean, pos = middle + tokens.mean(0), positions - middle
-    scores = pattern_scores_of(planted, POSITIONS)
-    table, refused = attributed(planted, scores, mean.expand(2, 2, -1), pos.expand(2, 2, -1, -1))
+    _, table, refused = attributed(planted, POSITIONS, mean.expand(2, 2, -1), pos.expand(2, 2, -1, -1))
     assert not refused
     return table
 
@@ -120,11 +112,10 @@ def test_every_head_has_a_row_for_each_group(table):
 def test_every_family_is_attributed(family, opened):
     """Seven groups of at least three heads for each of three patterns, or all heads; shares sum to 1."""
     model = opened(family)
-    scores = pattern_scores_of(model, 32)
-    assert scores.shape == (3, 3, 4)
     mean = torch.zeros(2, 4, 32)
     pos = 0.1 * torch.randn(2, 4, 32, 32, generator=torch.Generator().manual_seed(0))
-    table, refused = attributed(model, scores, mean, pos)
+    state, table, refused = attributed(model, 32, mean, pos)
+    assert state["scores"].shape == (3, 3, 4)
     assert not refused
     assert set(table["pattern"]) == set(PATTERNS)
     grouped = table[table["group"].isin(WHOLE)].groupby(["layer", "head", "pattern"])["share"].sum()
@@ -134,9 +125,8 @@ def test_every_family_is_attributed(family, opened):
 
 def test_where_nothing_can_be_repeated_there_are_no_rows(opened):
     model = opened("gpt2")
-    scores = pattern_scores_of(model, 3)
-    assert scores.isnan().all()
-    table, refused = attributed(model, scores, torch.zeros(2, 4, 32), torch.zeros(2, 4, 3, 32))
+    state, table, refused = attributed(model, 3, torch.zeros(2, 4, 32), torch.zeros(2, 4, 3, 32))
+    assert state["scores"].isnan().all()
     assert table.empty
     assert list(table.columns) == COLUMNS
     assert not refused

@@ -9,7 +9,7 @@ import torch
 
 from tests.attention.kinds import HEADS, KINDS, LENGTH, dense, dense_logits, dense_weights, make
 from tests.measure.test_constituents import _split
-from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, pattern_scores
+from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, scores_by_context
 from theodolite.measure.constituents import dense_attention
 
 HALF = LENGTH // 2
@@ -34,7 +34,9 @@ def test_pattern_scores(kind):
     """Oracle: diagonals of dense softmax matrices."""
     inputs = make(kind)
     weights, _, _ = dense(inputs)
-    torch.testing.assert_close(pattern_scores(inputs, PATTERNS), _scores(weights), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        scores_by_context(inputs, PATTERNS).mean(0), _scores(weights), rtol=1e-10, atol=1e-12
+    )
     torch.testing.assert_close(dense_attention(inputs), weights, rtol=1e-10, atol=1e-12)
 
 
@@ -75,6 +77,6 @@ def test_only_and_without_equal_the_dense_computation(kind):
         torch.testing.assert_close(found.without[number], without, rtol=1e-8, atol=1e-11)
     even = _scores(_dense_of(replace(inputs, sink=None), torch.zeros_like(every[0, 0]), bias=False))
     torch.testing.assert_close(found.uniform, even)
-    torch.testing.assert_close(found.score, pattern_scores(inputs, PATTERNS))
+    torch.testing.assert_close(found.score, scores_by_context(inputs, PATTERNS).mean(0))
     disjoint = [ATTRIBUTED.index(name) for name in ("position", "context", "cross", "constant", "additive")]
     torch.testing.assert_close(found.share[disjoint].sum(0), torch.ones(HEADS, dtype=torch.float64))

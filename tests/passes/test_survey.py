@@ -30,7 +30,6 @@ STAGES = [
     "splitting logits",
     "reading weights",
     "scoring head types",
-    "attributing patterns",
 ]
 
 
@@ -151,7 +150,7 @@ def test_propagation_and_induction_follow_their_definitions(checkpoint, opened, 
             np.testing.assert_allclose(run.arrays["propagation_by_position"][layer, head], expected)
     half = LENGTH // 2
     # The byte tokenizer has 256 tokens that are not special, and puts nothing around a context.
-    drawn = np.random.default_rng(0).choice(np.arange(256), size=(8, half))
+    drawn = np.random.default_rng(0).choice(np.arange(256), size=(16, half))
     ids = torch.from_numpy(np.tile(drawn, (1, 2)))
     with torch.no_grad():
         attentions = reference.hf(input_ids=ids, output_attentions=True).attentions

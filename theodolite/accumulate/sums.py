@@ -69,14 +69,14 @@ class LayerSums:
         shapes: dict[str, tuple[int, ...]],
         maxima: tuple[str, ...] = (),
         keyed: Mapping[str, KeyedSums] | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layers = layers
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
-        self._tensors = {
-            name: [torch.zeros(shape, dtype=torch.float64) for _ in range(layers)]
-            for name, shape in shapes.items()
-        }
+        # One tensor of all layers, so that its state is no copy; `at` puts a layer's elsewhere.
+        self._whole = {name: torch.zeros(layers, *shape, dtype=dtype) for name, shape in shapes.items()}
+        self._tensors = {name: list(whole.unbind()) for name, whole in self._whole.items()}
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""
@@ -93,9 +93,15 @@ class LayerSums:
         include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
-        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys."""
-        sums = {name: torch.stack([t.cpu() for t in tensors]) for name, tensors in self._tensors.items()}
-        return sums | joined({name: sums.state() for name, sums in self.keyed.items()})
+        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys.
+
+        They may change with the next update.
+        """
+        for name, tensors in self._tensors.items():
+            for layer, tensor in enumerate(tensors):
+                if tensor.device.type != "cpu":
+                    self._whole[name][layer] = tensor.cpu()
+        return self._whole | joined({name: sums.state() for name, sums in self.keyed.items()})
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""

@@ -69,14 +69,18 @@ class AttentionInputs:
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
-        length = self.query.shape[2]
         key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
         query = self.query.to(key.dtype) * self.scaling
-        for start in range(0, length, size):
-            stop = min(start + size, length)
-            first, last = self._key_range(start, stop)
+        for start, stop, first, last in self.spans(size):
             logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
             yield LogitBlock(start, stop, first, last, logits)
+
+    def spans(self, size: int = BLOCK) -> Iterator[tuple[int, int, int, int]]:
+        """Yield first and last of `size` queries after another, and of the keys that any of them can see."""
+        length = self.query.shape[2]
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            yield start, stop, *self._key_range(start, stop)
 
     def head_parts(self) -> Iterator[slice]:
         """Yield query heads whose blocks are computed at once: whole groups that share a key head."""
@@ -183,9 +187,16 @@ class AttentionInputs:
 
     def _logits(self, query: Tensor, key: Tensor, start: int, first: int) -> Tensor:
         batch, heads, rows, width = query.shape
-        key_heads, stop, last = key.shape[1], start + rows, first + key.shape[-1]
+        key_heads, last = key.shape[1], first + key.shape[-1]
         grouped = query.reshape(batch, key_heads, heads // key_heads * rows, width)
-        logits = (grouped @ key).view(batch, heads, rows, last - first)
+        return self.finished((grouped @ key).view(batch, heads, rows, last - first), start, first)
+
+    def finished(
+        self, logits: Float[Tensor, "batch heads rows columns"], start: int, first: int
+    ) -> Float[Tensor, "batch heads rows columns"]:
+        """Cap products of queries from `start` and keys from `first`, add the bias, and mask them, in place."""
+        rows, columns = logits.shape[2:]
+        stop, last = start + rows, first + columns
         if self.softcap is not None:
             logits = torch.tanh(logits.div_(self.softcap)).mul_(self.softcap)
         if self.bias is not None:

@@ -45,7 +45,7 @@ from theodolite.corpus.patches import grid_described
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Criterion, judge
-from theodolite.logits.attribution import scored_sequences
+from theodolite.logits.attribution import repeated_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
@@ -666,7 +666,7 @@ def head_types(reference: Run, other: Run) -> Survival:
 
 def independent_scores(run: Run, role: HeadRole) -> int:
     """Return the number of groups of contexts, or of random sequences, that the error of a score rests on."""
-    return scored_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else GROUPS
+    return repeated_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else GROUPS
 
 
 def spectra(reference: Run, other: Run) -> Survival:

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
@@ -27,22 +26,19 @@ from theodolite.measure.attribution import (
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import DecompositionByGroups, decompose_by_groups
 
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
-SCORED_CONTEXTS = 8
-SCORED_TOKENS = 2048
-"""Repeated random sequences on which every head is scored: 8, or at least 2 where these are more tokens than that."""
-
-ATTRIBUTED_CONTEXTS = 16
-ATTRIBUTED_TOKENS = 1024
+SEQUENCES, SEQUENCE_TOKENS = 16, 1536
 LONGEST = 256
-"""Repeated random sequences for the attribution, of so many tokens at most: 16, or at least 4 where these are more
-tokens. Four of 256 tokens give SmolLM2's scores to 0.015."""
+"""Repeated random sequences, of at most so many tokens each: 16, or at least 4 where these are more tokens. Six of 256
+tokens give SmolLM2's scores to 0.03."""
+
+ATTRIBUTED_SEQUENCES = 4
+"""Of them the first, on which heads are attributed."""
 
 BEST = 3
 """So many heads of each pattern are attributed whatever their score."""
@@ -54,128 +50,95 @@ Chosen = dict[int, list[tuple[int, int]]]
 """Layer → (head, number of the pattern), in order."""
 
 
-def scored_sequences(length: int) -> int:
-    """Return the number of repeated random sequences on which every head is scored."""
-    return contexts_within(SCORED_TOKENS, length, 2, SCORED_CONTEXTS)
+def repeated_sequences(length: int) -> int:
+    """Return the number of repeated random sequences on which heads are scored."""
+    return contexts_within(SEQUENCE_TOKENS, min(length, LONGEST), 4, SEQUENCES)
 
 
-def attributed_sequences(length: int) -> int:
-    """Return the number of repeated random sequences on which heads are attributed."""
-    return contexts_within(ATTRIBUTED_TOKENS, length, 4, ATTRIBUTED_CONTEXTS)
-
-
-class PatternPass(Hooks):
-    """Scores of every head on `length` random tokens: "induction", "previous", "same".
+class PatternPass:
+    """Scores of every head on repeated random tokens, and the causes of the attention of those that follow a pattern.
 
     The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
-    one less. "induction" is mean attention from the second copy to the token after the first, "previous" from
-    all but the first position to the one before, "same" from the second copy to the same token of the first.
+    one less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
+    "previous" from all but the first position to the one before, "same" from the second copy to the same token of the
+    first. With `mean` and `pos`, the heads that follow a pattern most are scored with each group of constituents of
+    their logits only, and without it. A head is attributed as its layer is read if it is among the best so far.
 
     State: scores (L, patterns, H), means over the sequences, and without (L, patterns, H, sequences), what they are
-    without each; NaN where there is no room for two copies of two tokens, and of heads that are not.
-    """
-
-    def __init__(self, model: OpenModel, length: int, seed: int) -> None:
-        self.model = model
-        self.ids, self.patterns = repeated_patterns(model, length, scored_sequences(length), seed)
-        self.total = model.layers
-        self.notes: dict[str, Any] = {}
-        size = (model.layers, len(PATTERNS), model.heads)
-        self._scores = torch.full(size, torch.nan, dtype=torch.float64)
-        self._without = self._scores.unsqueeze(-1).repeat(1, 1, 1, scored_sequences(length))
-
-    def state(self) -> State:
-        """Return the scores, of all sequences and without each."""
-        return {"scores": self._scores, "without": self._without}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        self._scores.copy_(state["scores"])
-        self._without.copy_(state["without"])
-
-    @measures("self.model")
-    def run(self, progress: Progress) -> None:
-        """Run one forward pass; nothing of it is saved until all layers are scored."""
-        progress.checkpoint(progress.done)
-        self._progress = progress
-        if self.patterns and not progress.done:
-            with hooked(self.model, self):
-                self.model.forward(self.ids)
-        progress.checkpoint(self.total)
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Score the heads of a layer as the model runs."""
-        scores = scores_by_context(inputs, self.patterns)
-        sequences, _, heads = scores.shape
-        without = (scores.sum(dim=0) - scores) / (sequences - 1)
-        self._scores[layer, :, :heads] = scores.mean(dim=0)
-        self._without[layer, :, :heads] = without.permute(1, 2, 0)
-        self._progress.report(layer + 1)
-        return attend(inputs)
-
-
-class AttributionPass:
-    """The heads that follow a pattern most, attributed to the constituents of their logits.
-
-    The heads that `scores` choose are scored anew on sequences of the same kind of at most `LONGEST` tokens, whole,
-    with each group of constituents only, and without it. `mean` and `pos` are μ and the positional basis of the
-    residual layers, from another text: the means over repeated sequences repeat what came by chance in both copies,
-    and would pass it off as position. They are of either half of its contexts, one for queries and one for keys, so
-    that their noise is in no product with itself.
-
-    State: numbers (rows, 9), the columns of `COLUMNS`, patterns and groups as numbers. Notes: `refused`, layer → why
-    its logits could not be split. There are no rows where there is no room for two copies of two tokens.
+    without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `mean`
+    numbers (rows, 9), the columns of `measure.attribution.COLUMNS`, patterns and groups as numbers. Notes: `refused`,
+    layer → why its logits could not be split.
 
     Args:
-        scores: of a `PatternPass`, (L, patterns, H).
+        model, seed: whose heads, and of the sequences.
+        length: of the text's contexts, T.
+        mean, pos: μ and the positional basis of the residual layers, of another text: the means over repeated sequences
+            repeat what came by chance in both copies, and would pass it off as position. They are of either half of its
+            contexts, one for queries and one for keys, so that their noise is in no product with itself.
     """
 
     def __init__(
         self,
         model: OpenModel,
+        length: int,
         seed: int,
-        scores: Float[Tensor, "layers patterns heads"],
-        mean: Float[Tensor, "2 layers_and_1 width"],
-        pos: Float[Tensor, "2 layers_and_1 positions width"],
+        mean: Float[Tensor, "2 layers_and_1 width"] | None = None,
+        pos: Float[Tensor, "2 layers_and_1 positions width"] | None = None,
     ) -> None:
         self.model = model
-        self.mean = mean
-        self.pos = pos
-        length = min(pos.shape[2], LONGEST)
-        self.ids, self.patterns = repeated_patterns(model, length, attributed_sequences(length), seed)
-        self.chosen = _choose(scores) if self.patterns else {}
-        self.total = 1 + max(self.chosen, default=0)
+        self.mean, self.pos = mean, pos
+        sequences = repeated_sequences(length)
+        self.ids, self.patterns = repeated_patterns(model, min(length, LONGEST), sequences, seed)
+        self.total = model.layers
         self.notes: dict[str, Any] = {"refused": {}}
+        size = (model.layers, len(PATTERNS), model.heads)
+        self._scores = torch.full(size, torch.nan, dtype=torch.float64)
+        self._without = self._scores.unsqueeze(-1).repeat(1, 1, 1, sequences)
         self._rows: list[list[float]] = []
 
     def state(self) -> State:
-        """Return the numbers."""
-        numbers = torch.tensor(self._rows, dtype=torch.float64)
-        return {"numbers": numbers.reshape(-1, len(COLUMNS))}
+        """Return the scores, of all sequences and without each, and the numbers of the attributed heads."""
+        scores = {"scores": self._scores, "without": self._without}
+        numbers = torch.tensor(self._rows, dtype=torch.float64).reshape(-1, len(COLUMNS))
+        return scores if self.mean is None else scores | {"numbers": numbers}
 
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""
-        self._rows = state["numbers"].tolist()
+        self._scores.copy_(state["scores"])
+        self._without.copy_(state["without"])
+        self._rows = state["numbers"].tolist() if "numbers" in state else []
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """Run one forward pass up to the last chosen layer; nothing of it is saved before its end."""
+        """Run one forward pass; nothing of it is saved until all layers are scored."""
         progress.checkpoint(progress.done)
-        if self.chosen and not progress.done:
-            visit_layers(
-                self.model, self.ids, sorted(self.chosen), lambda layer_pass: self._take(layer_pass, progress)
-            )
+        if self.patterns and not progress.done:
+
+            def visit(layer_pass: LayerPass) -> None:
+                self._take(layer_pass)
+                progress.report(layer_pass.layer + 1)
+
+            visit_layers(self.model, self.ids, list(self.model.attending), visit)
+            best = _choose(self._scores)
+            self._rows = [row for row in self._rows if (row[1], row[2]) in best.get(int(row[0]), [])]
         progress.checkpoint(self.total)
 
-    def _take(self, layer_pass: LayerPass, progress: Progress) -> None:
+    def _take(self, layer_pass: LayerPass) -> None:
         layer, h = layer_pass.layer, layer_pass.stream
+        scores = scores_by_context(layer_pass.inputs, self.patterns)
+        sequences, _, heads = scores.shape
+        without = (scores.sum(dim=0) - scores) / (sequences - 1)
+        self._scores[layer, :, :heads] = scores.mean(dim=0)
+        self._without[layer, :, :heads] = without.permute(1, 2, 0)
+        chosen = _choose(self._scores).get(layer, [])
+        if self.mean is None or self.pos is None or not chosen:
+            return
         first = torch.zeros(len(h), dtype=torch.int64)
         parts = decompose_by_groups(h, self.mean[:, layer], self.pos[:, layer], first, first + 1)
         try:
-            self._rows += _rows(layer_pass, parts, self.patterns, self.chosen[layer_pass.layer])
+            self._rows += _rows(layer_pass, parts, self.patterns, chosen)
         except WorkError as error:
-            self.notes["refused"][str(layer_pass.layer)] = str(error)
-        progress.report(layer_pass.layer + 1)
+            self.notes["refused"][str(layer)] = str(error)
 
 
 def repeated_patterns(
@@ -220,7 +183,9 @@ def _rows(
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]
     key = split.key[:, :, [head // grouped for head in heads]]
-    attribution = attribute(split.query[:, :, heads], key, chosen_heads(split.inputs, heads), patterns)
+    some = slice(ATTRIBUTED_SEQUENCES)
+    inputs = chosen_heads(split.inputs, heads).of_contexts(some)
+    attribution = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
     rows = []
     for head, pattern in chosen:
         place = heads.index(head)

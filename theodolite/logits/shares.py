@@ -22,6 +22,7 @@ from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import (
     LayerPass,
     frozen_norm,
+    of_streams,
     split_queries_and_keys,
     visit_layers,
 )
@@ -54,11 +55,20 @@ class SharesPass:
         model, corpus: of whose contexts `sample_of` takes some.
         seed: of the sample.
         means: the state of `Means`, of all contexts.
+        streams: of `KeptStreams` of the sample: one of its contexts runs through the model, for how each layer is
+            called, and the others' queries and keys are made of their streams.
     """
 
-    def __init__(self, model: OpenModel, corpus: Corpus, seed: int, means: State) -> None:
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        seed: int,
+        means: State,
+        streams: Float[Tensor, "layers sampled positions width"],
+    ) -> None:
         self.model = model
-        self.means = means
+        self.means, self.streams = means, streams
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
@@ -95,12 +105,27 @@ class SharesPass:
         for number in range(progress.done // layers, len(self.batches)):
             progress.checkpoint(number * layers)
             rows = self.batches[number]
+            left: list[int] = []  # layers whose streams alone do not say what their attention reads
 
-            def visit(layer_pass: LayerPass, number: int = number, rows: slice = rows) -> None:
-                self._take(layer_pass, rows)
-                progress.report(number * layers + layer_pass.layer + 1)
+            def visit(
+                layer_pass: LayerPass, number: int = number, rows: slice = rows, left: list[int] = left
+            ) -> None:
+                layer, read = layer_pass.layer, layer_pass.stream.shape[1]
+                try:
+                    self._take(of_streams(layer_pass, self.streams[layer, rows, :read]), rows)
+                except WorkError:
+                    left.append(layer)
+                progress.report(number * layers + layer + 1)
 
-            visit_layers(self.model, self.corpus.inputs(rows), list(self.model.attending), visit)
+            one = self.corpus.inputs(slice(rows.start, rows.start + 1))
+            visit_layers(self.model, one, list(self.model.attending), visit)
+            if left:
+                visit_layers(
+                    self.model,
+                    self.corpus.inputs(rows),
+                    left,
+                    lambda layer_pass, rows=rows: self._take(layer_pass, rows),  # type: ignore[misc]
+                )
         progress.checkpoint(self.total)
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:

@@ -6,8 +6,10 @@ learned sinks stay, and the attention that follows is scored as the head's own i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import pandas as pd
 import torch
@@ -15,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
-from theodolite.attention.inputs import BLOCK, AttentionInputs, softmax
+from theodolite.attention.inputs import BLOCK, MASKED, AttentionInputs
 from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
 from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
@@ -27,6 +29,8 @@ ATTRIBUTED = (*GROUPS, ADDITIVE)
 
 CACHED = 1 << 17
 """Logits of a block that a core works on at once: of few heads those of several contexts, which its cache holds."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -51,39 +55,21 @@ class Attribution:
     without: Float[Tensor, "groups patterns heads"]
 
 
-def pattern_scores(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "patterns heads"]:
-    """Average attention along each pattern, over contexts and the pattern's queries."""
-    return scores_by_context(inputs, patterns).mean(dim=0)
-
-
 def scores_by_context(
     inputs: AttentionInputs, patterns: list[Pattern]
 ) -> Float[Tensor, "contexts patterns heads"]:
     """Average attention along each pattern, over the pattern's queries."""
-    batch, heads, queries, _ = inputs.query.shape
-    cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
-    sums = each_part(
-        lambda part: _paid(inputs.of_contexts(part), patterns), batch, inputs.query.device, cached
-    )
-    counts = torch.tensor([len(p.queries) for p in patterns])
-    return torch.cat(sums).cpu() / counts[:, None]
 
+    def work(part: slice) -> Tensor:
+        own = inputs.of_contexts(part)
+        sums = _nothing_paid(own, patterns)
+        for block in own.blocks():
+            _Along(block.start, block.stop, block.first, block.last, patterns).pay(
+                block.logits, own.sink, sums
+            )
+        return sums
 
-def _paid(inputs: AttentionInputs, patterns: list[Pattern]) -> Float[Tensor, "contexts patterns heads"]:
-    """Sum attention along each pattern over the pattern's queries."""
-    device = inputs.query.device
-    batch, heads = inputs.query.shape[:2]
-    scores = torch.zeros(batch, len(patterns), heads, dtype=torch.float64, device=device)
-    for block in inputs.blocks():
-        weights = softmax(block.logits, inputs.sink)
-        every = torch.arange(block.start, block.stop, device=device)
-        for number, pattern in enumerate(patterns):
-            key = every - pattern.distance
-            inside = (every >= pattern.queries.start) & (every < pattern.queries.stop)
-            inside &= (key >= block.first) & (key < block.last)
-            paid = weights[:, :, every[inside] - block.start, key[inside] - block.first]
-            scores[:, number] += paid.sum(dim=2, dtype=torch.float64)
-    return scores
+    return _mean_of(_each_part(work, inputs), patterns)
 
 
 def attribute(
@@ -97,15 +83,102 @@ def attribute(
     `inputs` holds the same heads, one key head for each (see `chosen_heads`).
     """
     shares, additive = share_sums(query, key, inputs).shares()
-    both = [_only_and_without(query, key, inputs, group) for group in ATTRIBUTED]
-    even = replace(inputs, query=torch.zeros_like(inputs.query), bias=None, sink=None)
-    return Attribution(
-        score=pattern_scores(inputs, patterns),
-        uniform=pattern_scores(even, patterns),
-        share=torch.stack([*grouped(shares.value).values(), additive.value]),
-        only=torch.stack([pattern_scores(only, patterns) for only, _ in both]),
-        without=torch.stack([pattern_scores(without, patterns) for _, without in both]),
+    parts = _each_part(
+        lambda part: _scores_of_groups(query[:, part], key[:, part], inputs.of_contexts(part), patterns),
+        inputs,
     )
+    score, uniform, *of_groups = (
+        _mean_of([scores[variant] for scores in parts], patterns).mean(dim=0)
+        for variant in range(len(parts[0]))
+    )
+    return Attribution(
+        score=score,
+        uniform=uniform,
+        share=torch.stack([*grouped(shares.value).values(), additive.value]),
+        only=torch.stack(of_groups[0::2]),
+        without=torch.stack(of_groups[1::2]),
+    )
+
+
+def _scores_of_groups(
+    query: Tensor, key: Tensor, inputs: AttentionInputs, patterns: list[Pattern]
+) -> list[Float[Tensor, "contexts patterns heads"]]:
+    """Sum attention along each pattern: of the head, of uniform attention, and of each group only and without it."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query_of, key_of = (
+        {name: parts[_members(name)].sum(dim=0, dtype=dtype) for name in COARSE} for parts in (query, key)
+    )
+    own_query, own_key = inputs.query.to(dtype), inputs.key.to(dtype)
+    unbiased = replace(inputs, bias=None)
+    sums = [_nothing_paid(inputs, patterns) for _ in range(2 + 2 * len(ATTRIBUTED))]
+    for start, stop, first, last in inputs.spans():
+        along = _Along(start, stop, first, last, patterns)
+
+        def logits(
+            left: Tensor, right: Tensor, rows: slice = slice(start, stop), keys: slice = slice(first, last)
+        ) -> Tensor:
+            return left[:, :, rows] @ right[:, :, keys].transpose(-1, -2) * inputs.scaling
+
+        whole = logits(own_query, own_key)
+        pairs = {(a, b): logits(query_of[a], key_of[b]) for a in COARSE for b in COARSE}
+        nothing = torch.zeros_like(whole)
+        variants = [(inputs, whole.clone(), inputs.sink), (unbiased, nothing.clone(), None)]
+        for sides in GROUPS.values():
+            only = torch.stack([pairs[pair] for pair in sides]).sum(dim=0)
+            variants += [(unbiased, only, inputs.sink), (inputs, whole - only, inputs.sink)]
+        variants += [(inputs, nothing, inputs.sink), (unbiased, whole, inputs.sink)]
+        for of_variant, (rules, products, sink) in zip(sums, variants, strict=True):
+            along.pay(rules.finished(products, start, first), sink, of_variant)
+    return sums
+
+
+class _Along:
+    """The pairs of a block's queries and keys that are along each pattern."""
+
+    def __init__(self, start: int, stop: int, first: int, last: int, patterns: list[Pattern]) -> None:
+        every = torch.arange(start, stop)
+        self.pairs = []
+        for pattern in patterns:
+            key = every - pattern.distance
+            inside = (
+                (every >= pattern.queries.start)
+                & (every < pattern.queries.stop)
+                & (key >= first)
+                & (key < last)
+            )
+            self.pairs.append((every[inside] - start, key[inside] - first))
+
+    def pay(
+        self,
+        logits: Float[Tensor, "contexts heads rows keys"],
+        sink: Float[Tensor, " heads"] | None,
+        sums: Float[Tensor, "contexts patterns heads"],
+    ) -> None:
+        """Add the attention that is paid along each pattern to `sums`."""
+        normaliser = logits.logsumexp(dim=-1)
+        if sink is not None:
+            normaliser = torch.logaddexp(normaliser, sink.to(normaliser).view(1, -1, 1))
+        for number, (row, key) in enumerate(self.pairs):
+            own = logits[:, :, row, key]
+            paid = (own - normaliser[:, :, row]).exp().masked_fill(own <= MASKED / 2, 0)
+            sums[:, number] += paid.sum(dim=2, dtype=torch.float64)
+
+
+def _each_part(work: Callable[[slice], Result], inputs: AttentionInputs) -> list[Result]:
+    contexts, heads, queries, _ = inputs.query.shape
+    cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
+    return each_part(work, contexts, inputs.query.device, cached)
+
+
+def _nothing_paid(
+    inputs: AttentionInputs, patterns: list[Pattern]
+) -> Float[Tensor, "contexts patterns heads"]:
+    contexts, heads = inputs.query.shape[:2]
+    return torch.zeros(contexts, len(patterns), heads, dtype=torch.float64, device=inputs.query.device)
+
+
+def _mean_of(sums: list[Tensor], patterns: list[Pattern]) -> Float[Tensor, "contexts patterns heads"]:
+    return torch.cat(sums).cpu() / torch.tensor([len(pattern.queries) for pattern in patterns])[:, None]
 
 
 _share = partial(Column, "attribution", range=SHARE)
@@ -147,7 +220,7 @@ COLUMNS = [column.name for column in _COLUMNS]
 
 @gives(*_COLUMNS)
 def attribution_table(attribution: State) -> pd.DataFrame:
-    """Tabulate each head, pattern and group of constituents, from the state of an `AttributionPass`."""
+    """Tabulate each head, pattern and group of constituents, from the state of a `PatternPass`."""
     table = pd.DataFrame(attribution["numbers"].numpy(), columns=COLUMNS)
     table = table.sort_values(["pattern", "score"], ascending=[True, False], kind="stable", ignore_index=True)
     for name, words in (("pattern", tuple(ATTENTION_PATTERNS)), ("group", ATTRIBUTED)):
@@ -174,28 +247,5 @@ def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
     )
 
 
-def _only_and_without(
-    query: Tensor, key: Tensor, inputs: AttentionInputs, group: str
-) -> tuple[AttentionInputs, AttentionInputs]:
-    """Split attention inputs: one has the logits of one group only, the other all but those.
-
-    A sum of products q·k is one product of vectors side by side, so both are attention inputs like any other.
-    """
-    own_query, own_key = inputs.query, inputs.key
-    if group == ADDITIVE:
-        return replace(inputs, query=torch.zeros_like(own_query)), replace(inputs, bias=None)
-    query_of, key_of = ({name: parts[_members(name)].sum(dim=0) for name in COARSE} for parts in (query, key))
-    only_query = [query_of[a] for a, _ in GROUPS[group]]
-    only_key = [key_of[b] for _, b in GROUPS[group]]
-    only = replace(inputs, query=_beside(only_query), key=_beside(only_key), bias=None)
-    others = [own_query, *(-part for part in only_query)], [own_key, *only_key]
-    return only, replace(inputs, query=_beside(others[0]), key=_beside(others[1]))
-
-
 def _members(group: str) -> list[int]:
     return [PARTS.index(part) for part in COARSE[group]]
-
-
-def _beside(vectors: list[Tensor]) -> Tensor:
-    dtype = max((v.dtype for v in vectors), key=lambda dtype: torch.finfo(dtype).bits)
-    return torch.cat([v.to(dtype) for v in vectors], dim=-1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
+from theodolite.corpus.sampling import one_of_each_stretch
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
 from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places
@@ -47,6 +48,10 @@ DISJOINT = ("position", "context", "cross", "constant")
 
 ADDITIVE = "additive"
 """What a bias on the logits adds, which is of neither query nor key."""
+
+
+MOST_QUERIES = 256
+"""Whose logits are summed, one of each of as many stretches of a context."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +181,17 @@ def share_sums(
     common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
     over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
     token is an outlier in most models, is left out as a query and as a key (of an image all tokens before its patches,
-    `leading`), and so are `trailing` special tokens at the end. No T×T matrix is kept.
+    `leading`), and so are `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed,
+    and all their keys. No T×T matrix is kept.
     """
 
+    text = inputs.key.shape[2] - trailing
+    chosen = leading + one_of_each_stretch(text - leading, MOST_QUERIES)
+    query, of_queries = query[:, :, :, chosen], inputs.of_queries(chosen)
+
     def work(part: slice) -> ShareSums:
-        return _share_sums(query[:, part], key[:, part], inputs.of_contexts(part), trailing, leading)
+        keys = slice(leading, text)
+        return _share_sums(query[:, part], key[:, part], of_queries.of_contexts(part), keys)
 
     parts = each_part(work, query.shape[1], query.device)
     return ShareSums(
@@ -188,9 +199,7 @@ def share_sums(
     )
 
 
-def _share_sums(
-    query: Tensor, key: Tensor, inputs: AttentionInputs, trailing: int, leading: int
-) -> ShareSums:
+def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, keys: slice) -> ShareSums:
     parts, contexts, heads, _, width = query.shape
     at_least = torch.promote_types(query.dtype, torch.float32)
     # The parts of a key side by side, so that one product with the centred logits serves them all.
@@ -198,14 +207,10 @@ def _share_sums(
     products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
     additive = torch.zeros(contexts, heads, dtype=torch.float64, device=query.device)
     total = torch.zeros_like(additive)
-    text = inputs.key.shape[2] - trailing
     for block in replace(inputs, softcap=None).blocks():
         visible = block.logits > MASKED / 2
-        visible[..., : max(leading - block.first, 0)] = False
-        visible[:, :, : max(leading - block.start, 0)] = False
-        if trailing:
-            visible[..., max(text - block.first, 0) :] = False
-            visible[:, :, max(text - block.start, 0) :] = False
+        visible[..., : max(keys.start - block.first, 0)] = False
+        visible[..., max(keys.stop - block.first, 0) :] = False
         logits = block.logits.masked_fill_(~visible, 0)
         mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
         centred = logits.sub_(mean).masked_fill_(~visible, 0)

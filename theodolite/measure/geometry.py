@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
 from theodolite.accumulate.outliers import PUBLISHED
@@ -23,6 +24,7 @@ from theodolite.judging import Criterion
 from theodolite.measure.column import LEFT_OUT, SHARE, SIGNED, STREAM, Array, Column, gives
 from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
+from theodolite.theory.singular import by_gram_matrix
 from theodolite.theory.smoothness import Grid, grid_frequencies, lowest_frequencies, unit_rows
 from theodolite.theory.unbiased import Jackknifed, of_rows, together
 
@@ -229,7 +231,7 @@ def _pictures(
     """Return what one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
     unit = unit_rows(pos[leading:])
     axes, values = principal_axes(pos[leading:])
-    both = torch.nn.functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
+    both = functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
     shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
     if grid is None:
         low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
@@ -253,9 +255,8 @@ def principal_axes(
 
     The sign of a principal direction is arbitrary: the farthest position has a positive coordinate.
     """
-    _, values, directions = torch.linalg.svd(pos, full_matrices=False)
-    axes = torch.zeros(3, pos.shape[-1], dtype=pos.dtype)
-    axes[: min(3, len(directions))] = directions[:3]
+    values, directions = by_gram_matrix(pos, 3)
+    axes = functional.pad(directions, (0, 3 - directions.shape[1])).T
     coordinates = pos @ axes.T
     sign = coordinates.gather(0, coordinates.abs().argmax(dim=0)[None]).sign()
     sign[sign == 0] = 1

@@ -19,10 +19,11 @@ from theodolite.accumulate.means import Sample
 from theodolite.accumulate.sums import State, part_of
 from theodolite.measure.column import STREAM, Column, gives, table_of
 from theodolite.measure.contexts import CONTEXT_COLUMNS, context_columns
-from theodolite.measure.position import POSITION_COLUMNS, position_columns
+from theodolite.measure.position import SIZE_COLUMNS, grouped_basis, sizes
 from theodolite.measure.publications import ZHANG
+from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed
+from theodolite.theory.unbiased import Jackknifed, together
 
 _massive = partial(Column, "massive")
 
@@ -69,7 +70,7 @@ def massive_table(massive: State, text: Callable[[int], str]) -> pd.DataFrame:
 
 _NUMBERS = tuple(
     replace(column, table="with_massive", error="", floor="", healthy=None, short="")
-    for column in (*POSITION_COLUMNS, *CONTEXT_COLUMNS)
+    for column in (*SIZE_COLUMNS, *CONTEXT_COLUMNS)
 )
 
 
@@ -87,7 +88,10 @@ def with_massive_table(
     leading: int = 1,
     grid: Grid | None = None,
 ) -> pd.DataFrame:
-    """Compute the numbers of position and context with the massive tokens, of the layers that have any."""
+    """Compute the numbers of position and context with the massive tokens, of the layers that have any.
+
+    But for ranks, to which each of these tokens adds one, and for what is of directions alone.
+    """
     layers = massive["count"].nonzero().flatten()
     if not len(layers):
         return table_of({"layer": layers} | {column.name: torch.empty(0) for column in _NUMBERS})
@@ -95,9 +99,13 @@ def with_massive_table(
         {name: values[layers] for name, values in state.items()}
         for state in with_massive(means, residual, massive)
     )
-    sketches = {name: values[layers] for name, values in sketches.items()}
-    columns = position_columns(means, residual, sketches, leading, grid) | context_columns(
-        means, residual, sample, labels, leading, grid
-    )
+
+    def of_layer(place: int) -> dict[str, Jackknifed]:
+        basis = grouped_basis(means, place, leading, grid)
+        sketch = {name: values[layers[place]] for name, values in sketches.items()}
+        return sizes(basis, residual["moment"][place], sketch, grid)[0]
+
+    of_position = together(parallel_map(of_layer, range(len(layers))))
+    columns = of_position | context_columns(means, residual, sample, labels, leading, grid)
     numbers = {name: one.value for name, one in columns.items() if isinstance(one, Jackknifed)}
     return table_of({"layer": layers} | numbers)

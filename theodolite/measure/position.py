@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.second_moments import low_rank
 from theodolite.accumulate.sums import State
@@ -45,6 +46,9 @@ DIRECTIONS = f"positional_directions{WITHOUT}"
 
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
+
+STRETCHES = 256
+"""Of longer contexts, products of all positions with all are of the sums over so many stretches."""
 
 NEAR = 1.25
 """Neighbours of a position are those up to this factor away: what changes with position changes ever more slowly."""
@@ -80,7 +84,7 @@ def _smoothness(
     )
 
 
-POSITION_COLUMNS = (
+RANK_COLUMNS = (
     _layer(
         "rank",
         "Number of directions of the positional basis that contexts which did not choose them show, too.",
@@ -103,6 +107,8 @@ POSITION_COLUMNS = (
         f"ScreeNOT; {SONG}, Table 4",
         "rank as published",
     ),
+)
+SIZE_COLUMNS = (
     _layer(
         "stable_rank",
         "Number of directions of the positional basis, weighted by energy.",
@@ -135,6 +141,21 @@ POSITION_COLUMNS = (
         "ours",
         "energy of position",
     ),
+    *_smoothness(
+        "pp_low_frequency",
+        "PPᵀ low freq.",
+        "The same share for P Pᵀ, whose rows are not normalised: the weakest positions, of which few contexts know "
+        "least, weigh least.",
+        f"{SONG}, Table 3",
+        "positional smoothness",
+        healthy=Criterion(
+            "at least",
+            0.60,
+            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+        ),
+    ),
+)
+DIRECTION_COLUMNS = (
     _layer(
         "undirected_positions",
         "Number of positions that are not above their noise: what direction they have is not known.",
@@ -149,19 +170,6 @@ POSITION_COLUMNS = (
         "contexts; a norm ‖pos_t‖ that is uncertain is drawn towards those of its neighbours. Empty where that energy "
         "is at the noise floor.",
         f"{SONG}, Table 2",
-    ),
-    *_smoothness(
-        "pp_low_frequency",
-        "PPᵀ low freq.",
-        "The same share for P Pᵀ, whose rows are not normalised: the weakest positions, of which few contexts know "
-        "least, weigh least.",
-        f"{SONG}, Table 3",
-        "positional smoothness",
-        healthy=Criterion(
-            "at least",
-            0.60,
-            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
-        ),
     ),
 )
 
@@ -183,6 +191,43 @@ class GroupedBasis:
     readers: Float[Tensor, "groups positions"]
     groups: Sequence[int]
     positions: Int[Tensor, " positions"]
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Neighbouring positions that are taken together where all are multiplied with all: at most `STRETCHES`.
+
+    Each of the first positions, where most changes, is one by itself, and on a grid every one.
+
+    Attributes:
+        of: the stretch of each position.
+        sizes: how many positions each has.
+    """
+
+    of: Int[Tensor, " positions"]
+    sizes: Float[Tensor, " stretches"]
+
+    @classmethod
+    def among(cls, length: int, grid: Grid | None = None) -> Stretches:
+        """Cut positions into stretches."""
+        of, single = torch.arange(length), STRETCHES // 2
+        if grid is None and length > STRETCHES:
+            of[single:] = single + (of[single:] - single) * (STRETCHES - single) // (length - single)
+        return cls(of, of.bincount().double())
+
+    def mean(self, values: Float[Tensor, "some positions"]) -> Float[Tensor, "some stretches"]:
+        """Average values over each stretch."""
+        return values.new_zeros(len(values), len(self.sizes)).index_add_(1, self.of, values) / self.sizes
+
+    def summed(self, p: Float[Tensor, "groups positions width"]) -> Float[Tensor, "groups stretches width"]:
+        """Sum vectors over each stretch, over the root of its length.
+
+        Products of these have the energies of those of P but for what changes within a stretch, and noise as large.
+        """
+        if len(self.sizes) == p.shape[1]:
+            return p
+        sums = p.new_zeros(len(p), len(self.sizes), p.shape[2]).index_add_(1, self.of, p)
+        return sums / self.sizes.sqrt()[:, None]
 
 
 def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
@@ -210,7 +255,9 @@ def positions_read(means: State) -> int:
 
 
 @gives(
-    *POSITION_COLUMNS,
+    *RANK_COLUMNS,
+    *SIZE_COLUMNS,
+    *DIRECTION_COLUMNS,
     Array(
         DIRECTIONS,
         "(8, N, ≤ 20, d)",
@@ -234,7 +281,8 @@ def position_columns(
 
     def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
         sketch = {name: values[layer] for name, values in sketches.items()}
-        return layer_numbers(basis, residual["moment"][layer], sketch, grid)
+        numbers, products = sizes(basis, residual["moment"][layer], sketch, grid)
+        return numbers | smoothness_of_directions(basis, products, grid)
 
     columns, directions = _of_layers(of_layer, means, leading, grid)
     return columns | {DIRECTIONS: directions}
@@ -243,10 +291,13 @@ def position_columns(
 def positional_shape(
     means: State, leading: int = 1, grid: Grid | None = None
 ) -> tuple[dict[str, Jackknifed], Tensor]:
-    """Compute the columns of `position_columns` that need the means alone, ranks and smoothness, and the directions."""
-    return _of_layers(
-        lambda _, basis: smoothness(basis.p, PairProducts.of(basis.p), grid), means, leading, grid
-    )
+    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS`, which need the means alone, and the directions."""
+
+    def of_layer(_: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
+        products = PairProducts.of(Stretches.among(basis.p.shape[1], grid).summed(basis.p))
+        return smoothness_of_directions(basis, products, grid)
+
+    return _of_layers(of_layer, means, leading, grid)
 
 
 def _of_layers(
@@ -260,7 +311,7 @@ def _of_layers(
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        of_ranks, found = ranks(basis)
+        of_ranks, found = ranks(basis, grid)
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
@@ -270,10 +321,10 @@ def _of_layers(
     return together(rows), torch.stack(directions, dim=1)
 
 
-def layer_numbers(
+def sizes(
     basis: GroupedBasis, moment: Float[Tensor, "width width"], sketch: State, grid: Grid | None = None
-) -> dict[str, Jackknifed]:
-    """Compute the columns of one layer, but for the ranks.
+) -> tuple[dict[str, Jackknifed], PairProducts]:
+    """Compute `SIZE_COLUMNS` of one layer, and the products of its groups that they are of.
 
     Args:
         basis: by groups of contexts.
@@ -291,29 +342,34 @@ def layer_numbers(
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
     whole, variance = moments[0].corrected(), moments[1]
-    energy, products = product(tiled.flatten(1)), PairProducts.of(basis.p)
-    rows, width = tiled.shape[1:]
-    of_tiled = products.scaled(readers) if rows <= width else PairProducts.of(tiled.mT)
+    stretches = Stretches.among(tiled.shape[1], grid)
+    energy, products = product(tiled.flatten(1)), PairProducts.of(stretches.summed(basis.p))
+    if len(stretches.sizes) <= tiled.shape[2]:
+        of_tiled = products.scaled(stretches.mean(readers[None])[0])
+    else:
+        of_tiled = PairProducts.of(stretches.summed(tiled).mT)
     square, noise = of_tiled.largest_square(), _noise(of_tiled)
-    return {
+    numbers = {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
-        **smoothness(basis.p, products, grid),
+        **_shares("pp_low_frequency", basis.p, products.energy(), grid),
     }
+    return numbers, products
 
 
-def smoothness(
-    p: Float[Tensor, "groups positions width"], products: PairProducts, grid: Grid | None = None
+def smoothness_of_directions(
+    basis: GroupedBasis, products: PairProducts, grid: Grid | None = None
 ) -> dict[str, Jackknifed]:
-    """Compute the columns of one layer that say how its positional basis varies; `products`: of `p`."""
-    lengths, near = squared_lengths(p, grid)
+    """Compute how smoothly the direction of the basis changes, and how many positions have none above their noise."""
+    p = basis.p
+    lengths, near = squared_lengths(p, basis.positions, grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
+    whole = products.energy(Stretches.among(p.shape[1], grid).mean(scales))
     return {
         "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(p)),
-        **_shares("low_frequency", p, products.energy(scales), grid, scales),
-        **_shares("pp_low_frequency", p, products.energy(), grid),
+        **_shares("low_frequency", p, whole, grid, scales),
     }
 
 
@@ -339,26 +395,29 @@ def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " 
     return torch.stack([largest, trace]) * (counts.sum() / weight.sum())
 
 
-def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
+def ranks(
+    basis: GroupedBasis, grid: Grid | None = None
+) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
     """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them.
 
     Returns:
         These, and the leading directions without each of the groups.
     """
-    p, weights = basis.p, basis.readers.unsqueeze(-1)
+    stretches = Stretches.among(basis.p.shape[1], grid)
+    p, weights = stretches.summed(basis.p), stretches.mean(basis.readers).unsqueeze(-1)
     sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
     groups, bound = len(p), screenot_bound(p[0])
 
-    def screenot_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        values, directions = by_gram_matrix(matrix, SCREENOT_RANK)
-        return screenot_of_values(values, (len(matrix), matrix.shape[1]), bound).rank.double(), directions
-
-    others = [(sums - p[g] * weights[g]) / (counts - weights[g]).clamp_min(1) for g in range(groups)]
-    without, found = zip(*map(screenot_of, others), strict=True)
-    screenot = Jackknifed(screenot_of(sums / counts.clamp_min(1))[0], torch.stack(without))
+    others = (
+        (sums - own * weight) / (counts - weight).clamp_min(1) for own, weight in zip(p, weights, strict=True)
+    )
+    every = (sums / counts.clamp_min(1), *others)
+    values, (_, *found) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
+    of_all, *without = screenot_of_values(torch.stack(values), tuple(sums.shape), bound).rank.double()
+    screenot = Jackknifed(of_all, torch.stack(without))
     products = [
         ((own @ directions) * (other @ directions)).sum(dim=0)
-        for own, other, directions in zip(p, others, found, strict=True)
+        for own, other, directions in zip(p, every[1:], found, strict=True)
     ]
     energy = torch.stack(products)[:, : int(screenot.value)]
 
@@ -377,7 +436,9 @@ def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
 
 
 def squared_lengths(
-    p: Float[Tensor, "groups positions width"], grid: Grid | None = None
+    p: Float[Tensor, "groups positions width"],
+    positions: Int[Tensor, " positions"],
+    grid: Grid | None = None,
 ) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
     """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
 
@@ -385,12 +446,16 @@ def squared_lengths(
     about that mean; on a grid, which has no one line of neighbours, towards the mean of all.
     """
     own = product(p)
-    place = torch.arange(1, p.shape[1] + 1, dtype=torch.float64)
-    ratio = place / place[:, None]
-    near = torch.maximum(ratio, ratio.T) <= NEAR
-    window = (torch.ones_like(near) if grid else near).double()
-    around = window / window.sum(dim=1, keepdim=True)
-    smooth = Jackknifed(around @ own.value, own.without @ around.T)
+    place = positions.double()
+    first, last = torch.searchsorted(place, place / NEAR), torch.searchsorted(place, place * NEAR, right=True)
+    if grid:
+        first, last = torch.zeros_like(first), torch.full_like(last, len(place))
+
+    def around(values: Tensor) -> Tensor:
+        sums = functional.pad(values.cumsum(dim=-1), (1, 0))
+        return (sums[..., last] - sums[..., first]) / (last - first)
+
+    smooth = Jackknifed(around(own.value), around(own.without))
 
     def drawn(value: Tensor, mean: Tensor) -> Tensor:
         spread = ((value - mean).square() - own.error.square()).mean().clamp_min(0)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
+from theodolite.corpus.sampling import one_of_each_stretch
 from theodolite.errors import UsageError
 from theodolite.measure.column import LEFT_OUT, POSITIONAL, SHARE, Column, gives
 from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF, GroupedBasis
@@ -47,6 +48,9 @@ def _smoothness(
         for k in CUTOFFS
     )
 
+
+MOST_ROWS = 256
+"""Of longer contexts the argmax property is of so many positions, one of each of as many stretches."""
 
 _QUERIES = 64
 """Rows of P̃WP̃ᵀ held at a time, of one head and all groups."""
@@ -89,6 +93,7 @@ def positional_heads(
     """
     query, mean_query, normed_query = _projected(basis, w_q, norm)
     key, _, normed_key = _projected(basis, w_k, norm)
+    chosen = one_of_each_stretch(basis.p.shape[1], MOST_ROWS)
     tilde = query + mean_query  # of keys the mean is the same in a row
     normed_query = normed_query + (norm.bias.double() @ w_q.double())[:, None, None].to(query)
     counts = [frequencies_below(k, basis.p.shape[1], grid) for k in CUTOFFS]
@@ -97,7 +102,8 @@ def positional_heads(
 
     def of_head(head: int) -> tuple[Jackknifed, Tensor]:
         properties = (tilde[head], key[head]), (normed_query[head], normed_key[head])
-        return product_energy(query[head], key[head]), torch.stack([argmax_property(*p) for p in properties])
+        argmax = torch.stack([argmax_property(*p, chosen) for p in properties])
+        return product_energy(query[head], key[head]), argmax
 
     energies, properties = zip(*parallel_map(of_head, list(range(len(w_q)))), strict=True)
     energy = stacked(energies)
@@ -167,9 +173,13 @@ def positional_columns(weights: State) -> dict[str, Sequence[float] | Jackknifed
 
 
 def argmax_property(
-    query: Float[Tensor, "groups positions head_width"], key: Float[Tensor, "groups positions head_width"]
+    query: Float[Tensor, "groups positions head_width"],
+    key: Float[Tensor, "groups positions head_width"],
+    chosen: Int[Tensor, " rows"] | None = None,
 ) -> Float64[Tensor, ""]:
     """Estimate the share of rows t of Q Kᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
+
+    Of the `chosen` rows, ascending; None: of all.
 
     Q Kᵀ is the mean of the products of different groups, (ΣQ_g)(ΣK_g)ᵀ − ΣQ_gK_gᵀ. A tie goes to the earlier column,
     so that a constant row fails. O(T·block) memory; NaN with one group.
@@ -180,14 +190,14 @@ def argmax_property(
     rows, keys = (torch.cat([p.sum(dim=0, keepdim=True), p]).transpose(0, 1) for p in (-query, key))
     rows[:, 0].neg_()
     rows, keys = rows.flatten(1), keys.flatten(1)
+    chosen = torch.arange(length) if chosen is None else chosen
     holds = torch.zeros((), device=query.device)
-    for start in range(0, length, _QUERIES):
-        stop = min(start + _QUERIES, length)
-        logits = rows[start:stop] @ keys[:stop].T
-        own = logits.diagonal(offset=start)
-        earlier = logits.masked_fill(_from_itself_on(start, stop, logits.device), -torch.inf).amax(-1)
-        holds += (own > earlier).sum()
-    return holds.double().cpu() / length
+    for t in chosen.to(query.device).split(_QUERIES):
+        logits = rows[t] @ keys[: t[-1] + 1].T
+        own = logits.gather(1, t[:, None])[:, 0]
+        from_itself_on = torch.arange(logits.shape[1], device=t.device) >= t[:, None]
+        holds += (own > logits.masked_fill_(from_itself_on, -torch.inf).amax(-1)).sum()
+    return holds.double().cpu() / len(chosen)
 
 
 def qk_low_frequency(
@@ -226,9 +236,3 @@ def qk_frequency_columns(shares: State) -> dict[str, list[float]]:
     """Return the means over the sample of a `SharesPass`, L · H values each."""
     ratios = shares["low_frequency"].mean(dim=1)
     return {f"qk_low_frequency_{k}": ratios[..., i].flatten().tolist() for i, k in enumerate(CUTOFFS)}
-
-
-def _from_itself_on(start: int, stop: int, device: torch.device) -> Bool[Tensor, "rows columns"]:
-    """Mark column t' ≥ t, for rows t = start … stop−1 and columns 0 … stop−1."""
-    rows = torch.arange(start, stop, device=device)[:, None]
-    return torch.arange(stop, device=device) >= rows

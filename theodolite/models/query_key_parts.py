@@ -8,8 +8,8 @@ through the norm at its frozen scale, then through the attention module, called 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,11 +95,17 @@ def visit_layers(
     made_of_it: list[tuple[nn.Module, Tensor]] = []
     visiting = False
 
+    before_attention = (
+        ExitStack()
+    )  # norms that are functions are seen where there may be one: all else is slow there
+
     def enter_block(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal entering
         if module in blocks:
             entering = first_tensor(args, kwargs)
             made_of_it.clear()
+            before_attention.close()
+            before_attention.enter_context(NormCalls(leave_function))
 
     def leave_module(module: nn.Module, args: Any, output: Any) -> None:
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
@@ -108,7 +114,7 @@ def visit_layers(
     def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
         output = function(x, *args, **kwargs)
-        if x is entering and not visiting:
+        if x is entering:
             made_of_it.append((FunctionNorm(function, args, kwargs), output))
         return output
 
@@ -116,6 +122,7 @@ def visit_layers(
         nonlocal visiting
         if module not in attention or visiting:
             return
+        before_attention.close()
         layer = turns.take(module)
         if layer not in layers:
             return
@@ -139,7 +146,7 @@ def visit_layers(
     hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
     hooks += [module.register_forward_hook(leave_module) for module in around]
     hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
-    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), before_attention:
         model.forward(inputs)
 
 
@@ -152,6 +159,26 @@ def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
+
+
+def of_streams(of: LayerPass, streams: Float[Tensor, "contexts positions width"]) -> LayerPass:
+    """Return the pass of other contexts, as long, from what enters the block in them; the first is that of the pass.
+
+    Raises:
+        WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
+            enters the block is not what the one before left.
+    """
+    stream = streams.to(of.stream)
+    if of.entered.shape != of.stream.shape or of.cross:
+        raise WorkError("attention reads something else than the residual stream")
+    if of.norm is None and not _equal(of.entered, of.stream):
+        raise WorkError("no module turns the stream into what attention reads")
+    entered = stream if of.norm is None else of.norm(stream)
+    inputs = run_until_tap(of.attention, of.call, entered)
+    for own, known in ((entered, of.entered), (inputs.query, of.inputs.query), (inputs.key, of.inputs.key)):
+        if relative_error(own[:1], known) > _tolerance(known):
+            raise WorkError("attention reads something else of a context than its stream")
+    return replace(of, stream=stream, entered=entered, inputs=inputs)
 
 
 def split_queries_and_keys(

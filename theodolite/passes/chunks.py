@@ -99,9 +99,9 @@ class TextInChunks:
         for chunk in self.chunks:
             if chunk.last <= done:
                 continue
-            state = self._saved(chunk)
+            state = self._saved(chunk) if done <= chunk.first else None
             if state is None:
-                self._whole.merge(self._read(chunk, max(chunk.first, done), progress))
+                self._read(chunk, max(chunk.first, done), progress)
             else:
                 with self._work.same_sums():
                     self._whole.merge(state)
@@ -110,22 +110,22 @@ class TextInChunks:
 
     def _saved(self, chunk: Chunk) -> State | None:
         """Return the sums that another process has left of the chunk; None where there are none."""
-        if self._part is not None:
-            return None
         state, notes = self._work.load(chunk.name) or ({}, {})
         return unpacked(state) if notes.get("finished") else None
 
-    def _read(self, chunk: Chunk, first: int, progress: Progress) -> State:
+    def _read(self, chunk: Chunk, first: int, progress: Progress) -> None:
         def checkpoint(done: int) -> None:
             if done < chunk.last:  # the end of a chunk is one when it is merged
                 progress.checkpoint(done)
 
+        if not chunk.first:  # merged with nothing, it is what it is
+            self._whole.read(first, chunk.last, checkpoint)
+            return
         if self._part is None:
             self._part = self._new_pass()
-            if chunk.first:
-                self._part.sketches.look_along(self._whole.sketches.state()["directions"])
+            self._part.sketches.look_along(self._whole.sketches.state()["directions"])
         self._part.read(first, chunk.last, checkpoint)
-        return self._part.state()
+        self._whole.merge(self._part.state())
 
     def state(self) -> State:
         """Return the sums so far."""

@@ -21,7 +21,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.logits.attribution import AttributionPass, PatternPass
+from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
 from theodolite.measure.catalogue import taken
 from theodolite.measure.extra import Extra, check_extra
@@ -42,7 +42,7 @@ from theodolite.system.progress import ShowStage
 from theodolite.system.run_folders import is_run
 
 TEXT, TEXT_TITLE = "corpus", "reading contexts"
-WEIGHTS_TITLE = "reading weights"
+WEIGHTS_TITLE, PATTERNS_TITLE = "reading weights", "scoring head types"
 """What is said while stages run that other jobs have too."""
 
 SURVEYED = "surveyed"
@@ -228,7 +228,9 @@ class SurveyPlan:
 
         def shares(states: States) -> SharesPass:
             added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
-            return SharesPass(model, corpus, seed, states.of(f"{TEXT}.means"))
+            return SharesPass(
+                model, corpus, seed, states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")["stream"]
+            )
 
         def weights(states: States) -> WeightsPass:
             return WeightsPass(
@@ -240,16 +242,15 @@ class SurveyPlan:
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )
 
-        def attribution(states: States) -> AttributionPass:
+        def patterns(states: States) -> PatternPass:
             means = means_of_halves(states.of(f"{TEXT}.means"), self.trailing, corpus.leading)
-            return AttributionPass(model, seed, states.of("patterns")["scores"], *means)
+            return PatternPass(model, corpus.contexts.shape[1], seed, *means)
 
         return [
             Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),
             Stage("shares", "splitting logits", shares),
             Stage("weights", WEIGHTS_TITLE, weights),
-            _patterns(model, corpus, seed),
-            Stage("attribution", "attributing patterns", attribution),
+            Stage("patterns", PATTERNS_TITLE, patterns),
         ]
 
     def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
@@ -402,17 +403,16 @@ def survey_heads(
             WEIGHTS_TITLE,
             lambda states: WeightsPass(model, inputs=states.of(f"{TEXT}.inputs")),
         ),
-        _patterns(model, corpus, seed),
+        Stage(
+            "patterns",
+            PATTERNS_TITLE,
+            lambda states: PatternPass(model, corpus.contexts.shape[1], seed),
+        ),
     ]
     facts = Facts(provenance)
     return run_into(
         stages, lambda states: tabulate(states, facts), None, fingerprint, show_progress=show_progress
     )
-
-
-def _patterns(model: OpenModel, corpus: Corpus, seed: int) -> Stage:
-    length = corpus.contexts.shape[1]
-    return Stage("patterns", "scoring head types", lambda states: PatternPass(model, length, seed))
 
 
 @measures("model")

@@ -16,10 +16,12 @@ from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
 from theodolite.accumulate.means import ExampleNorms, Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
+from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.logits.shares import sample_of
 from theodolite.measure.catalogue import built_in_sums
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
@@ -131,6 +133,9 @@ class SurveyPass(HeadsPass):
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
         self.massive = MassiveTokens(model.layers + 1, model.width, self.means)
+        self.streams = KeptStreams(
+            model.layers, self.means.length, model.width, sample_of(corpus, seed), model.source.dtype
+        )
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
@@ -147,6 +152,7 @@ class SurveyPass(HeadsPass):
             "residual": self.residual,
             "sketches": self.sketches,
             "massive": self.massive,
+            "streams": self.streams,
         }
         examples = {} if self.examples is None else {"examples": self.examples}
         added = {f"extra.{one.name}": one for one in self.extra}
@@ -163,6 +169,7 @@ class SurveyPass(HeadsPass):
         if self._left_out is not None:
             self.massive.update(layer, hidden, self._left_out, self._tokens.ids, self._first)
         self.outliers.update(layer, hidden, self._first)
+        self.streams.update(layer, hidden, self._first)
         if self.examples is not None:
             self.examples.update(layer, hidden, self._first)
         for accumulator in self.extra:

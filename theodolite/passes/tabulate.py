@@ -119,7 +119,8 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         "heads_of": notes["heads"],
         "most_heads": max(notes["heads"]),
     }
-    inputs |= {name: states.of(name) for name in ("patterns", "attribution") if states.of(name)}
+    if patterns := states.of("patterns"):
+        inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
     if not states.of("corpus"):
         return inputs
     length = facts.provenance["corpus"]["length"]
@@ -162,7 +163,7 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
     if states.of("corpus"):
         added["wall_seconds"] = states.seconds
     if states.of("corpus.residual"):
-        refused = states.notes["attribution"]["refused"] | states.notes["shares"]["refused"]
+        refused = states.notes["patterns"]["refused"] | states.notes["shares"]["refused"]
         # Why logits were not split
         added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
     if extra:

@@ -9,6 +9,7 @@ own, and what they allow by chance is stated. Tensors in, tensors out; nothing h
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -84,18 +85,18 @@ def massive_activations(
     """Mark |x| > 100 and > 1000 × the median magnitude of the same context and part (Sun et al. 2024)."""
     massive = magnitude > thresholds.massive
     for context, part in massive.any(3).any(1).nonzero().tolist():
-        values = magnitude[context, :, part]
-        massive[context, :, part] &= values > thresholds.massive_ratio * median(values)
+        large = massive[context, :, part]
+        values = magnitude[context, :, part].to(torch.promote_types(magnitude.dtype, torch.float32))
+        ordered = values[large].sort().values
+        middle = (values.numel() - 1) // 2
+
+        def above_ratio(x: Tensor, values: Tensor = values, middle: int = middle) -> bool:
+            """Tell whether x / ratio is above the lower median: counting is ten times faster than selecting it."""
+            return bool((values < x / thresholds.massive_ratio).sum() > middle)
+
+        least = bisect.bisect_left(range(len(ordered)), True, key=lambda place: above_ratio(ordered[place]))
+        large &= values >= ordered[least] if least < len(ordered) else False
     return massive
-
-
-def median(values: Tensor) -> float:
-    """Compute the lower median, as torch does; numpy's selection is ten times faster on a CPU."""
-    if values.device.type != "cpu":
-        return float(values.median())
-    flat = values.flatten().to(torch.promote_types(values.dtype, torch.float32)).numpy()
-    middle = (len(flat) - 1) // 2
-    return float(np.partition(flat, middle)[middle])
 
 
 def outlier_features(

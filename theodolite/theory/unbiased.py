@@ -162,13 +162,13 @@ class PairProducts:
         """Multiply the groups' matrices P."""
         groups, rows, _ = p.shape
         p = p.double()
-        upper = p.new_empty(groups * (groups - 1) // 2, rows * (rows + 1) // 2)
         row, column = torch.triu_indices(rows, rows)
-        for group in range(groups - 1):
-            products = (p[group] @ p[group + 1 :].flatten(0, 1).T).unflatten(1, (-1, rows)).transpose(0, 1)
-            first = group * groups - group * (group + 1) // 2
-            upper[first : first + len(products)] = ((products + products.mT) / 2)[:, row, column]
-        return cls(groups, upper)
+        entries = row * rows + column
+        upper = p.new_empty(groups * (groups - 1) // 2, len(entries))
+        for pair, (one, other) in zip(upper, _pairs(groups).T.tolist(), strict=True):
+            product = p[one] @ p[other].T
+            torch.index_select((product + product.T).flatten(), 0, entries, out=pair)
+        return cls(groups, upper.div_(2))
 
     @property
     def _rows(self) -> int:
@@ -197,13 +197,17 @@ class PairProducts:
         one, other = _pairs(self.groups)
         row, column = self._entries
 
-        def largest(used: Float[Tensor, " groups"]) -> Tensor:
-            weights = used[one] * used[other]
-            matrix = self.upper.new_empty(self._rows, self._rows)
-            matrix[row, column] = matrix[column, row] = weights @ self.upper / weights.sum()
+        used = _used(self.groups)
+        weights = used[:, one] * used[:, other]
+        means = weights / weights.sum(dim=1, keepdim=True) @ self.upper
+
+        def largest(mean: Float[Tensor, " entries"]) -> Tensor:
+            matrix = mean.new_empty(self._rows, self._rows)
+            matrix[row, column] = matrix[column, row] = mean
             return _largest_eigenvalue(matrix)
 
-        return leaving_out(largest, self.groups).corrected()
+        every = torch.stack([largest(mean) for mean in means])
+        return Jackknifed(every[0], every[1:]).corrected()
 
     def energy(self, scales: Float[Tensor, "uses rows"] | None = None) -> Jackknifed:
         """Estimate ‖D P Pᵀ D‖_F² by products of four different groups; NaN with fewer than four.

@@ -21,7 +21,7 @@ from theodolite import Run, constituents
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.judging import untestable
-from theodolite.logits.attribution import attributed_sequences, repeated_patterns
+from theodolite.logits.attribution import repeated_patterns, repeated_sequences
 from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
 from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
@@ -434,7 +434,7 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     """Measure what each group alone keeps of each pattern on short repeated sequences, with μ apart, and within pos."""
     longest = min(REPEATED, study.run.arrays["positional_basis"].shape[1])
     ids, patterns = repeated_patterns(
-        study.require_model(), longest, attributed_sequences(longest), study.provenance["seed"]
+        study.require_model(), longest, repeated_sequences(longest), study.provenance["seed"]
     )
     if not patterns:
         return []
