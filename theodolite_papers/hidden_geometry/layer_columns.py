@@ -17,27 +17,19 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from theodolite import Corpus, OpenModel, Run
-from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite import Corpus, Run
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.estimates import Estimate, Estimates
-from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.geometry import principal_axes
 from theodolite.measure.position import (
-    DIRECTIONS,
     SCREENOT_RANK,
     grouped_basis,
-    positional_shape,
-    positions_read,
     screenot_bound,
 )
-from theodolite.passes.corpus_pass import batch_of, check_fit
-from theodolite.passes.run import describe_model, describe_pass
-from theodolite.passes.survey_pass import MeansPass, choose_sample
+from theodolite.passes.positions import read_means, survey_positions
 from theodolite.report.data import (
     AT_FLOOR,
     OF_GROUPS,
@@ -49,35 +41,12 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, stacked
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
-READING = "reading contexts by group"
-
 Basis = Float64[Tensor, "groups positions width"]
 """The positional basis of a layer, of each group of contexts."""
-
-
-class _SampledMeansPass(MeansPass):
-    """Sum the residual stream by position, and keep the tokens that a survey keeps."""
-
-    def _choose_sample(self) -> Sample:
-        return choose_sample(
-            self.corpus, self.trailing, (self.model.layers + 1) * self.model.width, self.seed
-        )
-
-
-def read_means(model: OpenModel, corpus: Corpus, show: ShowStage) -> State:
-    """Read a text for the state of `Means` of its hidden states, without the special tokens behind it."""
-    return _without_trailing(MeansPass(model, corpus, 0, batch_of(corpus, None)), show)
-
-
-def _without_trailing(reading: MeansPass, show: ShowStage) -> State:
-    means = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
-    text = slice(reading.corpus.contexts.shape[1] - reading.trailing)
-    return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
 
 
 def bases_of(means: State) -> list[Basis] | None:
@@ -101,35 +70,12 @@ def random_run(study: Study) -> Run:
 
 def _positions(study: Study, corpus: Corpus) -> Run:
     """Read a text, once, for a run whose only table has the ranks and the smoothness of every layer."""
-    model, seed = study.require_model(), study.provenance["seed"]
 
     def read() -> Run:
-        check_fit(model, corpus)
-        reading = _SampledMeansPass(model, corpus, seed, batch_of(corpus, None))
-        means = _without_trailing(reading, study.show)
+        model, seed = study.require_model(), study.provenance["seed"]
+        run, means = survey_positions(model, corpus, seed=seed, show_progress=study.show)
         study.cached(_by_group(corpus.sha256), lambda: bases_of(means))
-        columns, directions = positional_shape(means)
-        table = {"layer": range(model.layers + 1)}
-        for name, numbers in columns.items():
-            table |= {name: numbers.value.numpy(), f"{name}_se": numbers.error.numpy()}
-        mean, basis, _ = decomposed_means(means)
-        tokens = means["token"] - mean[:, None] - basis[:, reading.sample.token_position]
-        basis = basis[:, : positions_read(means)]
-        axes = torch.stack([principal_axes(of_layer[1:])[0] for of_layer in basis]).mT
-        arrays = {f"layers.{name}{WITHOUT}": numbers.without.float() for name, numbers in columns.items()}
-        arrays |= {
-            DIRECTIONS: directions,
-            "positional_basis": basis.float(),
-            "positional_pca": (basis @ axes).float(),
-            "cvec_pca": (tokens @ axes).float(),
-        }
-        nothing = pd.DataFrame()
-        return Run(
-            pd.DataFrame(table),
-            *(nothing, nothing, nothing, nothing),
-            arrays,
-            describe_model(model) | describe_pass(model, corpus, seed, {}),
-        )
+        return run
 
     return study.cached(f"positions of {corpus.sha256}", read)
 
@@ -151,7 +97,7 @@ def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None
-        return bases_of(read_means(model, text, study.show))
+        return bases_of(read_means(model, text, show_progress=study.show)[0])
 
     return study.cached(_by_group(sha256), read)
 
