@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from theodolite.explore.subject import PlannedSurvey, Subject
+from theodolite.passes.run import Run
+
 # The server is in this process; gradio's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 JSON = {"Content-Type": "application/json"}
@@ -85,3 +88,23 @@ def test_a_click_without_a_prompt_is_a_line(address):
     assert "no prompt has been run yet: run one first" in message
     # What was shown stays.
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)
+
+
+def test_the_first_prompt_is_answered_before_the_text_is_read(serving, sharp):
+    """Oracle: the survey that is planned, and what the page has got by then; it is made once."""
+    made = []
+
+    def make() -> Run:
+        made.append(True)
+        return sharp.run
+
+    planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
+    address = serving(planned)
+    assert not made
+    for read in range(2):
+        values = ["the cat sat on the mat", "L0H0", "prompt:entropy", False, False, 1]
+        updates = event(address, f"planned{read}", "load", *values)
+        told = [any("Reading a text" in str(each) for each in update) for update in updates]
+        assert told == ([False, True, False, False] if read == 0 else [False] * 4)
+        assert "plotly" in str(updates[1])
+    assert made == [True]

@@ -126,10 +126,13 @@ def _planned(
 ) -> PlannedSurvey:
     """Read a text, and plan the survey of the model on it, which stops once the page has ended."""
     from theodolite.explore.subject import PlannedSurvey
+    from theodolite.passes.corpus_pass import check_fit
     from theodolite.passes.run import describe_model, describe_pass
     from theodolite.passes.survey import survey_heads
 
+    model.check_weights()
     corpus = text.read(model, stopped)
+    check_fit(model, corpus)
 
     def make() -> Run:
         with bars(ended.is_set, of=short_name(model.id)) as show:
