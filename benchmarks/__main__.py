@@ -22,7 +22,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import head_weights, locater, long_context, monitor, oats, propagation, spectra, start, survey
+from benchmarks import (
+    head_weights,
+    locater,
+    long_context,
+    monitor,
+    oats,
+    propagation,
+    pruning,
+    spectra,
+    start,
+    survey,
+)
 from benchmarks.timing import Ratio, where
 from theodolite.errors import first_line
 
@@ -41,6 +52,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "monitor": monitor.measure,
     "oats": oats.measure,
     "propagation": propagation.measure,
+    "pruning": pruning.measure,
 }
 """The shortest ones first."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -53,7 +54,8 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, lengths, a
     with one_expert_at_a_time(model.hf):
         stream = BlockByBlock(model, corpus, 2, lambda: None)
         for layer, block in enumerate(model.structure.blocks):
-            batches = recorded(model, layer, lambda layer=layer: stream.read(layer))
+            moments = InputMoments(block_matrices(model)[layer])
+            batches = recorded(model, layer, partial(stream.read, layer, moments))
             assert lengths == UNLIKE or [len(hidden) for hidden in batches] == [2, 2, 1]
             contexts = [hidden for batch in batches for hidden in batch]
             for place, hidden in enumerate(contexts):
@@ -75,7 +77,7 @@ def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(anew)
     stream = BlockByBlock(model, corpus_of(5), 2, lambda: told.append(1))
     assert len(told) == 3
     assert read == [1, 1]
-    stream.read(0)
+    stream.read(0, InputMoments(block_matrices(model)[0]))
     stream.advance(0)
     assert len(told) == 9
 
@@ -174,6 +176,25 @@ def test_moments_of_every_matrix(family, full, anew):
             np.testing.assert_allclose(gram_of(found), gram, atol=1e-6 * np.abs(gram).max())
         else:
             assert found.factor is None
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss"])
+def test_a_block_is_left_once_all_inputs_are_seen(family, anew):
+    """Oracle: the moments of whole passes of the first block, to the bit; and by count where experts are all chosen."""
+    model, corpus = anew(family), corpus_of(6)
+    block, matrices = model.structure.blocks[0], block_matrices(model)[0]
+    left, moments, whole = [], InputMoments(matrices), InputMoments(matrices)
+    block.register_forward_hook(lambda *_: left.append(True))
+    with one_expert_at_a_time(model.hf):
+        stream = BlockByBlock(model, corpus, 2, lambda: None)
+        left.clear()
+        stream.read(0, moments)
+        assert len(left) == 1
+        with torch.inference_mode(), whole.collecting():
+            for part in corpus.contexts.split(2):
+                model.hf.base_model(input_ids=part, use_cache=False)
+    for matrix in matrices:
+        assert torch.equal(moments.of(matrix).diagonal, whole.of(matrix).diagonal), matrix.key
 
 
 def test_matrices_that_take_on_the_same_vectors_share_their_sum(anew):

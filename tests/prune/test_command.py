@@ -108,7 +108,7 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> list[tuple[list[objec
         ("--sparsity", "1e-9"): "a sparsity of 1e-09 removes no entry of any matrix",
         ("--damping", "0.1"): "oats has no such option: leave out --damping",
         ("--method", "wanda", "--rank-ratio", "0.5"): "wanda has no such option: leave out --rank-ratio",
-        ("--method", "wanda", "--exact"): "wanda has no such option: leave out --exact",
+        ("--method", "magnitude", "--exact"): "magnitude has no such option: leave out --exact",
         ("--method", "sparsegpt", "--contexts", "2"): "64 tokens do not calibrate SparseGPT",
     }
     return [

@@ -108,6 +108,29 @@ def test_each_block_is_calibrated_on_the_pruned_prefix(family, method, anew):
     assert pruned.folder is None
 
 
+def test_a_wide_model_is_read_with_products_in_bfloat16_and_by_exact_in_float32(anew, monkeypatch):
+    """Oracle: `slowly_pruned`, in float32 and under autocast by PyTorch's own hooks: bfloat16 has eight bits."""
+    corpus, exact, rounded = corpus_of(), anew("llama3"), anew("llama3")
+    slow, slow_rounded = copy.deepcopy(exact.hf), copy.deepcopy(exact.hf)
+    slowly_pruned(slow, corpus.contexts, "wanda", 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        slowly_pruned(slow_rounded, corpus.contexts, "wanda", 0.5)
+    monkeypatch.setattr("theodolite.prune.model.WIDE", 0)
+    monkeypatch.setattr("theodolite.prune.model.multiplies_bfloat16_faster", lambda: True)
+    settings = [
+        prune_model(model, corpus, "wanda", 0.5, exact=model is exact).provenance["pruning"]
+        for model in (exact, rounded)
+    ]
+    assert [each.get("products") for each in settings] == [None, "bfloat16"]
+    differ = 0
+    for name, expected in slow.named_parameters():
+        assert torch.equal(exact.hf.get_parameter(name), expected), name
+        ours, theirs = (model.get_parameter(name) == 0 for model in (rounded.hf, slow_rounded))
+        assert (ours != theirs).float().mean() < 0.01
+        differ += int((ours != (expected == 0)).sum())
+    assert differ
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_table_says_what_was_done(method, anew):
     """Oracle: inputs kept by hooks on the dense model's first block, errors and counts in numpy."""

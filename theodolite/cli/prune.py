@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Model, Opening, Text, contexts_help, one_of, say_where
+from theodolite.cli.options import AsJson, Model, Opening, Text, contexts_help, one_of, say_where
 from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING, FORMS, METHODS, OF_METHOD, RANK_RATIO, PruningOptions
+from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, TOKENS_A_BATCH, PruningOptions
 from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refuse_inside
 from theodolite.system.choices import refuse_unread
 
@@ -63,14 +63,13 @@ class _Pruning:
     rank_ratio: Annotated[
         float | None,
         typer.Option(
-            help=f"{OF_METHOD['rank_ratio']} only: share of the kept parameters in the low-rank part "
-            f"[default: {RANK_RATIO}]."
+            help=f"oats only: share of the kept parameters in the low-rank part [default: {RANK_RATIO}]."
         ),
     ] = None
     damping: Annotated[
         float | None,
         typer.Option(
-            help=f"{OF_METHOD['damping']} only: added to the Hessian's diagonal, as a share of its mean "
+            help="sparsegpt only: added to the Hessian's diagonal, as a share of its mean "
             f"[default: {DAMPING}]."
         ),
     ] = None
@@ -78,7 +77,8 @@ class _Pruning:
         bool,
         typer.Option(
             "--exact",
-            help=f"{OF_METHOD['exact']} only: a full SVD in every iteration, as published; ten times slower.",
+            help="Read the text in float32, not with products in bfloat16 where the processor has them; and oats as "
+            "published: a full SVD in every iteration, ten times slower.",
         ),
     ] = False
     skip: Annotated[
@@ -130,7 +130,9 @@ def prune_command(
     ] = False,
     text: _CalibrationText,
     as_json: AsJson = False,
-    batch: Batch = None,
+    batch: Annotated[
+        int | None, typer.Option(help=f"Contexts per forward pass [default: {TOKENS_A_BATCH} tokens].")
+    ] = None,
     opening: Opening,
 ) -> None:
     """Prune a model layer by layer, each block calibrated on the pruned ones before it, and write the checkpoint.

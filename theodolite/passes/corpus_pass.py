@@ -170,8 +170,8 @@ def fingerprint_of_tables(model: OpenModel) -> dict[str, Any]:
     return {**fingerprint_of(model), "columns": checksum()}
 
 
-def batch_of(corpus: Corpus, batch: int | None) -> int:
-    """Return the number of contexts per forward pass: as asked, or 4096 tokens' worth.
+def batch_of(corpus: Corpus, batch: int | None, tokens: int = TOKENS_A_BATCH) -> int:
+    """Return the number of contexts per forward pass: as asked, or so many tokens' worth.
 
     Raises:
         UsageError: none would be read, or part of one.
@@ -180,7 +180,7 @@ def batch_of(corpus: Corpus, batch: int | None) -> int:
         check_whole(batch=batch)
     if batch is not None and batch < 1:
         raise UsageError(f"a batch of {batch} contexts reads nothing: use --batch 1 or more")
-    return int(batch) if batch else max(1, TOKENS_A_BATCH // corpus.contexts.shape[1])
+    return int(batch) if batch else max(1, tokens // corpus.contexts.shape[1])
 
 
 def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel, open_model
-from theodolite.models.stored.checkpoint_tensors import save_config
+from theodolite.models.stored.checkpoint_tensors import save_config, save_model
 from theodolite.models.stored.factored import (
     BLOCK,
     DENSE,
@@ -315,7 +315,7 @@ class UnfinishedPruning(Unfinished):
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
-                        model.hf.save_pretrained(folder)
+                        save_model(model.hf, folder)
                     else:
                         model.streamed.save(folder)
                 for layer in sorted({layer for layer, _ in pruned.low_rank}):

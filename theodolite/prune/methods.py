@@ -36,7 +36,7 @@ _FACTORED_AT_ONCE = 512
 _STRIP = 2048
 
 ROWS = 1024
-"""Rows of a matrix, or vectors, of which there is a copy in float64 at a time."""
+"""Rows of a matrix of which there is a copy at a time."""
 
 _ASYMMETRY = 1e-3
 """Asymmetry tolerated in a Hessian summed in half precision, as a share of its diagonal."""

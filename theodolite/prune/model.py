@@ -40,7 +40,6 @@ from theodolite.prune.checkpoint import (
 )
 from theodolite.prune.methods import (
     INPUTS_AT_ONCE,
-    ROWS,
     check_sparsity,
     count_left,
     factor_hessian,
@@ -50,16 +49,28 @@ from theodolite.prune.methods import (
     sparsegpt,
     wanda,
 )
-from theodolite.prune.options import DAMPING, ITERATIONS, RANK_RATIO, PruningOptions, RankRatio, Sparsity
+from theodolite.prune.options import (
+    DAMPING,
+    ITERATIONS,
+    RANK_RATIO,
+    TOKENS_A_BATCH,
+    PruningOptions,
+    RankRatio,
+    Sparsity,
+)
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
 from theodolite.system.choices import ATTENTIONS, Attention, check_number
+from theodolite.system.processor import multiplies_bfloat16_faster
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
 
 PRUNED_SHARE = 0.3
 """Share of exact zeros in its matrices above which a model counts as already pruned."""
+
+WIDE = 512
+"""Width from which products are most of the time that it takes to read the text."""
 
 NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
@@ -109,14 +120,15 @@ def prune_model(
         iterations: for OATS.
         seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
         damping: for SparseGPT, as in `sparsegpt`.
-        exact: for OATS: a full SVD in every iteration, as published, of large matrices too.
+        exact: read the text in the model's own precision, even where the processor multiplies faster in bfloat16; and
+            for OATS a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
             ("model.layers.0.*").
         out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
             opened model. Where it holds this same pruning already, that is read instead.
         form: "merged" (`transformers` opens it), "factored" (smaller; `open_model` opens it), or "adapter"
             (`transformers` opens the sparse parts, PEFT the low-rank ones).
-        batch: contexts per forward pass; None: 4096 tokens' worth.
+        batch: contexts per forward pass; None: 1024 tokens' worth.
         errors: of "magnitude", which weighs no inputs: run the text all the same, for the errors of outputs in the
             table; else these are of the weights alone.
         write_extras: writes further files, given the result and the temporary folder that becomes `out`.
@@ -150,6 +162,7 @@ class _Pruning:
         matrices: those that are pruned, of every block; `every`: the same, one after the other.
         sparsity, rank_ratio: of each (block, key of a matrix).
         batch: contexts per forward pass.
+        rounded: the text is read with products in bfloat16.
         fingerprint: everything that decides the result.
     """
 
@@ -161,7 +174,7 @@ class _Pruning:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")
         options = options.checked(streamed=model.streamed is not None)
         self.model, self.corpus, self.options, self.show_progress = model, corpus, options, show_progress
-        self.batch = batch_of(corpus, options.batch)
+        self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)
         if options.out is not None:
             refuse_inside(Path(options.out), model.id)
         self.matrices = _without_skipped(model, _dense_matrices(model), options)
@@ -175,6 +188,13 @@ class _Pruning:
                 f"{len(corpus.tokens)} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more "
                 "text, or more --contexts"
             )
+        self.rounded = (
+            options.reads_text
+            and not options.exact
+            and (model.source.dtype, torch.device(model.device).type) == (torch.float32, "cpu")
+            and model.width >= WIDE
+            and multiplies_bfloat16_faster()
+        )
         self.fingerprint: dict[str, Any] = fingerprint_of(model) | {"pruning": self._settings()}
         if options.reads_text:  # else it decides nothing, and is not named in the result
             self.fingerprint |= {"corpus": corpus.sha256, "batch": self.batch}
@@ -240,9 +260,10 @@ class _Pruning:
         if options.method == "oats":
             settings["rank_ratio"] = _plain(self.rank_ratio)
             settings |= {"iterations": options.iterations, "seed": options.seed}
-            settings |= {"exact": True} if options.exact else {}
         if options.moments_damping is not None:
             settings["damping"] = options.damping
+        settings |= {"exact": True} if options.exact else {}
+        settings |= {"products": "bfloat16"} if self.rounded else {}
         settings |= {"skip": sorted(set(options.skip))} if options.skip else {}
         return settings | ({"errors": True} if options.errors and not options.weighs_inputs else {})
 
@@ -258,7 +279,7 @@ class _Pruning:
             text = None
             if self.options.reads_text:
                 between = lambda: self.show_progress(len(rows), len(self.every))  # noqa: E731
-                text = BlockByBlock(model, self.corpus, self.batch, between, folder)
+                text = BlockByBlock(model, self.corpus, self.batch, between, folder, rounded=self.rounded)
             if model.streamed is None:
                 self._record()
             for layer, matrices in enumerate(self.matrices):
@@ -290,8 +311,7 @@ class _Pruning:
         """Prune a block's matrices on their inputs (no text: all alike), after `before` others; with their rows."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
-            with moments.collecting():
-                text.read(layer)
+            text.read(layer, moments)
         pruned: list[PrunedMatrix] = []
         rows: TableRows = []
         for matrix in matrices:
@@ -316,17 +336,12 @@ class _Pruning:
         sparse.masked_fill_(sparse == 0, 0)  # a negative zero would not outlive packing
         place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
         pruned = PrunedMatrix(*place, sparse, *low_rank)
-        difference = torch.empty_like(weight, dtype=precision_of(weight))
-        merged = pruned.merged()
-        for rows, ours, theirs in zip(*(m.split(ROWS) for m in (difference, weight, merged)), strict=True):
-            rows.copy_(ours.double() - theirs.double())
+        difference = weight.to(precision_of(weight))
+        wholes = moments.squared_norms(difference)
+        losses = moments.squared_norms(difference.sub_(pruned.merged()))
         error, error_scaled = (
             math.sqrt(max(lost, 0) / whole) if whole > 0 else math.nan
-            for lost, whole in zip(
-                moments.squared_norms(difference),
-                moments.squared_norms(weight.to(precision_of(weight))),
-                strict=True,
-            )
+            for lost, whole in zip(losses, wholes, strict=True)
         )
         nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
         kept = nonzeros + sum(factor.numel() for factor in low_rank)

@@ -23,11 +23,18 @@ FORMS = ("merged", "factored", ADAPTER)
 RANK_RATIO, ITERATIONS = 0.25, 80
 """Of OATS: κ, share of the kept parameters in the low-rank part; alternations, as published."""
 
+TOKENS_A_BATCH = 1024
+"""Default batch: what a block computes of so many tokens stays in a processor's cache."""
+
 DAMPING = 0.1
 """Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
-OF_METHOD = {"rank_ratio": "oats", "exact": "oats", "damping": "sparsegpt"}
-"""Options that one method alone reads."""
+OF_METHOD = {
+    "rank_ratio": ("oats",),
+    "exact": ("oats", "sparsegpt", "wanda"),
+    "damping": ("sparsegpt",),
+}
+"""Options that not every method reads, and which do."""
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -66,8 +73,8 @@ class PruningOptions:
         """
         if self.method not in METHODS:
             raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
-        for name, method in OF_METHOD.items():
-            if method != self.method and (
+        for name, methods in OF_METHOD.items():
+            if self.method not in methods and (
                 name in given or getattr(self, name) != getattr(PruningOptions, name)
             ):
                 raise UsageError(f"{self.method} has no such option: leave out --{name.replace('_', '-')}")

@@ -41,7 +41,7 @@ from theodolite.system.processor import using_threads
 _CHECK_EVERY = 16
 """Each 16th iteration and the last are checked for a direction that the subspace misses."""
 
-SMALL = 256
+SMALL = 192
 """Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
 where another process has its core, LAPACK waits for it at every call."""
 

@@ -43,6 +43,11 @@ def multiplies_halves(device: str | torch.device = "cpu") -> bool:
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
+def multiplies_bfloat16_faster() -> bool:
+    """Tell whether the processor has instructions for products in bfloat16: at least twice as fast as in float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def say_if_slow(dtype: torch.dtype, device: str | torch.device, say: Callable[[str], None]) -> None:
     """Say what to do where products in a model's dtype are slow on this device."""
     if dtype in (torch.bfloat16, torch.float16) and not multiplies_halves(device):

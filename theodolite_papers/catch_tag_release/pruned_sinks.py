@@ -1,6 +1,7 @@
 """Sinks kept under pruning, and the role of the low-rank term (Figs. 4 and 5 of Zhang et al. 2025).
 
-A model is pruned in memory: even contexts calibrate it, losses and sinks are measured on odd ones and on one prompt.
+Even contexts calibrate the pruning, losses and sinks are measured on odd ones and on one prompt. A pruned model is kept
+beside the pages, and read by whatever needs it again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.passes.corpus_pass import batch_of
+from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import evenly
@@ -100,7 +102,8 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
         with hooked(model, batch_sinks):
             logits = model.logits(ids)
         pairs = zip(logits, ids, strict=True)
-        by_context = [cross_entropy(row[:-1].double(), tokens[1:]) for row, tokens in pairs]
+        by_token = (cross_entropy(row[:-1].float(), tokens[1:], reduction="none") for row, tokens in pairs)
+        by_context = [of.double().mean() for of in by_token]
         losses.append(torch.stack(by_context).cpu())
         sinks.append(batch_sinks.sinks)
     traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
@@ -151,19 +154,28 @@ def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
     return study.cached("dense sinks", lambda: measure_sinks(study.require_model(), measured, prompt))
 
 
+def pruned_model(study: Study, method: str) -> tuple[OpenModel, Pruned]:
+    """Prune a copy of the model by `SPARSITY`; in the study's folder, if it has one, a model is pruned only once."""
+    calibration, _ = halves(study)
+    model = copy.deepcopy(study.require_model())
+    folder = study.folder and study.folder / f"pruned-by-{method}-{calibration.sha256[:8]}"
+    show = partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}")
+    how: dict[str, Any] = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS} if method == "oats" else {}
+    how |= {"out": folder, "form": "factored"} if folder else {}
+    return model, prune_model(model, calibration, method, SPARSITY, show_progress=show, **how)
+
+
 def pruned_measures(
     study: Study, method: str, prompt: Prompt, ablations: Mapping[str, int | None] | None = None
 ) -> dict[str, ModelSinks]:
-    """Prune a copy of the model by `SPARSITY`; measure it as it is, by the method's name, and without low-rank terms.
+    """Measure the pruned model as it is, by the method's name, and without low-rank terms.
 
     ablations: name → control of `without_low_rank` in the prompt's layer.
     """
-    calibration, measured = halves(study)
-    model = copy.deepcopy(study.require_model())
-    show = partial(study.show, f"pruning by {METHODS[method]}, {SPARSITY:.0%}")
-    how: dict[str, Any] = {"rank_ratio": RANK_RATIO, "iterations": ITERATIONS, "show_progress": show}
-    pruned = prune_model(model, calibration, method, SPARSITY, **how)
-    measures, layer = {METHODS[method]: measure_sinks(model, measured, prompt)}, prompt.layer
+    _, measured = halves(study)
+    model, pruned = pruned_model(study, method)
+    whole, layer = METHODS[method], prompt.layer
+    measures = {whole: study.cached(f"{whole} sinks", lambda: measure_sinks(model, measured, prompt))}
     for name, control in (ablations or {}).items():
         with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
             measures[name] = measure_sinks(model, measured, prompt)

@@ -29,6 +29,7 @@ from theodolite_papers.catch_tag_release.pruned_sinks import (
     loss_difference,
     measure_sinks,
     new_sinks,
+    pruned_model,
 )
 from theodolite_papers.experiment import Study, of_nothing
 
@@ -146,6 +147,19 @@ def test_figures_4_and_5(study):
         assert table["sinks_kept"].between(0, 1).all()
     after = study.model.hf.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not study.model.interventions
+
+
+def test_a_model_is_pruned_once_in_a_folder(study, tmp_path, monkeypatch):
+    """Oracle: the model that was pruned in memory, to the bit; that nothing is pruned again, by failing if it is."""
+    calibration, _ = halves(study)
+    kept = Study(study.provenance, study.model, study.corpus, folder=tmp_path)
+    (first, _), (again, _) = (pruned_model(each, "wanda") for each in (study, kept))
+    monkeypatch.setattr("theodolite.prune.model.BlockByBlock", None)
+    read, pruned = pruned_model(Study(study.provenance, study.model, study.corpus, folder=tmp_path), "wanda")
+    assert pruned.folder == tmp_path / f"pruned-by-wanda-{calibration.sha256[:8]}"
+    for other in (again, read):
+        assert all(map(torch.equal, first.hf.state_dict().values(), other.hf.state_dict().values()))
     assert not study.model.interventions
 
 
