@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from theodolite.explore.subject import PlannedSurvey, Subject
+from theodolite.explore.panels import PANELS, Shown, measures_of
+from theodolite.explore.subject import PlannedSurvey, Subject, prompt_ids
 from theodolite.passes.run import Run
 
 # The server is in this process; gradio's warnings are not ours.
@@ -90,8 +91,10 @@ def test_a_click_without_a_prompt_is_a_line(address):
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)
 
 
-def test_the_first_prompt_is_answered_before_the_text_is_read(serving, sharp):
-    """Oracle: the survey that is planned, and what the page has got by then; it is made once."""
+def test_the_first_panels_need_no_survey_and_it_is_made_once(serving, sharp):
+    """Oracle: the survey that is planned."""
+    from theodolite.explore.page import ON_PROMPT, WITH_TEXT
+
     made = []
 
     def make() -> Run:
@@ -99,12 +102,14 @@ def test_the_first_prompt_is_answered_before_the_text_is_read(serving, sharp):
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    address = serving(planned)
+    serving(planned)
+    at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
+    for name in ON_PROMPT:
+        PANELS[name](at)
     assert not made
-    for read in range(2):
-        values = ["the cat sat on the mat", "L0H0", "prompt:entropy", False, False, 1]
-        updates = event(address, f"planned{read}", "load", *values)
-        told = [any("Reading a text" in str(each) for each in update) for update in updates]
-        assert told == ([False, True, False, False] if read == 0 else [False] * 4)
-        assert "plotly" in str(updates[1])
+    assert len(measures_of([planned])) == 1
+    for names in WITH_TEXT:
+        for name in names:
+            PANELS[name](at)
     assert made == [True]
+    assert measures_of([planned]) == measures_of([sharp])
