@@ -31,6 +31,7 @@ from benchmarks import (
     propagation,
     pruning,
     spectra,
+    start,
     survey,
 )
 from benchmarks.timing import Ratio, where
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "spectra": spectra.measure,
     "head_weights": head_weights.measure,
     "long_context": long_context.measure,
+    "start": start.measure,
     "survey": survey.measure,
     "locater": locater.measure,
     "monitor": monitor.measure,

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 from theodolite.accumulate.second_moments import SKETCH
 from theodolite.corpus.groups import GROUPS
+from theodolite.logits.shares import split_contexts
 from theodolite.passes.survey_pass import EXAMPLES, SAMPLED_BYTES, SAMPLED_CONTEXTS, SAMPLED_TOKENS
 
 FLOAT = 8
 """Bytes of a number in a state: float64."""
+
+MODEL_FLOAT = 4
+"""Bytes of a hidden state that is kept, in the model's dtype: float32."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "logit spread": s.layers * s.heads * 2,
         "scalars": residual * ((5 + t) * g + 1),
     }
-    return {name: count * FLOAT for name, count in numbers.items()}
+    split = {"split contexts": s.layers * min(split_contexts(t), s.contexts) * t * d * MODEL_FLOAT}
+    return {name: count * FLOAT for name, count in numbers.items()} | split
 
 
 def main() -> None:

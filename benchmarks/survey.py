@@ -48,12 +48,6 @@ def measure(device: str) -> Iterator[Ratio]:
         yield from (Ratio(**row) for row in in_process("survey", how, device))
     small, large = (in_process("survey", contexts, device) for contexts in (8, 80))
     yield Ratio.of("survey: peak memory, text 10× longer", [large / small], 1.05)
-    if not device.startswith("cuda"):
-        command = [str(Path(sys.executable).with_name("theodolite")), "--help"]
-        help_times = in_turns(
-            {"help": lambda: subprocess.run(command, capture_output=True, check=True)}, rounds=5
-        )
-        yield Ratio.of("theodolite --help: seconds", [time.wall for time in help_times["help"]], 0.3)
 
 
 def opened(layers: int, device: str) -> OpenModel:

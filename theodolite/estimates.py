@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy.special import ndtri, stdtrit  # `scipy.stats` has them too, and takes long to start
 
 from theodolite.system.wording import counted, with_error
 
 Floats = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
-SIGMAS = float(stats.norm.ppf((1 + CONFIDENCE) / 2))
+SIGMAS = float(ndtri((1 + CONFIDENCE) / 2))
 """Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
 RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
 INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
@@ -167,7 +167,7 @@ def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
     NaN for one thing.
     """
     miss = (1 - CONFIDENCE) / 2 / np.asarray(looks)
-    return np.asarray(stats.t.ppf(1 - miss, np.asarray(n, dtype=np.float64) - 1))
+    return np.asarray(stdtrit(np.asarray(n, dtype=np.float64) - 1, 1 - miss))
 
 
 @functools.cache
@@ -177,7 +177,7 @@ def _sigmas(n: int, looks: int = 1) -> float:
 
 def most_extreme(count: int) -> float:
     """Return the factor by which an error grows where the number is the largest, or least, of `count` (Bonferroni)."""
-    return float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / max(1, count))) / SIGMAS
+    return float(ndtri(1 - (1 - CONFIDENCE) / 2 / max(1, count))) / SIGMAS
 
 
 def jackknife_error(left_out: npt.ArrayLike) -> Floats:

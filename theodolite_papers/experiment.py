@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 
 from theodolite import Corpus, OpenModel, Run, survey
 from theodolite.corpus.groups import halves
-from theodolite.corpus.spec import RANDOM
 from theodolite.errors import UsageError
 from theodolite.estimates import SIGMAS, Estimate, Estimates
 from theodolite.judging import Answer, Criterion, Verdict, contexts_needed, independent, judge, untestable
@@ -203,7 +202,7 @@ class Study:
         """Hold a run against a paper.
 
         run: the survey, or the provenance of what is read instead. model, corpus: of the run, where at hand. other: a
-        second text; None: random tokens. folder: of surveys of other texts; None: in memory. focus: prompt and head.
+        second text; None: random tokens. folder: of further surveys; None: in memory. focus: prompt and head.
         show: told how far the work is; it may raise to stop.
         """
         self._run = run if isinstance(run, Run) else None
@@ -212,7 +211,6 @@ class Study:
         self.folder, self.show = folder, show
         self.focus = focus or Focus()
         self._outcomes: dict[str, Outcome] = {}
-        self._runs: dict[str, Run] = {}
         self._shared: dict[str, Any] = {}
         if model is not None and model.weights().sha256 != self.provenance["model"]["sha256"]:
             raise UsageError(f"{model.id} is not the model of this run: pass the model that was surveyed")
@@ -270,25 +268,8 @@ class Study:
             outcome.runs["trainings"] = training
         return Path(training["folder"])
 
-    def other_run(self) -> Run:
-        """Survey the second text."""
-        return self.random_run() if self.other is None else self._survey_of(self.other)
-
-    def random_run(self) -> Run:
-        """Survey as many contexts of random tokens, as long as those of the run; the run, if it is one."""
-        if self.run.provenance["corpus"]["name"] == RANDOM:
-            return self.run
-        return self._survey_of(random_tokens_like(self.require_model(), self.run))
-
-    def _survey_of(self, corpus: Corpus) -> Run:
-        if corpus.sha256 not in self._runs:
-            name = f"on-{Path(corpus.name).name or 'text'}-{corpus.sha256[:8]}"
-            place = None if self.folder is None else self.folder / name
-            self._runs[corpus.sha256] = self.survey(self.require_model(), corpus, place)
-        return self._runs[corpus.sha256]
-
     def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
-        """Survey a further model or text, into a folder or in memory."""
+        """Survey a further model, into a folder or in memory."""
 
         def show(what: str, done: int, total: int) -> None:
             self.show(f"{Path(place or corpus.name).name}: {what}", done, total)

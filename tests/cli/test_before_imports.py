@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 CALLS = """
 import json, sys
@@ -107,3 +111,24 @@ def _places(folder: Path) -> list[tuple[str, str]]:
         (str(folder / "dangling"), "is a link to nothing"),
         (str(folder / "dangling" / "below"), "is a link to nothing"),
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where PyTorch has GCC's OpenMP")
+@pytest.mark.parametrize(
+    ("settings", "turns"),
+    [({}, 1000), ({"GOMP_SPINCOUNT": "7"}, 7), ({"OMP_WAIT_POLICY": "passive"}, 0)],
+)
+def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(tmp_path, settings, turns):
+    """Oracle: what OpenMP itself says that it has read, as torch is imported after the command has begun."""
+    code = (
+        "from theodolite.cli.app import app; import sys\n"
+        f"app(['runs', {str(tmp_path)!r}], standalone_mode=False); assert 'torch' not in sys.modules; import torch"
+    )
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=free | {"OMP_DISPLAY_ENV": "verbose"} | settings,
+        capture_output=True,
+        text=True,
+    ).stderr
+    assert re.search(rf"GOMP_SPINCOUNT = '{turns}'", said), said

@@ -73,7 +73,7 @@ def serving() -> Callable[..., str]:
                 known[names] = where
                 ready.set()
 
-            arguments = (application(subjects), listen(0), started)
+            arguments = (application(subjects), listen(0), started, threading.Event())
             threading.Thread(target=serve, args=arguments, daemon=True).start()
             assert ready.wait(60)
         return known[names]

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from theodolite.explore.panels import PANELS, Shown, measures_of
+from theodolite.explore.subject import PlannedSurvey, Subject, prompt_ids
+from theodolite.passes.run import Run
+
 # The server is in this process; gradio's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 JSON = {"Content-Type": "application/json"}
@@ -85,3 +89,27 @@ def test_a_click_without_a_prompt_is_a_line(address):
     assert "no prompt has been run yet: run one first" in message
     # What was shown stays.
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)
+
+
+def test_the_first_panels_need_no_survey_and_it_is_made_once(serving, sharp):
+    """Oracle: the survey that is planned."""
+    from theodolite.explore.page import ON_PROMPT, WITH_TEXT
+
+    made = []
+
+    def make() -> Run:
+        made.append(True)
+        return sharp.run
+
+    planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
+    serving(planned)
+    at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
+    for name in ON_PROMPT:
+        PANELS[name](at)
+    assert not made
+    assert len(measures_of([planned])) == 1
+    for names in WITH_TEXT:
+        for name in names:
+            PANELS[name](at)
+    assert made == [True]
+    assert measures_of([planned]) == measures_of([sharp])

@@ -36,6 +36,7 @@ from theodolite.report import published
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
 from theodolite_papers.declarations import PAPERS, Declaration, declarations
 from theodolite_papers.experiment import Outcome, claims, criterion, share_of_heads
+from theodolite_papers.hidden_geometry.layer_columns import other_run, random_run
 
 OF_THE_SURVEY = [
     EXPERIMENTS[f"geometry/{name}"]
@@ -162,7 +163,7 @@ def test_robustness_is_measured_on_another_text(opened):
     outcome = study.outcome(EXPERIMENTS["geometry/figure24"])
     random = Corpus.random_tokens(model.tokenizer, 48, 12, 0)
     assert outcome.runs["random"]["corpus"]["sha256"] == random.sha256
-    assert study.random_run() is study.other_run()  # made once
+    assert random_run(study) is other_run(study)  # read once
     depth = reproduce("geometry/figure8", run, model)
     assert depth.verdicts[0].answer in (HOLDS, FAILS, UNTESTABLE)
     largest = depth.tables["cosines"].iloc[0, 1:].abs().max()  # of means over tokens

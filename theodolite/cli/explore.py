@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 import webbrowser
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +26,7 @@ from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
 
 if TYPE_CHECKING:
+    from theodolite.explore.subject import PlannedSurvey
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
@@ -63,7 +66,8 @@ def explore_command(
 ) -> None:
     """Explore a model head by head on prompts of your own, on a page served to this machine only.
 
-    The model is first surveyed on a short text, for statistics over contexts; --run uses a finished survey instead.
+    After the first prompt the model is surveyed on a short text, for statistics over contexts; --run uses a finished
+    survey instead.
 
     Example: theodolite explore gpt2 runs/gpt2-pruned
     """
@@ -87,24 +91,19 @@ def explore_command(
             from theodolite.explore.page import application, listen, serve
             from theodolite.explore.subject import Subject, check_pair
 
+            ended = threading.Event()
             with listen(port) as listening:
                 opened = [opening.open(name) for name in names]
                 called = _display_names(opened)
                 check_pair(list(zip(called, opened, strict=True)))
-
-                def surveyed(each: OpenModel) -> Run:
-                    from theodolite.passes.survey import survey_heads
-
-                    with (
-                        interruptible(say_stopping) as stopped,
-                        bars(stopped, of=short_name(each.id)) as show,
-                    ):
-                        corpus = text.read(each, stopped)
-                        return survey_heads(each, corpus, seed=text.seed, show_progress=show)
-
-                surveys = list(map(_loaded, opened, runs)) if runs else list(map(surveyed, opened))
+                surveys: list[Run] | list[PlannedSurvey]
+                if runs:
+                    surveys = list(map(_loaded, opened, runs))
+                else:
+                    with interruptible(say_stopping) as stopped:
+                        surveys = [_planned(each, text, stopped, ended) for each in opened]
                 app = application(list(map(Subject, called, opened, surveys)))
-                serve(app, listening, lambda address: _say(address, browser))
+                serve(app, listening, lambda address: _say(address, browser), ended)
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:
@@ -120,6 +119,26 @@ def _loaded(model: OpenModel, folder: Path) -> Run:
     run = Run.load(folder)
     check_run(model, run)
     return run
+
+
+def _planned(
+    model: OpenModel, text: Text, stopped: Callable[[], bool], ended: threading.Event
+) -> PlannedSurvey:
+    """Read a text, and plan the survey of the model on it, which stops once the page has ended."""
+    from theodolite.explore.subject import PlannedSurvey
+    from theodolite.passes.corpus_pass import check_fit
+    from theodolite.passes.run import describe_model, describe_pass
+    from theodolite.passes.survey import survey_heads
+
+    model.check_weights()
+    corpus = text.read(model, stopped)
+    check_fit(model, corpus)
+
+    def make() -> Run:
+        with bars(ended.is_set, of=short_name(model.id)) as show:
+            return survey_heads(model, corpus, seed=text.seed, show_progress=show)
+
+    return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, text.seed, {}), make)
 
 
 def _say(address: str, browser: bool) -> None:

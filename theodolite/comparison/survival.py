@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from scipy import stats
+from scipy.special import stdtr
 from torch import Tensor
 
 from theodolite.corpus.groups import GROUPS
@@ -329,7 +329,7 @@ def decided(
     beyond = (np.abs(criterion.beyond(values)) - bias)[of]
     with np.errstate(divide="ignore", invalid="ignore"):
         distances = np.where(errors[of] == 0, np.inf, beyond.clip(min=0) / errors[of])
-    chances = np.sort(2 * stats.t.sf(np.nan_to_num(distances, posinf=np.inf), n - 1))
+    chances = np.sort(2 * stdtr(n - 1, -np.nan_to_num(distances, posinf=np.inf)))
     enough = chances <= (1 - CONFIDENCE) * np.arange(1, len(chances) + 1) / max(len(chances), 1)
     share = (np.flatnonzero(enough)[-1] + 1) / len(chances) if enough.any() else 1 / max(len(chances), 1)
     margins = sigmas(n, 1 / share) * errors + bias

@@ -11,7 +11,9 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 from urllib.parse import urlencode
 
@@ -35,12 +37,11 @@ CONSTITUENTS = (
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
-# Panels in the order in which they are shown: what takes longer comes later.
-STEPS = (
-    ("head_map", "head", "attention", "sinks", "spectrum", "propagation"),
-    ("constituents", "not_split"),
-    ("tags",),
-)
+ON_PROMPT = ("head_map", "attention", "sinks", "tags")
+WITH_TEXT = (("head", "spectrum", "propagation"), ("constituents", "not_split"))
+"""Panels in the order in which they are shown: those that need no survey are there before it is made."""
+
+SURVEYING = "Reading a text, for the panels that need one: the terminal shows how far."
 PLOTS = ("head_map", "attention", "spectrum", "propagation", "constituents")
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
@@ -89,7 +90,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
         message = gr.HTML(elem_id="message")
         with gr.Row():
-            start = head_name(*opening_head(subjects[0].run))
+            ids = prompt_ids(subjects, prompts[OPENING])
+            start = head_name(*opening_head(subjects[0].measured(ids)))
             head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
             measure = gr.Dropdown(measures, value="prompt:entropy", label="head map of", elem_id="measure")
@@ -124,8 +126,13 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             at = shown(prompt_text, name, *settings)
             query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
-            yield drawn(at, *STEPS[0]) | {address: f"?{urlencode(query)}", head: name}
-            for names in STEPS[1:]:
+            surveyed = all(subject.is_surveyed for subject in subjects)
+            yield drawn(at, *ON_PROMPT) | {
+                address: f"?{urlencode(query)}",
+                head: name,
+                message: "" if surveyed else html("line", SURVEYING),
+            }
+            for names in WITH_TEXT:
                 yield drawn(at, *names)
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
@@ -134,6 +141,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             updates = show(typed, name, *settings[:-1], 1)
             window_picker = gr.Dropdown(choices=windows, value=1, visible=len(windows) > 1)
             yield next(updates) | {text: typed, preset: picked, window: window_picker}
+            yield next(updates) | {measure: gr.Dropdown(choices=panels.measures_of(subjects))}
             yield from updates
 
         def load(request: gr.Request, typed: str, name: str, *settings: Any) -> Iterator[Update]:
@@ -146,7 +154,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             except TheodoliteError as error:
                 refused = html("refusal", visible(error))
             for update in read(typed, name, *settings):
-                yield update | {message: refused}
+                yield update | ({message: refused} if refused else {})
 
         def choose(event: gr.EventData, prompt_text: str, _: str, *settings: Any) -> Iterator[Update]:
             yield from show(prompt_text, str(event._data["head"]), *settings)
@@ -210,7 +218,7 @@ def _title(subjects: Sequence[Subject]) -> str:
     """Return the models, and what they were surveyed on."""
     names = [visible(subject.name, 80) for subject in subjects]
     about = [
-        f"{name}: {subtitle(subject.run.provenance)}, surveyed {text_line(subject.run.provenance)}"
+        f"{name}: {subtitle(subject.provenance)}, surveyed {text_line(subject.provenance)}"
         for name, subject in zip(names, subjects, strict=True)
     ]
     shared = "Both models share all scales: a colour, shade or height means the same on either side."
@@ -310,10 +318,27 @@ def listen(port: int | None) -> socket.socket:
     raise UsageError(f"port {port} cannot be used ({reason}): leave out --port, or name another")
 
 
-def serve(app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; `started` gets its address first, where requests already wait to be answered."""
+class _Server(uvicorn.Server):
+    """A server that first tells those who work for it that it ends: it waits for them."""
+
+    ended: threading.Event
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended.set()
+        super().handle_exit(sig, frame)
+
+
+def serve(
+    app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None], ended: threading.Event
+) -> None:
+    """Serve the page until Ctrl-C, which sets `ended`.
+
+    `started` gets its address first, where requests already wait to be answered.
+    """
     started(f"http://{HOST}:{listening.getsockname()[1]}")
     # Open event streams would hold the end up.
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")
+    server = _Server(config)
+    server.ended = ended
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])

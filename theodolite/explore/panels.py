@@ -105,7 +105,12 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """List what the map can be coloured by: (label, `prompt:entropy`), those of the prompt first."""
+    """List what the map can be coloured by: (label, `prompt:entropy`), those of the prompt first.
+
+    Before the models are surveyed, that is the prompt's entropy.
+    """
+    if not all(subject.is_surveyed for subject in subjects):
+        return [("this prompt · entropy", f"{PROMPT}:entropy")]
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
     described = columns_of(subjects[0].run, "heads")
     on_text = [name for name in described if all(name in of_model for of_model in measured)]

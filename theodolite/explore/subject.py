@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -68,25 +69,49 @@ class Tags:
     chance: float
 
 
+@dataclass(frozen=True)
+class PlannedSurvey:
+    """A survey that is made when a panel first needs it; `provenance` is that of its run, known before."""
+
+    provenance: dict[str, Any]
+    make: Callable[[], Run]
+
+
 class Subject:
     """One model and its survey; what it computed of the latest prompts is cached. Thread-safe.
 
     Attributes:
         name: shown on the page.
         model: from `open_model`.
-        run: a survey of it on a text.
+        provenance: of the survey on a text.
     """
 
-    def __init__(self, name: str, model: OpenModel, run: Run) -> None:
-        self.name, self.model, self.run = name, model, run
+    def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
+        self.name, self.model, self.provenance = name, model, survey.provenance
+        self._survey = survey
         self._lock = threading.RLock()
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
         )
         self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
-            lambda ids, layer: constituents(model, torch.tensor(ids, device="cpu"), layer, decomposition=run)
+            lambda ids, layer: constituents(
+                model, torch.tensor(ids, device="cpu"), layer, decomposition=self.run
+            )
         )
+
+    @property
+    def is_surveyed(self) -> bool:
+        """False as long as `run` would have to read the text first."""
+        return isinstance(self._survey, Run)
+
+    @property
+    def run(self) -> Run:
+        """The survey, made at the first call if it is only planned."""
+        with self._lock:
+            if isinstance(self._survey, PlannedSurvey):
+                self._survey = self._survey.make()
+            return self._survey
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
@@ -236,7 +261,7 @@ def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
 
     Too long for the models, or for the surveys, which have means of so many positions.
     """
-    surveyed = (subject.run.arrays["positional_basis"].shape[1] for subject in subjects)
+    surveyed = (subject.provenance["corpus"]["length"] for subject in subjects)
     most = min(_longest_prompt([subject.model for subject in subjects]), *surveyed)
     return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
 

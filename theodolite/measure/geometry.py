@@ -230,14 +230,7 @@ def _pictures(
 ) -> dict[str, Tensor]:
     """Return what one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
     unit = unit_rows(pos[leading:])
-    values, directions = by_gram_matrix(pos[leading:], 3)
-    axes = functional.pad(directions, (0, 3 - directions.shape[1])).T
-    coordinates = pos @ axes.T
-    # The sign of a principal direction is arbitrary: let the farthest position have a positive coordinate.
-    apart = coordinates[len(pos) - len(unit) :]
-    farthest = apart.abs().argmax(dim=0)
-    sign = apart.gather(0, farthest[None]).sign()
-    sign[sign == 0] = 1
+    axes, values = principal_axes(pos[leading:])
     both = functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
     shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
     if grid is None:
@@ -247,12 +240,27 @@ def _pictures(
         lowest = grid_frequencies(unit, SHOWN_FREQUENCIES, grid).square().sum(dim=-1)
     shown_dct[: lowest.shape[0], : lowest.shape[1]] = lowest
     return {
-        "positional_pca": (coordinates * sign).float(),
-        "cvec_pca": (cvec @ axes.T * sign).float(),
+        "positional_pca": (pos @ axes.T).float(),
+        "cvec_pca": (cvec @ axes.T).float(),
         "singular_values": values[:SHOWN_SINGULAR_VALUES],
         "gram": (both @ both.T).float(),
         "dct": shown_dct,
     }
+
+
+def principal_axes(
+    pos: Float[Tensor, "positions width"],
+) -> tuple[Float[Tensor, "3 width"], Float[Tensor, " values"]]:
+    """Compute three principal directions of the positional basis, zeros where it has fewer, and its singular values.
+
+    The sign of a principal direction is arbitrary: the farthest position has a positive coordinate.
+    """
+    values, directions = by_gram_matrix(pos, 3)
+    axes = functional.pad(directions, (0, 3 - directions.shape[1])).T
+    coordinates = pos @ axes.T
+    sign = coordinates.gather(0, coordinates.abs().argmax(dim=0)[None]).sign()
+    sign[sign == 0] = 1
+    return axes * sign.T, values
 
 
 def _ordered_by_label(labels: Int[Tensor, " sampled"]) -> Tensor:

@@ -10,7 +10,7 @@ that sampling noise adds nothing on average. Source: Song & Zhong 2024.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -279,21 +279,46 @@ def position_columns(
         fewer than five the shares, of two all.
     """
 
+    def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
+        sketch = {name: values[layer] for name, values in sketches.items()}
+        numbers, products = sizes(basis, numbers_of(residual, layer), sketch, grid)
+        return numbers | smoothness_of_directions(basis, products, grid)
+
+    columns, directions = _of_layers(of_layer, means, leading, grid)
+    return columns | {DIRECTIONS: directions}
+
+
+def positional_shape(
+    means: State, leading: int = 1, grid: Grid | None = None
+) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS`, which need the means alone, and the directions."""
+
+    def of_layer(_: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
+        products = PairProducts.of(Stretches.among(basis.p.shape[1], grid).summed(basis.p))
+        return smoothness_of_directions(basis, products, grid)
+
+    return _of_layers(of_layer, means, leading, grid)
+
+
+def _of_layers(
+    numbers: Callable[[int, GroupedBasis], dict[str, Jackknifed]],
+    means: State,
+    leading: int,
+    grid: Grid | None,
+) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute ranks and further numbers of all layers, and the directions without each group of contexts."""
     most = min(SCREENOT_RANK, positions_read(means) - leading, means["position_sum"].shape[-1])
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        sketch = {name: values[layer] for name, values in sketches.items()}
         of_ranks, found = ranks(basis, grid)
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
-        numbers, products = sizes(basis, numbers_of(residual, layer), sketch, grid)
-        numbers |= smoothness_of_directions(basis, products, grid)
-        return of_ranks | numbers, directions.half()
+        return of_ranks | numbers(layer, basis), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
-    return together(rows) | {DIRECTIONS: torch.stack(directions, dim=1)}
+    return together(rows), torch.stack(directions, dim=1)
 
 
 def sizes(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import rankdata
+import pandas as pd
 
 from theodolite.estimates import Estimate, Floats, jackknife_error
 from theodolite.theory.regimes import UNDEFINED
@@ -20,11 +20,17 @@ LEAST_HEADS = 8
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:
     """Compute Spearman's correlation along the last axis, ties at their mean rank; NaN where one does not vary."""
-    first, second = (rankdata(values, axis=-1) for values in (x, y))
+    first, second = (_ranks(np.asarray(values, np.float64)) for values in (x, y))
     first, second = (ranks - ranks.mean(axis=-1, keepdims=True) for ranks in (first, second))
     scale = np.sqrt((first**2).sum(axis=-1) * (second**2).sum(axis=-1))
     products = np.asarray((first * second).sum(axis=-1))
     return np.divide(products, scale, out=np.full(products.shape, np.nan), where=scale > 0)
+
+
+def _ranks(values: Floats) -> Floats:
+    rows = values.reshape(-1, values.shape[-1]) if values.size else np.zeros((1, 0))
+    # Of `scipy.stats`, which has this too, the import takes as long as a page.
+    return pd.DataFrame(rows).rank(axis=1).to_numpy().reshape(values.shape)
 
 
 def partial_rank_correlation(x: Floats, y: Floats, given: Floats) -> Floats:

@@ -37,7 +37,7 @@ def visible(text: object, limit: int | None = None) -> str:
     source = str(text)
     if limit is not None and len(source) > limit:
         source = source[: limit - 1] + "…"
-    return "".join(map(_visible_character, source))
+    return source if source.isprintable() else "".join(map(_visible_character, source))
 
 
 def shown_token(text: object) -> str:

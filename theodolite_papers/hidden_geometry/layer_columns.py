@@ -1,13 +1,14 @@
-"""Numbers by layer that several tables and figures share, and the positional basis by groups of contexts.
+"""Numbers by layer that several tables and figures share, the positional basis by groups of contexts, a second text.
 
 Columns of the layers table hold no sampling noise on average. What no column has is estimated here from bases of groups
-of contexts: a run keeps that of all contexts only, so that the text is read once more, hidden states alone.
+of contexts: a run keeps that of all contexts only, so that the text is read once more, hidden states alone. So is a
+second text, of which nothing but positions is compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +17,19 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from theodolite import Corpus, OpenModel, Run
+from theodolite import Corpus, Run
+from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
 from theodolite.estimates import Estimate, Estimates
-from theodolite.jobs.job import Stage, run_stages
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
-from theodolite.passes.corpus_pass import batch_of
-from theodolite.passes.survey_pass import MeansPass
+from theodolite.measure.position import (
+    SCREENOT_RANK,
+    grouped_basis,
+    screenot_bound,
+)
+from theodolite.passes.positions import read_means, survey_positions
 from theodolite.report.data import (
     AT_FLOOR,
     OF_GROUPS,
@@ -37,26 +41,47 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, stacked
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
-
-READING = "reading contexts by group"
 
 Basis = Float64[Tensor, "groups positions width"]
 """The positional basis of a layer, of each group of contexts."""
 
 
-def read_by_group(model: OpenModel, corpus: Corpus, show: ShowStage) -> list[Basis] | None:
-    """Read a text for the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
-    if len(corpus.contexts) < GROUPS or corpus.leading != 1:
+def bases_of(means: State) -> list[Basis] | None:
+    """Return the basis of each layer by groups; None below 8 contexts, of which some groups are empty."""
+    if (means["contexts"] == 0).any():
         return None
-    reading = MeansPass(model, corpus, 0, batch_of(corpus, None))
-    means = run_stages([Stage("text", READING, lambda _: reading)], show).of("text.means")
-    text = slice(corpus.contexts.shape[1] - reading.trailing)
-    means |= {name: means[name][:, :, text] for name in ("position_sum", "readers")}
-    return [grouped_basis(means, layer, 1).p for layer in range(model.layers + 1)]
+    return [grouped_basis(means, layer, 1).p for layer in range(len(means["contexts"]))]
+
+
+def other_run(study: Study) -> Run:
+    """Read the second text; without one, random tokens."""
+    return random_run(study) if study.other is None else _positions(study, study.other)
+
+
+def random_run(study: Study) -> Run:
+    """Read as many contexts of random tokens, as long as those of the run; the run, if it is one."""
+    if study.run.provenance["corpus"]["name"] == RANDOM:
+        return study.run
+    return _positions(study, random_tokens_like(study.require_model(), study.run))
+
+
+def _positions(study: Study, corpus: Corpus) -> Run:
+    """Read a text, once, for a run whose only table has the ranks and the smoothness of every layer."""
+
+    def read() -> Run:
+        model, seed = study.require_model(), study.provenance["seed"]
+        run, means = survey_positions(model, corpus, seed=seed, show_progress=study.show)
+        study.cached(_by_group(corpus.sha256), lambda: bases_of(means))
+        return run
+
+    return study.cached(f"positions of {corpus.sha256}", read)
+
+
+def _by_group(sha256: str) -> str:
+    return f"basis by group of {sha256}"
 
 
 def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
@@ -67,14 +92,14 @@ def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
 
     def read() -> list[Basis] | None:
         text = corpus if corpus is not None and corpus.sha256 == sha256 else None
-        # Random tokens (`Study.random_run`) follow from their description.
+        # Random tokens follow from their description.
         if text is None and run.provenance["corpus"]["name"] == RANDOM and model and model.vocabulary:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None
-        return read_by_group(model, text, study.show)
+        return bases_of(read_means(model, text, show_progress=study.show)[0])
 
-    return study.cached(f"basis by group of {sha256}", read)
+    return study.cached(_by_group(sha256), read)
 
 
 WITHOUT_TEXT = (
@@ -86,10 +111,19 @@ def gram_between(
     p: Basis, used: Float64[Tensor, " groups"] | None = None
 ) -> Float64[Tensor, "positions positions"]:
     """Average P_g P_hᵀ over pairs of different groups (of those used, weight 1), in which no error meets itself."""
-    used = torch.ones(len(p), dtype=torch.float64) if used is None else used
-    some = p[used > 0]
-    whole = some.sum(dim=0)
-    return (whole @ whole.T - torch.einsum("gtd,gsd->ts", some, some)) / (len(some) * (len(some) - 1))
+    return grams_between(p)(torch.ones(len(p), dtype=torch.float64) if used is None else used)
+
+
+def grams_between(p: Basis) -> Callable[[Tensor], Tensor]:
+    """Return `gram_between` of some groups as a function of their weights, with each group's own product made once."""
+    own = p @ p.mT
+
+    def between(used: Tensor) -> Tensor:
+        chosen = used > 0
+        whole, count = p[chosen].sum(dim=0), int(chosen.sum())
+        return (whole @ whole.T - own[chosen].sum(dim=0)) / (count * (count - 1))
+
+    return between
 
 
 def is_seen(p: Basis) -> bool:
@@ -100,9 +134,10 @@ def is_seen(p: Basis) -> bool:
 def energy_within(p: Basis) -> Jackknifed:
     """Estimate the share of ‖P‖_F² in 1, 2, … leading directions, (directions,); NaN at the noise floor."""
     p = p if p.shape[1] <= p.shape[2] else p.mT
+    between = grams_between(p)
 
     def shares(used: Float64[Tensor, " groups"]) -> Tensor:
-        squares = torch.linalg.eigvalsh(gram_between(p, used)).flip(0)
+        squares = torch.linalg.eigvalsh(between(used)).flip(0)
         return squares.cumsum(0) / squares.sum()
 
     # The largest eigenvalues take the noise along.
@@ -213,8 +248,11 @@ def energy_within_rank(study: Study) -> Estimates | None:
         curve = energy_within(p)
         return curve[int(rank) - 1]
 
-    ranks = value_of(study.run, "rank")
-    return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
+    def of_layers() -> Estimates:
+        ranks = value_of(study.run, "rank")
+        return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
+
+    return study.cached("energy within the rank", of_layers)
 
 
 def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:

@@ -112,7 +112,7 @@ def _separation(outcome: Outcome, run: Run) -> None:
 
 @declared("geometry/table2")
 def table_2(study: Study, outcome: Outcome) -> None:
-    first, second = runs = study.run, study.other_run()
+    first, second = runs = study.run, layer_columns.other_run(study)
     names = [visible(Path(run.provenance["corpus"]["name"]).name, 60) for run in runs]
     if names[0] == names[1]:
         names[1] += " (second text)"
@@ -371,7 +371,7 @@ def scale_growth(bases: list[Basis]) -> Estimate:
 
 @declared("geometry/figure24")
 def on_random_tokens(study: Study, outcome: Outcome) -> None:
-    run = study.random_run()
+    run = layer_columns.random_run(study)
     _principal_components(outcome, study, run, "Fig. 24, on random tokens")
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
     if run is not study.run:

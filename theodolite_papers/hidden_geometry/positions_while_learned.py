@@ -15,6 +15,7 @@ from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of
+from theodolite.passes.positions import read_means
 from theodolite.report.data import OF_GROUPS, evenly, layer_estimates, need
 from theodolite.system.wording import listed, number
 from theodolite_papers import drawing
@@ -22,8 +23,8 @@ from theodolite_papers.experiment import Outcome, Study, declared
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
+    bases_of,
     estimates_of,
-    read_by_group,
     shown,
     unless_hidden,
 )
@@ -75,7 +76,7 @@ def _surveyed(study: Study) -> tuple[dict[int, Run], pd.DataFrame]:
         name = f"step-{step:06d}-{(checkpoint.sha256 or '')[:8]}-{contexts.sha256[:8]}"
         run_folder = None if study.folder is None else study.folder / name
         runs[step] = run = study.survey(checkpoint, contexts, run_folder)
-        bases = read_by_group(checkpoint, contexts, study.show)
+        bases = bases_of(read_means(checkpoint, contexts, show_progress=study.show)[0])
         shape = {} if bases is None else shape_of(bases)
         columns = {
             name: estimates_of(shape[name]) if name in shape else layer_estimates(run, name)

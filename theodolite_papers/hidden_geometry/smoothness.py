@@ -34,7 +34,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     bases_by_group,
     energy_within,
     estimates_of,
-    gram_between,
+    grams_between,
     is_seen,
     mean_of,
     shown,
@@ -120,7 +120,8 @@ def spike(gram: Tensor) -> Tensor:
 
 def spike_between(p: Basis) -> Jackknifed:
     """Estimate the spike by products of different groups; NaN at the noise floor."""
-    return leaving_out(lambda used: spike(gram_between(p, used)), len(p)).where(is_seen(p))
+    between = grams_between(p)
+    return leaving_out(lambda used: spike(between(used)), len(p)).where(is_seen(p))
 
 
 def directions_needed(shares: Tensor) -> Tensor:

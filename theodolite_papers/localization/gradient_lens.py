@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite import OpenModel
-from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.inputs import AttentionInputs, attend, softmax, weigh
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates, Floats
 from theodolite.measure.rank_correlation import rank_correlation
@@ -57,18 +57,24 @@ class _LastQuery(Hooks):
         self.norms[layer] = hidden.detach().double().norm(dim=-1)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        logits = inputs.logits()
-        leaf = torch.zeros_like(logits[:, :, -1]).requires_grad_()
-        self.logits[layer], self.leaves[layer] = logits[:, :, -1].detach(), leaf
-        last = torch.zeros_like(logits)
-        last[:, :, -1] = 1
-        logits = logits + last * leaf.unsqueeze(2)
-        if inputs.sink is not None:
-            column = inputs.sink[None, :, None, None].expand(*logits.shape[:3], 1).to(logits)
-            logits = torch.cat([logits, column], dim=-1)
-        weights = logits.softmax(-1)[..., : inputs.key.shape[2]]
-        value = inputs.value.repeat_interleave(inputs.query.shape[1] // inputs.value.shape[1], dim=1)
-        return (weights.to(value.dtype) @ value).transpose(1, 2)
+        count = inputs.query.shape[2]
+        logits = inputs.of_queries(slice(count - 1, count)).logits()
+        leaf = torch.zeros_like(logits).requires_grad_()
+        self.logits[layer], self.leaves[layer] = logits[:, :, 0].detach(), leaf
+        last = weigh(softmax(logits + leaf, inputs.sink), inputs.value).transpose(1, 2)
+        return torch.cat([self._others(inputs), last.to(inputs.value.dtype)], dim=1)
+
+    def _others(self, inputs: AttentionInputs) -> Tensor:
+        """Attend from the queries before the last; without a gradient where none of them sees the last token.
+
+        There, no leaf reaches them.
+        """
+        sees_last = not inputs.causal if inputs.mask is None else bool(inputs.mask[..., :-1, -1].any())
+        if not sees_last:
+            with torch.no_grad():
+                return attend(inputs)[:, :-1]
+        weights = softmax(inputs.logits(), inputs.sink)[:, :, :-1]
+        return weigh(weights, inputs.value).transpose(1, 2).to(inputs.value.dtype)
 
 
 @measures("model")
@@ -85,7 +91,7 @@ def last_query(
         layers = sorted(hooks.leaves)
         gradients = torch.autograd.grad(loss, [hooks.leaves[layer] for layer in layers])
     pairs = zip(layers, gradients, strict=True)
-    return [(hooks.logits[layer], gradient, hooks.norms[layer]) for layer, gradient in pairs]
+    return [(hooks.logits[layer], gradient[:, :, 0], hooks.norms[layer]) for layer, gradient in pairs]
 
 
 def gradient_shares(model: OpenModel, contexts: Int[Tensor, "contexts positions"]) -> Shares:

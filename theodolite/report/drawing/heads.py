@@ -100,11 +100,11 @@ def head_notes(run: Run) -> list[list[str]]:
     """List the other main numbers of every head of the (L, H) grid, as the lines of a hover text."""
     notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
     described = columns_of(run, "heads")
-    for row in run.heads.to_dict("records"):
+    names = [name for name in NOTE_COLUMNS if name in run.heads]
+    for row in run.heads[["layer", "head", *names]].to_dict("records"):
         parts = [
             f"{described[name].title} {row[name] if name == 'regime' else number(row[name])}"
-            for name in NOTE_COLUMNS
-            if name in row
+            for name in names
         ]
         lines = [" · ".join(map(for_plotly, parts[start : start + 3])) for start in range(0, len(parts), 3)]
         notes[int(row["layer"])][int(row["head"])] = "<br>".join(lines)
