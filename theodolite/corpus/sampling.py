@@ -25,15 +25,15 @@ LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times th
 Item = TypeVar("Item")
 
 
-def one_of_each_stretch(count: int, most: int) -> Int[Tensor, " chosen"]:
-    """Choose at most so many of `count` places, ascending: one, drawn from a fixed seed, of each of as many stretches.
+def one_of_each_stretch(count: int, most: int, seed: int = 0) -> Int[Tensor, " chosen"]:
+    """Choose at most so many of `count` places, ascending: one, drawn at random, of each of as many stretches.
 
     Places at equal distances would take for smooth what alternates from place to place.
     """
     if count <= most:
         return torch.arange(count)
     edges = torch.linspace(0, count, most + 1).long()
-    drawn = torch.rand(most, generator=torch.Generator().manual_seed(0))
+    drawn = torch.rand(most, generator=torch.Generator().manual_seed(seed))
     return edges[:-1] + (drawn * edges.diff()).long()
 
 

@@ -185,13 +185,13 @@ def share_sums(
     and all their keys. No T×T matrix is kept.
     """
 
-    text = inputs.key.shape[2] - trailing
-    chosen = leading + one_of_each_stretch(text - leading, MOST_QUERIES)
-    query, of_queries = query[:, :, :, chosen], inputs.of_queries(chosen)
+    keys = slice(leading, inputs.key.shape[2] - trailing)
 
     def work(part: slice) -> ShareSums:
-        keys = slice(leading, text)
-        return _share_sums(query[:, part], key[:, part], of_queries.of_contexts(part), keys)
+        # Others of each context, so that the jackknife over contexts knows what choosing them does.
+        chosen = leading + one_of_each_stretch(keys.stop - leading, MOST_QUERIES, part.start)
+        own = inputs.of_contexts(part).of_queries(chosen)
+        return _share_sums(query[:, part, :, chosen], key[:, part], own, keys)
 
     parts = each_part(work, query.shape[1], query.device)
     return ShareSums(

@@ -220,7 +220,7 @@ ORDERS = (1, 2, 3)
 
 def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
     """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
-    lengths = squared_lengths(p)[0][0].sqrt()
+    lengths = squared_lengths(p, torch.arange(1, p.shape[1] + 1))[0][0].sqrt()
     return gram_between(p, used) / lengths.outer(lengths)
 
 
