@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.system.mapped import forget, zeros_in_file
+from theodolite.system.mapped import zeros_in_file
 from theodolite.system.processor import parallel_map
 
 Result = TypeVar("Result")
@@ -96,7 +95,6 @@ class LayerSums:
         self.layers = layers
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
-        self._files: list[mmap] = []
         # One tensor of all layers, so that its state is no copy; `at` puts a layer's elsewhere.
         self._whole = {name: self._zeros((layers, *shape), dtype) for name, shape in shapes.items()}
         self._tensors = {name: list(whole.unbind()) for name, whole in self._whole.items()}
@@ -105,14 +103,7 @@ class LayerSums:
         folder = _folder.get()
         if folder is None or dtype.itemsize * math.prod(shape) < LARGE:
             return torch.zeros(shape, dtype=dtype)
-        tensor, file = zeros_in_file(shape, dtype, folder)
-        self._files.append(file)
-        return tensor
-
-    def forget(self) -> None:
-        """Let what is in files out of memory, until it is looked at."""
-        for file in self._files:
-            forget(file)
+        return zeros_in_file(shape, dtype, folder)
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""

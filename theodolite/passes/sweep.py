@@ -22,6 +22,7 @@ from theodolite.models.guard import measures
 from theodolite.models.sweep import Sweep
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.passes.tabulate import refuse_overflow
+from theodolite.system.mapped import forget
 from theodolite.system.progress import Progress
 
 
@@ -130,8 +131,7 @@ class SweptText(SurveyPass):
             refuse_overflow(closed, moment)
             self.residual.close(closed, massive.get(closed))
         self.state()  # the other stages see what was summed on a GPU
-        for accumulator in self.accumulators.values():
-            accumulator.forget()
+        forget()
 
     def resume(self, layer: int, hidden: Tensor) -> None:
         """Take up the contexts where the last block left them."""

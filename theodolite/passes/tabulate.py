@@ -26,6 +26,7 @@ from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import Run
+from theodolite.system.mapped import forget
 from theodolite.theory.unbiased import Jackknifed
 
 
@@ -75,6 +76,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
         parameters = inspect.signature(one.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
             continue
+        forget()
         made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
         if isinstance(made, tuple):
             made, of_rows = made

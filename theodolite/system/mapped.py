@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -29,8 +30,8 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
     return mapped.view(flat.shape)
 
 
-def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> tuple[Tensor, mmap.mmap]:
-    """Make zeros in a file of their size, and what `forget` takes; `WorkError` where the disk is full."""
+def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
+    """Make zeros in a file of their size; `WorkError` where the disk is full."""
     import torch
 
     size = dtype.itemsize * math.prod(shape)
@@ -42,10 +43,15 @@ def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> tup
             else:
                 file.truncate(size)
             mapped = mmap.mmap(file.fileno(), size)
-    return torch.frombuffer(mapped, dtype=dtype).view(*shape), mapped
+    _mapped.add(mapped)
+    return torch.frombuffer(mapped, dtype=dtype).view(*shape)
 
 
-def forget(mapped: mmap.mmap) -> None:
-    """Let the file of a tensor out of this process's memory; what is looked at comes back."""
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Let what `zeros_in_file` made out of this process's memory; what is looked at comes back."""
     if hasattr(mmap, "MADV_DONTNEED"):  # on Windows the system does so when it needs to
-        mapped.madvise(mmap.MADV_DONTNEED)
+        for mapped in _mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
