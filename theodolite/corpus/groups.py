@@ -1,4 +1,4 @@
-"""Split a corpus into eight groups of contexts, from which standard errors are estimated."""
+"""Split a corpus into eight groups of contexts, for standard errors; and places into stretches."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def halves(contexts: int) -> tuple[Int[Tensor, " half"], Int[Tensor, " other"]]:
     parts = min(contexts, GROUPS)
     odd = torch.arange(contexts) * parts // max(contexts, 1) % 2 == 1
     return torch.nonzero(~odd).flatten(), torch.nonzero(odd).flatten()
+
+
+def one_of_each_stretch(count: int, most: int, seed: int = 0) -> Int[Tensor, " chosen"]:
+    """Choose at most so many of `count` places, ascending: one, drawn at random, of each of as many stretches.
+
+    Places at equal distances would take for smooth what alternates from place to place.
+    """
+    if count <= most:
+        return torch.arange(count)
+    edges = torch.linspace(0, count, most + 1).long()
+    drawn = torch.rand(most, generator=torch.Generator().manual_seed(seed))
+    return edges[:-1] + (drawn * edges.diff()).long()

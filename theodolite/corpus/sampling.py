@@ -8,9 +8,6 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from theodolite.errors import UsageError
 
@@ -23,18 +20,6 @@ READ_AHEAD = 4  # a stream is read until it gave this many times the contexts (o
 LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times the contexts
 
 Item = TypeVar("Item")
-
-
-def one_of_each_stretch(count: int, most: int, seed: int = 0) -> Int[Tensor, " chosen"]:
-    """Choose at most so many of `count` places, ascending: one, drawn at random, of each of as many stretches.
-
-    Places at equal distances would take for smooth what alternates from place to place.
-    """
-    if count <= most:
-        return torch.arange(count)
-    edges = torch.linspace(0, count, most + 1).long()
-    drawn = torch.rand(most, generator=torch.Generator().manual_seed(seed))
-    return edges[:-1] + (drawn * edges.diff()).long()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -105,32 +106,31 @@ class SharesPass:
         for number in range(progress.done // layers, len(self.batches)):
             progress.checkpoint(number * layers)
             rows = self.batches[number]
-            left = list(
-                self.model.attending
-            )  # layers whose streams alone do not say what their attention reads
-            if self.model.streamed is None:  # else the same passes go through every block
-                left.clear()
-
-                def visit(
-                    layer_pass: LayerPass, number: int = number, rows: slice = rows, left: list[int] = left
-                ) -> None:
-                    layer, read = layer_pass.layer, layer_pass.stream.shape[1]
-                    try:
-                        self._take(of_streams(layer_pass, self.streams[layer, rows, :read]), rows)
-                    except WorkError:
-                        left.append(layer)
-                    progress.report(number * layers + layer + 1)
-
-                one = self.corpus.inputs(slice(rows.start, rows.start + 1))
-                visit_layers(self.model, one, list(self.model.attending), visit)
+            # The passes of a model that is read block by block must be the same for every block.
+            streamed = self.model.streamed is not None
+            left = (
+                list(self.model.attending) if streamed else self._of_streams(rows, number * layers, progress)
+            )
             if left:
-                visit_layers(
-                    self.model,
-                    self.corpus.inputs(rows),
-                    left,
-                    lambda layer_pass, rows=rows: self._take(layer_pass, rows),  # type: ignore[misc]
-                )
+                take = functools.partial(self._take, rows=rows)
+                visit_layers(self.model, self.corpus.inputs(rows), left, take)
         progress.checkpoint(self.total)
+
+    def _of_streams(self, rows: slice, done: int, progress: Progress) -> list[int]:
+        """Split the logits of contexts from their streams; returns the layers where these do not say enough."""
+        left: list[int] = []
+
+        def visit(layer_pass: LayerPass) -> None:
+            layer, read = layer_pass.layer, layer_pass.stream.shape[1]
+            try:
+                self._take(of_streams(layer_pass, self.streams[layer, rows, :read]), rows)
+            except WorkError:
+                left.append(layer)
+            progress.report(done + layer + 1)
+
+        one = self.corpus.inputs(slice(rows.start, rows.start + 1))
+        visit_layers(self.model, one, list(self.model.attending), visit)
+        return left
 
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state

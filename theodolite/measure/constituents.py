@@ -16,7 +16,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
-from theodolite.corpus.sampling import one_of_each_stretch
+from theodolite.corpus.groups import one_of_each_stretch
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
 from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places

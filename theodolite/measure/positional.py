@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.corpus.sampling import one_of_each_stretch
+from theodolite.corpus.groups import one_of_each_stretch
 from theodolite.errors import UsageError
 from theodolite.measure.column import LEFT_OUT, POSITIONAL, SHARE, Column, gives
 from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF, GroupedBasis

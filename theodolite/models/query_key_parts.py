@@ -8,7 +8,7 @@ through the norm at its frozen scale, then through the attention module, called 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,17 +95,11 @@ def visit_layers(
     made_of_it: list[tuple[nn.Module, Tensor]] = []
     visiting = False
 
-    before_attention = (
-        ExitStack()
-    )  # norms that are functions are seen where there may be one: all else is slow there
-
     def enter_block(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal entering
         if module in blocks:
             entering = first_tensor(args, kwargs)
             made_of_it.clear()
-            before_attention.close()
-            before_attention.enter_context(NormCalls(leave_function))
 
     def leave_module(module: nn.Module, args: Any, output: Any) -> None:
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
@@ -114,7 +108,7 @@ def visit_layers(
     def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
         output = function(x, *args, **kwargs)
-        if x is entering:
+        if x is entering and not visiting:
             made_of_it.append((FunctionNorm(function, args, kwargs), output))
         return output
 
@@ -122,7 +116,6 @@ def visit_layers(
         nonlocal visiting
         if module not in attention or visiting:
             return
-        before_attention.close()
         layer = turns.take(module)
         if layer not in layers:
             return
@@ -146,7 +139,7 @@ def visit_layers(
     hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
     hooks += [module.register_forward_hook(leave_module) for module in around]
     hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
-    with suppress(_LastLayerDone), removed_on_leaving(hooks), before_attention:
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
         model.forward(inputs)
 
 

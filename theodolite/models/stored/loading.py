@@ -403,7 +403,7 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself. It is of a
         # few rows at a time, of which there is a copy in the wider type.
         wider = torch.promote_types(parameter.dtype, torch.float32)
-        total = sum(rows.sum(dtype=wider) for rows in parameter.reshape(-1).split(SUMMED_AT_ONCE))
+        total = sum(rows.sum(dtype=wider) for rows in parameter.detach().reshape(-1).split(SUMMED_AT_ONCE))
         if not math.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
             if kind == "infinite" and parameter.dtype == torch.float16:
