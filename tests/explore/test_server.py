@@ -91,9 +91,9 @@ def test_a_click_without_a_prompt_is_a_line(address):
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)
 
 
-def test_the_first_panels_need_no_survey_and_it_is_made_once(serving, sharp):
+def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
     """Oracle: the survey that is planned."""
-    from theodolite.explore.page import ON_PROMPT, WITH_TEXT
+    from theodolite.explore.page import ON_PROMPT, WITH_TEXT, build
 
     made = []
 
@@ -102,7 +102,7 @@ def test_the_first_panels_need_no_survey_and_it_is_made_once(serving, sharp):
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    serving(planned)
+    build([planned])
     at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
     for name in ON_PROMPT:
         PANELS[name](at)
