@@ -93,7 +93,7 @@ def test_a_click_without_a_prompt_is_a_line(address):
 
 def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
     """Oracle: the survey that is planned."""
-    from theodolite.explore.page import ON_PROMPT, WITH_TEXT, build
+    from theodolite.explore.page import ON_PROMPT, WITH_TEXT
 
     made = []
 
@@ -102,7 +102,6 @@ def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    build([planned])
     at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
     for name in ON_PROMPT:
         PANELS[name](at)
