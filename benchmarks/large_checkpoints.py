@@ -8,9 +8,8 @@ file a layer) to a temporary folder. Weights of attention are random; all others
 SparseGPT needs at least 22 contexts of 512 tokens, for matrices of 11,008 inputs. `… survey` fills all weights, and
 surveys 8 contexts of 256 random tokens; it is held against reading the blocks from the disk (their files are dropped
 from memory before) and the bare products of the tokens that its passes read, each measured on four blocks in the same
-process. `--layers 2` takes the first layers
-only, all of which cost the same. The operating system counts the memory of each process (the largest resident set) and
-its processor time, which other processes disturb less than wall time.
+process. `--layers 2` takes the first layers only, all of which cost the same. The operating system counts the memory of
+each process (the largest resident set) and its processor time, which other processes disturb less than wall time.
 """
 
 from __future__ import annotations

@@ -26,27 +26,20 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.models import of_smollm2
 from benchmarks.timing import Ratio, Seconds, over
 from theodolite.corpus.named import make_corpus
 from theodolite.models import open_model
 from theodolite.prune.checkpoint import TABLE
 from theodolite.system.checkpoint_folders import SETTINGS
+from tools.real_models import real_model
 
-SMOLLM2 = Path.home() / ".cache/theodolite/real-models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXTS, LENGTH = 32, 256
 SPARSITY, DAMPING, RANK_RATIO, ITERATIONS = 0.5, 0.1, 0.25, 80
 OATS_BLOCKS = 2
-SHAPE = {
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
+BLOCKS = 30
 """Of SmolLM2-135M."""
 
 BUDGETS = {"wanda": 0.67, "sparsegpt": 0.5, "oats": 0.1}
@@ -207,13 +200,12 @@ def compared(method: str, folder: Path, budget: float) -> Iterator[Ratio]:
 
 def write_model(folder: Path, ids: Path, blocks: int | None) -> int:
     """Write a model, or its first blocks, with its tokenizer and the contexts that are read; how many blocks it has."""
-    if SMOLLM2.exists():
-        opened = open_model(SMOLLM2)
+    path = real_model("smollm2")
+    if path is not None:
+        opened = open_model(path)
         hf, tokenizer = opened.hf, opened.tokenizer
     else:
-        torch.manual_seed(0)
-        tokenizer = open_model().tokenizer
-        hf = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        tokenizer, hf = open_model().tokenizer, of_smollm2()
     if blocks is not None:
         hf.model.layers = hf.model.layers[:blocks]
         hf.config.num_hidden_layers = blocks
@@ -231,7 +223,7 @@ def seconds_of(words: list[str], out: Path, blocks: int) -> Seconds:
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - began
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     pruning = json.loads((out / SETTINGS).read_text())["wall_seconds"] / wall
-    longer = 1 + pruning * (SHAPE["num_hidden_layers"] / blocks - 1)
+    longer = 1 + pruning * (BLOCKS / blocks - 1)
     return Seconds(wall * longer, processor * longer)
 
 

@@ -20,9 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.models import gpt2
+from benchmarks.models import gpt2, of_smollm2
 from benchmarks.timing import Ratio, in_process, in_turns, over, peak_memory, seconds
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
@@ -63,16 +62,7 @@ def parts(contexts: int, length: int, device: str) -> list[Ratio]:
     path = real_model("smollm2")
     with tempfile.TemporaryDirectory() as folder:
         if path is None:
-            shape = LlamaConfig(
-                vocab_size=49152,
-                hidden_size=576,
-                intermediate_size=1536,
-                num_hidden_layers=30,
-                num_attention_heads=9,
-                num_key_value_heads=3,
-                max_position_embeddings=8192,
-            )
-            LlamaForCausalLM(shape).save_pretrained(folder)
+            of_smollm2().save_pretrained(folder)
             path = Path(folder)
             corpus = Corpus.random_tokens(49152, length, contexts)
         model = open_model(path, device=device)

@@ -180,7 +180,7 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     def full(tensor, folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("theodolite.prune.calibration.in_file", full)
+    monkeypatch.setattr("theodolite.system.mapped.in_file", full)
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 

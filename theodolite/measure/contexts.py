@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
-from theodolite.accumulate.second_moments import numbers_of
+from theodolite.accumulate.second_moments import trace_and_norm_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
@@ -123,7 +123,7 @@ def context_columns(
         read = (means["context_tokens"][layer] > 0).all(dim=0)
         contexts = Contexts(ctx[layer][:, read], labels[read], group[read], list(basis.groups))
         numbers = contexts.similarities() | {"incoherence_mean": contexts.incoherence(basis.p)}
-        _, trace, norm = numbers_of(residual, layer)
+        trace, norm = trace_and_norm_of(residual, layer)
         random = norm / trace
         numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()

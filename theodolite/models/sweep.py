@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
-from theodolite.system.files import disk_errors
-from theodolite.system.mapped import in_file
+from theodolite.system.mapped import kept
 
 
 class Sweep:
@@ -85,20 +84,12 @@ class Sweep:
             several = isinstance(output, tuple | list)
             self._beside = [part for part in output[1:] if isinstance(part, Tensor)] if several else ()
             self.others = len(output) - 1 if several else None
-            self.carried[number] = self._kept(output[0] if several else output, self.carried.get(number))
+            self.carried[number] = kept(
+                output[0] if several else output, self.carried.get(number), self._folder
+            )
             return output
 
         return run
-
-    def _kept(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        """Store hidden states until the next block: in the place of those before, if these are in a file."""
-        if self._folder is None:
-            return hidden
-        if before is not None:
-            return before.copy_(hidden)
-        with disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            return in_file(hidden, self._folder)
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[Any, Any]:

@@ -28,12 +28,12 @@ from theodolite.errors import WorkError, first_line
 from theodolite.models import OpenModel
 from theodolite.models.guard import without_autocast
 from theodolite.models.structure import first_tensor, removed_on_leaving
+from theodolite.models.sweep import with_hidden
 from theodolite.models.weights.block_matrices import Matrix, TappedProducts
 from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 from theodolite.prune.methods import ROWS, HessianFactor, factor_hessian, precision_of
 from theodolite.system.choices import wider_than
-from theodolite.system.files import disk_errors
-from theodolite.system.mapped import in_file
+from theodolite.system.mapped import kept
 
 Hidden = Float[Tensor, "contexts positions width"]
 
@@ -101,7 +101,7 @@ class BlockByBlock:
         self._calls: list[list[Arguments]] = []  # by batch, then by block, without hidden states
         for part in corpus.batches(batch):
             calls, entered, _ = record(corpus.ids(part))
-            self._hidden.append(self._kept(entered))
+            self._hidden.append(kept(entered, None, folder))
             self._calls.append(calls)
             between()
 
@@ -117,7 +117,7 @@ class BlockByBlock:
         for number, (calls, hidden) in enumerate(self._batches()):
             output = self._run(layer, calls, hidden, rounded=self._rounded)
             refuse_nonfinite_stream(layer + 1, output)
-            self._hidden[number] = self._kept(output, self._hidden[number])
+            self._hidden[number] = kept(output, self._hidden[number], self._folder)
 
     def verify_end(self) -> None:
         """Raise `WorkError` where the last block gives the witness another output than a pass of the pruned model."""
@@ -126,23 +126,13 @@ class BlockByBlock:
         refuse_nonfinite_stream(last + 1, ours)
         self._compare(ours, _first(self._pass(self._witness_ids)[2]))
 
-    def _kept(self, hidden: Hidden, before: Hidden | None = None) -> Hidden:
-        """Store hidden states until the next block: in the place of those before, if these are in a file."""
-        if self._folder is None:
-            return hidden
-        if before is not None:
-            return before.copy_(hidden)
-        with disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            return in_file(hidden, self._folder)
-
     def _batches(self) -> Iterator[tuple[list[Arguments], Hidden]]:
         for calls, hidden in zip(self._calls, self._hidden, strict=True):
             yield calls, hidden.to(self._model.device)
             self._between()
 
     def _run(self, layer: int, calls: list[Arguments], hidden: Hidden, *, rounded: bool = False) -> Hidden:
-        args, kwargs = _with_hidden(calls[layer], hidden)
+        args, kwargs = with_hidden(*calls[layer], hidden)
         with torch.inference_mode(), torch.autocast(hidden.device.type, torch.bfloat16, enabled=rounded):
             return _first(self._blocks[layer](*args, **kwargs)).to(hidden.dtype)
 
@@ -166,7 +156,7 @@ class BlockByBlock:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not calls:
                 entered.append(first_tensor(args, kwargs))
-            calls.append(tree_map(self._stored, _with_hidden((args, kwargs), None)))
+            calls.append(tree_map(self._stored, with_hidden(args, kwargs, None)))
 
         hooks: list[Any] = [
             block.register_forward_pre_hook(enter, with_kwargs=True) for block in self._blocks
@@ -215,14 +205,6 @@ class BlockByBlock:
                 f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
                 "cannot be pruned block by block"
             )
-
-
-def _with_hidden(call: Arguments, hidden: Hidden | None) -> Arguments:
-    """Put other hidden states into a call of a block."""
-    args, kwargs = call
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": hidden}
-    return (hidden, *args[1:]), kwargs
 
 
 def _first(output: Any) -> Hidden:

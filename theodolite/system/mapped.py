@@ -30,6 +30,17 @@ def in_file(tensor: Tensor, folder: Path) -> Tensor:
     return mapped.view(flat.shape)
 
 
+def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
+    """Keep a tensor in the place of the one before it, in a file of a folder; None: in memory, as it is."""
+    if folder is None:
+        return tensor
+    if before is not None:
+        return before.copy_(tensor)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return in_file(tensor, folder)
+
+
 def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
     """Make zeros in a file of their size; `WorkError` where the disk is full."""
     import torch

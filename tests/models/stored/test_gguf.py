@@ -509,9 +509,10 @@ def test_surveyed_block_by_block(tmp_path):
 
 @pytest.mark.real
 def test_smollm2_surveyed_block_by_block(real):
-    """Oracle: the survey of the decoded model."""
+    """Oracle: the survey of the decoded model. Each block's tensors are decoded once."""
     ids = torch.randint(49152, (6, 64), generator=torch.Generator().manual_seed(0))
-    surveyed_both_ways(real("smollm2"), Corpus.from_ids(ids))
+    _, streamed = surveyed_both_ways(real("smollm2"), Corpus.from_ids(ids))
+    assert set(streamed.streamed.readings) == {1}
 
 
 @pytest.mark.parametrize("streamed", [[], ["--stream"]])
