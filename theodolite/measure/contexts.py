@@ -198,7 +198,11 @@ class Contexts:
         """Compute the root mean square cosine between P, of each group of contexts, and the contexts."""
         one, other = (p @ half.T for half in self.directions)
         products = torch.einsum("gtc,htc->ghc", one, other)
-        table = torch.einsum("gtd,htd->gh", p, p)
+        flat = p.flatten(1)
+        table = flat @ flat.T
+
+        def energy(used: Float[Tensor, " groups"]) -> Tensor:
+            return (used @ table @ used - used @ table.diagonal()) / (used.sum() * (used.sum() - 1))
 
         def square(used: Float[Tensor, " groups"]) -> Tensor:
             """Average over pairs of the used groups, of which neither holds the context."""
@@ -208,12 +212,12 @@ class Contexts:
                 "gc,ggc->c", free, products
             )
             kept = (~self.apart * used[:, None]).sum(dim=0)
-            energy = (used @ table @ used - used @ table.diagonal()) / (used.sum() * (used.sum() - 1))
-            return (crossed / (count * (count - 1)) * kept).sum() / (energy * (self.agreement * kept).sum())
+            agreement = (self.agreement * kept).sum()
+            return (crossed / (count * (count - 1)) * kept).sum() / (energy(used) * agreement)
 
         kept = self.apart.double()
         agreement = Jackknifed(self.agreement.mean(), kept @ self.agreement / kept.sum(dim=1))
-        known = bool(product(p.flatten(1)).above_noise() & agreement.above_noise())
+        known = bool(leaving_out(energy, len(p)).above_noise() & agreement.above_noise())
         return leaving_out(square, len(p)).corrected().root().where(known)
 
     def clusters(self) -> tuple[dict[str, Jackknifed], Int[Tensor, " sampled"]]:

@@ -104,7 +104,7 @@ def with_massive_table(
     def of_layer(place: int) -> dict[str, Jackknifed]:
         basis = grouped_basis(means, place, leading, grid)
         sketch = {name: values[layers[place]] for name, values in sketches.items()}
-        return sizes(basis, numbers_of(residual, place), sketch, grid)[0]
+        return sizes(basis, numbers_of(residual, place), sketch)
 
     of_position = together(parallel_map(of_layer, range(len(layers))))
     columns = of_position | context_columns(means, residual, sample, labels, leading, grid)

@@ -9,6 +9,7 @@ that sampling noise adds nothing on average. Source: Song & Zhong 2024.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,7 @@ class GroupedBasis:
         readers: how many contexts each position's mean is of, (G, T).
         groups: which of the corpus' groups these are.
         positions: which positions of a context these are, counted from 0.
+        grid: their rows and columns; None: they lie in a line.
     """
 
     p: Float[Tensor, "groups positions width"]
@@ -191,6 +193,32 @@ class GroupedBasis:
     readers: Float[Tensor, "groups positions"]
     groups: Sequence[int]
     positions: Int[Tensor, " positions"]
+    grid: Grid | None = None
+
+    @functools.cached_property
+    def stretches(self) -> Stretches:
+        """The positions that are taken together where all are multiplied with all."""
+        return Stretches.among(self.p.shape[1], self.grid)
+
+    @functools.cached_property
+    def summed(self) -> Float[Tensor, "groups stretches width"]:
+        """P over these stretches; P itself where each position is one."""
+        return self.stretches.summed(self.p)
+
+    @functools.cached_property
+    def products(self) -> PairProducts:
+        """Products of all pairs of groups, over stretches."""
+        return PairProducts.of(self.summed)
+
+    @functools.cached_property
+    def low(self) -> Float[Tensor, "groups low width"]:
+        """The lowest frequencies of P."""
+        return lowest_frequencies(self.p, max(CUTOFFS), self.grid)
+
+    @functools.cached_property
+    def squares(self) -> Jackknifed:
+        """‖pos_t‖² of every position."""
+        return product(self.p)
 
 
 @dataclass(frozen=True)
@@ -239,13 +267,17 @@ def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = No
     groups = (readers.sum(dim=1) > 0).nonzero().flatten().tolist()
     readers = readers[groups]
     there = (readers > 0).all(dim=0)
-    sums = means["position_sum"][layer, groups, leading : leading + len(there)]
-    p = sums / readers.clamp_min(1).unsqueeze(-1)
-    mean = p[:, there].mean(dim=1)
-    p = (p - mean[:, None]) * there[:, None]
+    # A copy, as large as anything here: the rest is done in place.
+    p = means["position_sum"][layer, groups, leading : leading + len(there)]
+    p.div_(readers.clamp_min(1).unsqueeze(-1))
+    mean = there.to(p) @ p / there.sum()
+    p.sub_(mean[:, None])
+    if not there.all():
+        p.mul_(there[:, None])
     used = there if grid is None else torch.ones_like(there)
     positions = leading + used.nonzero().flatten()
-    return GroupedBasis(p[:, used], mean, readers[:, used], groups, positions)
+    p, readers = (p, readers) if used.all() else (p[:, used], readers[:, used])
+    return GroupedBasis(p, mean, readers, groups, positions, grid)
 
 
 def positions_read(means: State) -> int:
@@ -281,8 +313,7 @@ def position_columns(
 
     def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
         sketch = {name: values[layer] for name, values in sketches.items()}
-        numbers, products = sizes(basis, numbers_of(residual, layer), sketch, grid)
-        return numbers | smoothness_of_directions(basis, products, grid)
+        return sizes(basis, numbers_of(residual, layer), sketch) | smoothness_of_directions(basis)
 
     columns, directions = _of_layers(of_layer, means, leading, grid)
     return columns | {DIRECTIONS: directions}
@@ -292,12 +323,7 @@ def positional_shape(
     means: State, leading: int = 1, grid: Grid | None = None
 ) -> tuple[dict[str, Jackknifed], Tensor]:
     """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS`, which need the means alone, and the directions."""
-
-    def of_layer(_: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
-        products = PairProducts.of(Stretches.among(basis.p.shape[1], grid).summed(basis.p))
-        return smoothness_of_directions(basis, products, grid)
-
-    return _of_layers(of_layer, means, leading, grid)
+    return _of_layers(lambda _, basis: smoothness_of_directions(basis), means, leading, grid)
 
 
 def _of_layers(
@@ -311,7 +337,7 @@ def _of_layers(
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        of_ranks, found = ranks(basis, grid)
+        of_ranks, found = ranks(basis)
         directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
         if len(found) == GROUPS:  # else there is no error to be had
             directions[:, : found.shape[1]] = found
@@ -321,54 +347,46 @@ def _of_layers(
     return together(rows), torch.stack(directions, dim=1)
 
 
-def sizes(
-    basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State, grid: Grid | None = None
-) -> tuple[dict[str, Jackknifed], PairProducts]:
-    """Compute `SIZE_COLUMNS` of one layer, and the products of its groups that they are of.
+def sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> dict[str, Jackknifed]:
+    """Compute `SIZE_COLUMNS` of one layer.
 
     Args:
         basis: by groups of contexts.
         moment: `moment_numbers` of Σ (x − x̄)(x − x̄)ᵀ of all tokens.
         sketch: of that by groups, one layer of `MomentSketches`.
-        grid: rows and columns of the positions; None: they lie in a line.
     """
     groups = len(basis.p)
-    readers = basis.readers.sum(dim=0).sqrt()
-    tiled = basis.p * readers[:, None]
+    readers = basis.readers.sum(dim=0)
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
     sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
     exact = moment[:2]
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
     whole, variance = moments[0].corrected(), moments[1]
-    stretches = Stretches.among(tiled.shape[1], grid)
-    energy, products = product(tiled.flatten(1)), PairProducts.of(stretches.summed(basis.p))
-    if len(stretches.sizes) <= tiled.shape[2]:
-        of_tiled = products.scaled(stretches.mean(readers[None])[0])
+    energy = Jackknifed(basis.squares.value @ readers, basis.squares.without @ readers)
+    scale = basis.stretches.mean(readers.sqrt()[None])[0]
+    if len(scale) <= basis.p.shape[2]:
+        of_tiled = basis.products.scaled(scale)
     else:
-        of_tiled = PairProducts.of(stretches.summed(tiled).mT)
+        of_tiled = PairProducts.of((basis.summed * scale[:, None]).mT)
     square, noise = of_tiled.largest_square(), _noise(of_tiled)
-    numbers = {
+    return {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
-        **_shares("pp_low_frequency", basis.p, products.energy(), grid),
+        **_shares("pp_low_frequency", basis, basis.products.energy()),
     }
-    return numbers, products
 
 
-def smoothness_of_directions(
-    basis: GroupedBasis, products: PairProducts, grid: Grid | None = None
-) -> dict[str, Jackknifed]:
+def smoothness_of_directions(basis: GroupedBasis) -> dict[str, Jackknifed]:
     """Compute how smoothly the direction of the basis changes, and how many positions have none above their noise."""
-    p = basis.p
-    lengths, near = squared_lengths(p, basis.positions, grid)
+    lengths, near = squared_lengths(basis.squares, basis.positions, basis.grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
-    whole = products.energy(Stretches.among(p.shape[1], grid).mean(scales))
+    whole = basis.products.energy(basis.stretches.mean(scales))
     return {
-        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(p)),
-        **_shares("low_frequency", p, whole, grid, scales),
+        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(basis.p)),
+        **_shares("low_frequency", basis, whole, scales),
     }
 
 
@@ -395,15 +413,14 @@ def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " 
 
 
 def ranks(
-    basis: GroupedBasis, grid: Grid | None = None
+    basis: GroupedBasis,
 ) -> tuple[dict[str, Jackknifed], Float[Tensor, "groups directions width"]]:
     """Compute ScreeNOT's rank, and how many of its directions the groups show that did not choose them.
 
     Returns:
         These, and the leading directions without each of the groups.
     """
-    stretches = Stretches.among(basis.p.shape[1], grid)
-    p, weights = stretches.summed(basis.p), stretches.mean(basis.readers).unsqueeze(-1)
+    p, weights = basis.summed, basis.stretches.mean(basis.readers).unsqueeze(-1)
     sums, counts = (p * weights).sum(dim=0), weights.sum(dim=0)
     groups, bound = len(p), screenot_bound(p[0])
 
@@ -436,16 +453,13 @@ def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
 
 
 def squared_lengths(
-    p: Float[Tensor, "groups positions width"],
-    positions: Int[Tensor, " positions"],
-    grid: Grid | None = None,
+    own: Jackknifed, positions: Int[Tensor, " positions"], grid: Grid | None = None
 ) -> tuple[Float[Tensor, "uses positions"], Jackknifed]:
-    """Estimate ‖pos_t‖², from all groups and without each, and its mean over the neighbours of a position.
+    """Improve `own`, ‖pos_t‖² of each position, from all groups and without each; and give its mean over neighbours.
 
     By empirical Bayes: each is drawn towards the mean of its neighbours by as much as its variance is of the spread
     about that mean; on a grid, which has no one line of neighbours, towards the mean of all.
     """
-    own = product(p)
     place = positions.double()
     first, last = torch.searchsorted(place, place / NEAR), torch.searchsorted(place, place * NEAR, right=True)
     if grid:
@@ -472,20 +486,20 @@ def squared_lengths(
 
 def _shares(
     name: str,
-    p: Float[Tensor, "groups positions width"],
+    basis: GroupedBasis,
     whole: Jackknifed,
-    grid: Grid | None,
     scales: Float[Tensor, "uses positions"] | None = None,
 ) -> dict[str, Jackknifed]:
     """Compute the shares of the energy of P Pᵀ in its lowest frequencies, its rows scaled for each use of groups.
 
     `whole` is that energy.
     """
-    rows = p.shape[1]
-    transform = lowest_frequencies(torch.eye(rows, dtype=torch.float64), max(CUTOFFS), grid)
-    scales = torch.ones(1, rows, dtype=torch.float64) if scales is None else scales
-    lowest = (transform * scales[:, None]).flatten(0, 1) @ p.transpose(0, 1).flatten(1)
-    lowest = lowest.unflatten(0, (len(scales), -1)).unflatten(2, (len(p), -1)).transpose(1, 2)
+    rows, grid = basis.p.shape[1], basis.grid
+    lowest = basis.low.unsqueeze(0)
+    if scales is not None:
+        transform = lowest_frequencies(torch.eye(rows, dtype=torch.float64), max(CUTOFFS), grid)
+        lowest = (transform * scales[:, None]).flatten(0, 1) @ basis.p
+        lowest = lowest.unflatten(1, (len(scales), -1)).transpose(0, 1)
     corners = corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
     shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
     return {f"{name}_{k}": shares[place] for place, k in enumerate(CUTOFFS)}

@@ -21,12 +21,7 @@ from theodolite.measure.column import LEFT_OUT, POSITIONAL, SHARE, Column, gives
 from theodolite.measure.position import CUTOFFS, SHOWN_CUTOFF, GroupedBasis
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
-from theodolite.theory.smoothness import (
-    Grid,
-    frequencies_below,
-    lowest_frequencies,
-    product_low_frequency_ratio,
-)
+from theodolite.theory.smoothness import Grid, frequencies_below, product_low_frequency_ratio
 from theodolite.theory.unbiased import Jackknifed, combined, corner_energies, product_energy, stacked
 
 _share = partial(Column, "heads", range=SHARE, group=POSITIONAL)
@@ -74,36 +69,34 @@ def positional_heads(
     w_q: Float[Tensor, "heads width head_width"],
     w_k: Float[Tensor, "heads width head_width"],
     norm: NormOfRows,
-    grid: Grid | None = None,
 ) -> tuple[Float64[Tensor, "heads 2"], Jackknifed]:
     """Compute what needs one layer's positional basis and weights alone: argmax properties, shares of frequencies.
 
     The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of P̃ behind the
     norm; the first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
-    All are of products of different groups: a position's noise times itself would raise the diagonal.
+    All are of products of different groups: a position's noise times itself would raise the diagonal. Of longer
+    contexts the whole energy is that of sums over `stretches`.
 
     Args:
         basis: of the layer whose residual stream the heads read, by groups of contexts.
         w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
         norm: the layer's own.
-        grid: rows and columns of the positions, for the frequencies; None: they lie in a line.
 
     Returns:
         The argmax property without and behind the norm, (H, 2), and the shares for `CUTOFFS`, (H, cutoffs).
     """
-    query, mean_query, normed_query = _projected(basis, w_q, norm)
-    key, _, normed_key = _projected(basis, w_k, norm)
-    chosen = one_of_each_stretch(basis.p.shape[1], MOST_ROWS)
-    tilde = query + mean_query  # of keys the mean is the same in a row
-    normed_query = normed_query + (norm.bias.double() @ w_q.double())[:, None, None].to(query)
-    counts = [frequencies_below(k, basis.p.shape[1], grid) for k in CUTOFFS]
-    low_query, low_key = (lowest_frequencies(p, max(CUTOFFS), grid).unsqueeze(0) for p in (query, key))
-    corners = corner_energies(low_query, low_key, counts)
+    rows = basis.p.shape[1]
+    chosen = one_of_each_stretch(rows, MOST_ROWS)
+    query, key = _Projected.of(basis, w_q, norm, chosen), _Projected.of(basis, w_k, norm, torch.arange(rows))
+    tilde = query.p + query.mean  # of keys the mean is the same in a row
+    normed_query = query.normed + (norm.bias.double() @ w_q.double())[:, None, None].to(tilde)
+    counts = [frequencies_below(k, rows, basis.grid) for k in CUTOFFS]
+    corners = corner_energies(query.low.unsqueeze(0), key.low.unsqueeze(0), counts)
 
     def of_head(head: int) -> tuple[Jackknifed, Tensor]:
-        properties = (tilde[head], key[head]), (normed_query[head], normed_key[head])
+        properties = (tilde[head], key.p[head]), (normed_query[head], key.normed[head])
         argmax = torch.stack([argmax_property(*p, chosen) for p in properties])
-        return product_energy(query[head], key[head]), argmax
+        return product_energy(query.summed[head], key.summed[head]), argmax
 
     energies, properties = zip(*parallel_map(of_head, list(range(len(w_q)))), strict=True)
     energy = stacked(energies)
@@ -111,26 +104,48 @@ def positional_heads(
     return torch.stack(properties), shares.where(energy.above_noise()[:, None])
 
 
-def _projected(
-    basis: GroupedBasis, w: Float[Tensor, "heads width head_width"], norm: NormOfRows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project P by groups (H, G, T, d_h), its mean (H, G, 1, d_h), and both behind the norm but for its bias.
+@dataclass(frozen=True)
+class _Projected:
+    """P by groups as a layer's heads project it, in float32: nothing is subtracted before the products.
 
-    In float32: nothing is subtracted before the products. Grouped keys that are repeated are projected once.
+    p: (H, G, rows, d_h) of some rows. mean: (H, G, 1, d_h). normed: both behind the norm, but for its bias.
+    summed: of sums over stretches. low: of the lowest frequencies.
     """
-    other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
-    own = w[other].double()
-    behind = norm.gain.to(own)[:, None] * own
-    if norm.centred:
-        behind = behind - behind.mean(dim=1, keepdim=True)
-    both = torch.cat([own, behind])
-    flat = both.transpose(0, 1).flatten(1).float()
-    p = (basis.p.to(flat) @ flat).unflatten(-1, (len(both), -1)).permute(2, 0, 1, 3)
-    mean = (basis.mean.to(both) @ both).unsqueeze(2).to(flat)
-    (p, p_behind), (mean, mean_behind) = p.chunk(2), mean.chunk(2)
-    normed = (p_behind + mean_behind) * norm.scale.to(flat)[:, None]
-    repeated = other.cumsum(dim=0) - 1
-    return p[repeated], mean[repeated], normed[repeated]
+
+    p: Tensor
+    mean: Tensor
+    normed: Tensor
+    summed: Tensor
+    low: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        basis: GroupedBasis,
+        w: Float[Tensor, "heads width head_width"],
+        norm: NormOfRows,
+        rows: Int[Tensor, " rows"],
+    ) -> _Projected:
+        """Project; grouped keys that are repeated are projected once."""
+        other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
+        own, repeated = w[other].double(), other.cumsum(dim=0) - 1
+        behind = norm.gain.to(own)[:, None] * own
+        if norm.centred:
+            behind = behind - behind.mean(dim=1, keepdim=True)
+        both = torch.cat([own, behind])
+
+        def projected(p: Tensor, by: Tensor) -> Tensor:
+            """Multiply (G, rows, d) by (H, d, d_h)."""
+            flat = by.transpose(0, 1).flatten(1).float()
+            return (p.to(flat) @ flat).unflatten(-1, (len(by), -1)).permute(2, 0, 1, 3)
+
+        p, p_behind = projected(basis.p[:, rows] if len(rows) < basis.p.shape[1] else basis.p, both).chunk(2)
+        mean, mean_behind = (basis.mean.to(both) @ both).unsqueeze(2).to(p).chunk(2)
+        normed = (p_behind + mean_behind) * norm.scale.to(p)[rows, None]
+        every = len(rows) == basis.p.shape[1] and basis.summed is basis.p
+        summed = p if every else projected(basis.summed, own)
+        made = (p, mean, normed, summed, projected(basis.low, own))
+        return cls(*(of_heads[repeated] for of_heads in made))
 
 
 @gives(
@@ -173,31 +188,31 @@ def positional_columns(weights: State) -> dict[str, Sequence[float] | Jackknifed
 
 
 def argmax_property(
-    query: Float[Tensor, "groups positions head_width"],
+    query: Float[Tensor, "groups rows head_width"],
     key: Float[Tensor, "groups positions head_width"],
     chosen: Int[Tensor, " rows"] | None = None,
 ) -> Float64[Tensor, ""]:
     """Estimate the share of rows t of Q Kᵀ whose largest entry among the columns t' ≤ t is the t-th (eq. 8).
 
-    Of the `chosen` rows, ascending; None: of all.
+    `chosen`: the positions of the rows, ascending; None: they are all.
 
     Q Kᵀ is the mean of the products of different groups, (ΣQ_g)(ΣK_g)ᵀ − ΣQ_gK_gᵀ. A tie goes to the earlier column,
     so that a constant row fails. O(T·block) memory; NaN with one group.
     """
-    groups, length, _ = query.shape
+    groups, count, _ = query.shape
     if groups < 2 or not (query.isfinite().all() and key.isfinite().all()):
         return torch.tensor(torch.nan, dtype=torch.float64)
     rows, keys = (torch.cat([p.sum(dim=0, keepdim=True), p]).transpose(0, 1) for p in (-query, key))
     rows[:, 0].neg_()
     rows, keys = rows.flatten(1), keys.flatten(1)
-    chosen = torch.arange(length) if chosen is None else chosen
+    chosen = torch.arange(count) if chosen is None else chosen
     holds = torch.zeros((), device=query.device)
-    for t in chosen.to(query.device).split(_QUERIES):
-        logits = rows[t] @ keys[: t[-1] + 1].T
+    for own_rows, t in zip(rows.split(_QUERIES), chosen.to(query.device).split(_QUERIES), strict=True):
+        logits = own_rows @ keys[: t[-1] + 1].T
         own = logits.gather(1, t[:, None])[:, 0]
         from_itself_on = torch.arange(logits.shape[1], device=t.device) >= t[:, None]
         holds += (own > logits.masked_fill_(from_itself_on, -torch.inf).amax(-1)).sum()
-    return holds.double().cpu() / len(chosen)
+    return holds.double().cpu() / count
 
 
 def qk_low_frequency(

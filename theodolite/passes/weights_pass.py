@@ -119,6 +119,6 @@ class WeightsPass:
             norms[f"norm_{name}"][layer] for name in ("gain", "bias", "scale", "centred")
         )
         norm = NormOfRows(gain, bias, scale[basis.positions], bool(centred))
-        properties, shares = positional_heads(basis, weights.w_q, weights.w_k, norm, self.grid)
+        properties, shares = positional_heads(basis, weights.w_q, weights.w_k, norm)
         every = torch.cat([shares.value.unsqueeze(0), shares.without])
         return {"argmax_properties": properties, "pwp_shares": every.permute(1, 2, 0)}

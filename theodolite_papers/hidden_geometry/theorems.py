@@ -22,7 +22,7 @@ from theodolite.measure.position import squared_lengths
 from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
 from theodolite.theory import normalised_gram, smoothness_bound
-from theodolite.theory.unbiased import Jackknifed, leaving_out, stacked
+from theodolite.theory.unbiased import Jackknifed, leaving_out, product, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry.layer_columns import (
@@ -220,7 +220,7 @@ ORDERS = (1, 2, 3)
 
 def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
     """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
-    lengths = squared_lengths(p, torch.arange(1, p.shape[1] + 1))[0][0].sqrt()
+    lengths = squared_lengths(product(p), torch.arange(1, p.shape[1] + 1))[0][0].sqrt()
     return gram_between(p, used) / lengths.outer(lengths)
 
 
