@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -34,9 +35,8 @@ SPLIT_CONTEXTS = 8
 SPLIT_TOKENS = 2048
 """Contexts of a corpus whose logits are split in a survey: 8, or half as many where these are more tokens than that."""
 
-TOKENS_A_PASS = 2048
-"""Larger temporaries than those of so many tokens go back to the system each time, and their pages cost more than
-a second pass."""
+TOKENS_AT_ONCE = 8192
+"""More would need more memory than the rest of a survey."""
 
 
 class SharesPass:
@@ -74,8 +74,11 @@ class SharesPass:
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
         self.groups = Groups(len(corpus.contexts)).of(sample)
-        self.batches = list(self.corpus.batches(max(1, TOKENS_A_PASS // corpus.contexts.shape[1])))
-        self.total = len(self.batches) * model.layers
+        lengths, alike = self.corpus.lengths, defaultdict(list)
+        for part in self.corpus.batches(max(1, TOKENS_AT_ONCE // corpus.contexts.shape[1])):
+            alike[0 if lengths is None else int(lengths[part.start])].append(part)
+        self.alike: list[list[slice]] = list(alike.values())  # batches of contexts of one length
+        self.total = len(self.alike) * model.layers
         self.notes: dict[str, Any] = {"refused": {}, "heads": list(model.heads_of)}
         rows = (model.layers, len(sample), model.heads)
         sizes = {
@@ -101,34 +104,39 @@ class SharesPass:
 
     @measures("self.model")
     def run(self, progress: Progress) -> None:
-        """Split the logits of every layer, batch by batch."""
+        """Split the logits of every layer, for contexts of one length after another."""
         layers = self.model.layers
-        for number in range(progress.done // layers, len(self.batches)):
+        for number in range(progress.done // layers, len(self.alike)):
             progress.checkpoint(number * layers)
-            rows = self.batches[number]
+            batches = self.alike[number]
             # The passes of a model that is read block by block must be the same for every block.
             streamed = self.model.streamed is not None
             left = (
-                list(self.model.attending) if streamed else self._of_streams(rows, number * layers, progress)
+                list(self.model.attending)
+                if streamed
+                else self._of_streams(batches, number * layers, progress)
             )
-            if left:
+            for rows in batches if left else ():
                 take = functools.partial(self._take, rows=rows)
                 visit_layers(self.model, self.corpus.inputs(rows), left, take)
         progress.checkpoint(self.total)
 
-    def _of_streams(self, rows: slice, done: int, progress: Progress) -> list[int]:
+    def _of_streams(self, batches: list[slice], done: int, progress: Progress) -> list[int]:
         """Split the logits of contexts from their streams; returns the layers where these do not say enough."""
         left: list[int] = []
 
         def visit(layer_pass: LayerPass) -> None:
             layer, read = layer_pass.layer, layer_pass.stream.shape[1]
             try:
-                self._take(of_streams(layer_pass, self.streams[layer, rows, :read]), rows)
+                for rows in batches:
+                    streams = self.streams[layer, rows, :read]
+                    self._take(of_streams(layer_pass, streams, first=rows is batches[0]), rows)
             except WorkError:
                 left.append(layer)
             progress.report(done + layer + 1)
 
-        one = self.corpus.inputs(slice(rows.start, rows.start + 1))
+        first = batches[0].start
+        one = self.corpus.inputs(slice(first, first + 1))
         visit_layers(self.model, one, list(self.model.attending), visit)
         return left
 

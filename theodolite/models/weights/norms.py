@@ -115,8 +115,12 @@ class NormCalls(TorchFunctionMode):
         return self._answer(func, x, tuple(rest), kwargs)
 
 
-def make_norms_modules(module: nn.Module) -> None:
-    """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn."""
+def make_norms_modules(module: nn.Module) -> Callable[[], None]:
+    """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn.
+
+    Returns:
+        What ends that: a pass in which PyTorch's functions are watched takes longer.
+    """
     own_forward = module.forward
     running: list[nn.Module] = []  # norms that are modules, in this pass
     turns = itertools.count()
@@ -143,6 +147,7 @@ def make_norms_modules(module: nn.Module) -> None:
         norm.register_forward_pre_hook(lambda norm, _: running.append(norm))
         norm.register_forward_hook(lambda *_: running.remove(_[0]), always_call=True)
     module.forward = forward
+    return lambda: setattr(module, "forward", own_forward)
 
 
 class FrozenNorm(nn.Module):
@@ -214,8 +219,7 @@ def frozen_attention(
     copied = copy_in_dtype(module, entered.dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
     dtype = entered.dtype if copied is not module else call.entered.dtype
-    if copied is not module:
-        make_norms_modules(copied)
+    no_functions = make_norms_modules(copied) if copied is not module else None
 
     def send(hidden: Tensor) -> AttentionInputs:
         return run_until_tap(copied, call, hidden.to(dtype))
@@ -227,6 +231,8 @@ def frozen_attention(
         per_context = True
     norms = {norm: name for name, norm in norms_inside(copied)}
     if not norms:
+        if no_functions:
+            no_functions()
         return send, per_context
     if copied is module:
         raise WorkError("there are norms inside, and the weights are not here to be copied")
