@@ -17,6 +17,7 @@ from theodolite.accumulate.sums import (
     KeyedSums,
     LayerSums,
     cache_sized_groups,
+    contexts_in_cache,
     each_part,
     include,
     placed,
@@ -131,7 +132,8 @@ class AttentionStatistics(LayerSums):
             _, part = place
             return _statistics(inputs.of_contexts(part), tokens, part, output[part], self.trailing)
 
-        places = list(cache_sized_groups(self.groups, first_context, batch, device))
+        at_once = contexts_in_cache(heads * min(BLOCK, length) * length)
+        places = list(cache_sized_groups(self.groups, first_context, batch, device, at_once))
         parts = parallel_map(work, places)
         received = ReceivedAttention.of(inputs, torch.cat([sums.pop("received") for sums, _ in parts]))
         for (group, _), (sums, of_group) in zip(places, parts, strict=True):

@@ -14,7 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.sums import LayerSums, State, cache_sized_groups, each_part, placed
+from theodolite.accumulate.sums import (
+    LayerSums,
+    State,
+    cache_sized_groups,
+    contexts_in_cache,
+    each_part,
+    placed,
+)
 from theodolite.corpus.groups import GROUPS, Groups
 
 
@@ -103,8 +110,12 @@ class Means(LayerSums):
         halves = functional.one_hot(self.halves[: text.stop - text.start], 2).T.to(
             hidden.device, torch.float64
         )
+        at_once = contexts_in_cache(hidden[0].numel())
         parts = each_part(
-            lambda part: _lengths(hidden, previous, part, text, halves, left_out), len(hidden), hidden.device
+            lambda part: _lengths(hidden, previous, part, text, halves, left_out),
+            len(hidden),
+            hidden.device,
+            at_once,
         )
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
         context_mean, context_tokens, norm = (sums.pop(n) for n in ("context_mean", "context_tokens", "norm"))
@@ -123,7 +134,9 @@ class Means(LayerSums):
                 self.at("readers", layer, hidden.device)[group, place] += readers[source]
             for name, values in sums.items():
                 self.add(name, layer, values[part].sum(), group)
-        for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
+        for group, part in cache_sized_groups(
+            self.groups, first_context, len(hidden), hidden.device, at_once
+        ):
             several = part.stop - part.start > 1
             states = hidden[part]
             if left_out is not None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, cache_sized_groups
+from theodolite.accumulate.sums import LayerSums, cache_sized_groups, contexts_in_cache
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
@@ -97,7 +97,10 @@ class OutlierCounts(LargeValues):
 
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Add one layer's hidden states of contexts `first_context …`."""
-        for group, part in cache_sized_groups(self.groups, first_context, len(hidden), hidden.device):
+        at_once = contexts_in_cache(hidden[0].numel())
+        for group, part in cache_sized_groups(
+            self.groups, first_context, len(hidden), hidden.device, at_once
+        ):
             magnitude = hidden[part].abs()
             text = self.text(magnitude)
             self.add("tokens", layer, text.new_tensor(text[..., 0].numel(), dtype=torch.float64), group)

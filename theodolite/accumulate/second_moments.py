@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, Mergeable, State, each_part
+from theodolite.accumulate.sums import LayerSums, Mergeable, State, contexts_in_cache, each_part
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.singular import largest_singular_value
 
@@ -46,7 +46,8 @@ class Centred:
     @classmethod
     def of(cls, hidden: Float[Tensor, "contexts rows width"]) -> Centred:
         """Centre the vectors of some contexts."""
-        sums = each_part(lambda part: hidden[part].double().sum(dim=1), len(hidden), hidden.device)
+        at_once = contexts_in_cache(hidden[0].numel())
+        sums = each_part(lambda part: hidden[part].double().sum(dim=1), len(hidden), hidden.device, at_once)
         means = torch.cat(sums) / hidden.shape[1]
         rounded = means.mean(dim=0).to(torch.promote_types(hidden.dtype, torch.float32))
         pivot = rounded.double()

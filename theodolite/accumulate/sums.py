@@ -238,6 +238,15 @@ def of_read(values: Tensor, read: int, apart: int) -> Tensor:
     return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
 
 
+CACHED = 2**18
+"""Numbers of float32 to work on at once on a CPU: its cache holds them, and the calls that do it take less time."""
+
+
+def contexts_in_cache(numbers: int) -> int:
+    """Return how many contexts of so many numbers each to work on at once."""
+    return max(1, CACHED // max(1, numbers))
+
+
 def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
     """Yield slices of a batch to work on at once: on a CPU, `contexts` at a time, as its cache holds; else all."""
     step = contexts if device.type == "cpu" else max(batch, 1)
@@ -246,11 +255,11 @@ def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator
 
 
 def cache_sized_groups(
-    groups: Groups, first: int, batch: int, device: torch.device
+    groups: Groups, first: int, batch: int, device: torch.device, contexts: int = 1
 ) -> Iterator[tuple[int, slice]]:
     """Yield slices of the contexts `first …` as `cache_sized` does, each within one group of contexts."""
     for group, part in groups.parts(first, batch):
-        for inner in cache_sized(part.stop - part.start, device):
+        for inner in cache_sized(part.stop - part.start, device, contexts):
             yield group, slice(part.start + inner.start, part.start + inner.stop)
 
 

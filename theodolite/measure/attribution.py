@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import State, each_part
+from theodolite.accumulate.sums import State, contexts_in_cache, each_part
 from theodolite.attention.inputs import BLOCK, MASKED, AttentionInputs
 from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
 from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
@@ -26,9 +26,6 @@ from theodolite.theory.decomposition import PARTS
 
 ATTRIBUTED = (*GROUPS, ADDITIVE)
 """The groups of constituents, and the bias that a family may add to logits."""
-
-CACHED = 1 << 17
-"""Logits of a block that a core works on at once: of few heads those of several contexts, which its cache holds."""
 
 Result = TypeVar("Result")
 
@@ -166,8 +163,8 @@ class _Along:
 
 def _each_part(work: Callable[[slice], Result], inputs: AttentionInputs) -> list[Result]:
     contexts, heads, queries, _ = inputs.query.shape
-    cached = max(1, CACHED // (heads * min(BLOCK, queries) * inputs.key.shape[2]))
-    return each_part(work, contexts, inputs.query.device, cached)
+    at_once = contexts_in_cache(heads * min(BLOCK, queries) * inputs.key.shape[2])
+    return each_part(work, contexts, inputs.query.device, at_once)
 
 
 def _nothing_paid(
