@@ -72,13 +72,13 @@ def clusters(
         The two numbers, NaN with fewer than two labels that contexts share; and each context's cluster, −1 for those
         left out.
     """
-    from sklearn.metrics import adjusted_rand_score
-
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     taken = (labels >= 0) & (counts[inverse] >= 2)
     found = torch.full_like(labels, -1)
     if len(labels[taken].unique()) < 2:
         return {"silhouette": math.nan, "cluster_ari": math.nan}, found
+    from sklearn.metrics import adjusted_rand_score  # only here: it takes a second to start
+
     truth = inverse[taken]
     one, other = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
     # Sums over threads would depend on how many there are; and their number is one for all of the process.

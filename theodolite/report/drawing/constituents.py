@@ -128,31 +128,31 @@ def _share_grids(run: Run) -> dict[str, Floats]:
     return grids
 
 
-def _parts_of_head(run: Run, layer: int, head: int) -> tuple[Floats, Floats]:
-    """Return shares of query × key parts with their errors, and a last row that begins with the additive bias's."""
+def _parts_of_heads(run: Run) -> Floats:
+    """Return shares and errors of query × key parts, (2, L, H, …); a last row begins with the additive bias's."""
+    need_column(run.constituents, "share")
     rows = run.constituents
-    rows = rows[(rows["layer"] == layer) & (rows["head"] == head)]
-    shares, errors = np.full((2, len(PARTS) + 1, len(PARTS)), np.nan)
-    for row in rows.to_dict("records"):
-        is_added = row["query"] == ADDITIVE
-        cell = (-1, 0) if is_added else (PARTS.index(row["query"]), PARTS.index(row["key"]))
-        shares[cell], errors[cell] = row["share"], row["standard_error"]
-    return shares, errors
+    of_pairs = np.full((2, blocks(run), heads_per_block(run), len(PARTS) + 1, len(PARTS)), np.nan)
+    place = {name: number for number, name in enumerate(PARTS)}
+    query, key = rows["query"].map(place | {ADDITIVE: len(PARTS)}), rows["key"].map(place)
+    key = key.where(rows["query"] != ADDITIVE, 0).astype(int)
+    of_pairs[:, rows["layer"], rows["head"], query, key] = rows[["share", "standard_error"]].to_numpy().T
+    return of_pairs
 
 
 def _percentage(share: float) -> str:
     return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= NAMED else ""
 
 
-@exhibit(picker=by_head)
-def constituents(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
+@exhibit(picker=by_head, given={"of_heads": _parts_of_heads})
+def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
     """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
 
     A bias on logits, where there is one, is the bar below. Hovering gives the standard errors.
     """
     every_share = need_column(run.constituents, "share")
     reach = float(np.nanmax(np.abs(every_share))) or 1.0
-    shares, errors = _parts_of_head(run, layer, head)
+    shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
     has_errors = column(run.constituents, "standard_error") is not None
     error = " ± %{customdata:.2g}" if has_errors else ""
 

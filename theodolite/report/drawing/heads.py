@@ -161,9 +161,9 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 @exhibit(
     picker=_by_measure,
     when=lambda run: bool(head_measures(run)),
-    given={"measure": lambda run: head_measures(run)[0].name},
+    given={"measure": lambda run: head_measures(run)[0].name, "notes": head_notes},
 )
-def head_map(run: Run, measure: str) -> go.Figure:
+def head_map(run: Run, measure: str, notes: list[list[str]] | None = None) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
@@ -175,7 +175,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
         f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
     )
     entries = (_of_regimes if is_name else _of_amounts)(run, described)
-    return head_cells(**entries, hover=hover, customdata=head_notes(run))
+    return head_cells(**entries, hover=hover, customdata=notes or head_notes(run))
 
 
 @exhibit()
