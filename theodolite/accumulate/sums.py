@@ -238,7 +238,7 @@ def of_read(values: Tensor, read: int, apart: int) -> Tensor:
     return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
 
 
-CACHED = 2**18
+CACHED = 2**19
 """Numbers of float32 to work on at once on a CPU: its cache holds them, and the calls that do it take less time."""
 
 
