@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.system.mapped import zeros_in_file
+from theodolite.system.mapped import zeros_in_file, zeros_in_pages
 from theodolite.system.processor import parallel_map
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class SavedState:
 
 
 LARGE = 2**26
-"""Bytes of sums of all layers that are in a file, where they may be."""
+"""Bytes of sums of all layers that are in a file, where they may be, or take memory only where there is something."""
 
 _folder: ContextVar[Path | None] = ContextVar("folder of sums", default=None)
 
@@ -100,10 +100,10 @@ class LayerSums:
         self._tensors = {name: list(whole.unbind()) for name, whole in self._whole.items()}
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        folder = _folder.get()
-        if folder is None or dtype.itemsize * math.prod(shape) < LARGE:
+        folder, size = _folder.get(), dtype.itemsize * math.prod(shape)
+        if size < LARGE:
             return torch.zeros(shape, dtype=dtype)
-        return zeros_in_file(shape, dtype, folder)
+        return zeros_in_pages(shape, dtype) if folder is None else zeros_in_file(shape, dtype, folder)
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""
@@ -143,7 +143,13 @@ class LayerSums:
         state = other.state()
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
-                self.add(name, layer, state[name][layer].to(tensor.device))
+                value = state[name][layer].to(tensor.device)
+                if tensor.numel() * tensor.element_size() * self.layers < LARGE:
+                    self.add(name, layer, value)
+                    continue
+                for row, total in zip(value, tensor, strict=True):
+                    if row.any():  # what is still nothing takes no room
+                        include(total, row, maximum=name in self.maxima)
         for name, sums in self.keyed.items():
             sums.merge(SavedState(part_of(state, name)))
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
@@ -39,6 +40,18 @@ def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return in_file(tensor, folder)
+
+
+def zeros_in_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make zeros that take memory only where something else is written, and give it back when they go."""
+    import torch
+
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere than on Linux
+        return torch.zeros(tuple(shape), dtype=dtype)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
 def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Tensor:
