@@ -146,25 +146,32 @@ class MassiveTokens(LayerSums):
         sums.add(sums.rows(torch.stack(keys, dim=1)), values)
 
 
-def with_massive(means: State, residual: State, massive: State) -> tuple[State, State]:
-    """Return the states of `Means` and `SecondMoments` with the massive tokens among the others."""
-    means, residual = dict(means), dict(residual)
-    rows = part_of(massive, "at_position")
-    place = rows["keys"].unbind(dim=1)
-    means["position_sum"] = means["position_sum"].index_put(place, rows["sum"], accumulate=True)
-    means["readers"] = means["readers"].index_put(place, rows["count"], accumulate=True)
-    rows = part_of(massive, "in_context")
-    layer, slot, half = rows["keys"].unbind(dim=1)
-    place = layer, half, slot
-    before = means["context_tokens"][place]
-    mean = (means["context_mean"][place] * before[:, None] + rows["sum"]) / (before + rows["count"])[:, None]
-    means["context_mean"] = means["context_mean"].index_put(place, mean)
-    means["context_tokens"] = means["context_tokens"].index_put(place, before + rows["count"])
+def with_massive(means: State, residual: State, massive: State, layer: int) -> tuple[State, State]:
+    """Return one layer of the states of `Means` and `SecondMoments`, with its massive tokens among the others."""
+    means, residual = (
+        {name: values[layer : layer + 1].clone() for name, values in state.items()}
+        for state in (means, residual)
+    )
+
+    def rows_of(name: str) -> State:
+        rows = part_of(massive, name)
+        own = rows["keys"][:, 0] == layer
+        return {key: values[own] for key, values in rows.items()}
+
+    rows = rows_of("at_position")
+    _, group, position = rows["keys"].unbind(dim=1)
+    means["position_sum"][0].index_put_((group, position), rows["sum"], accumulate=True)
+    means["readers"][0].index_put_((group, position), rows["count"], accumulate=True)
+    rows = rows_of("in_context")
+    _, slot, half = rows["keys"].unbind(dim=1)
+    mean, tokens = means["context_mean"][0], means["context_tokens"][0]
+    before, after = tokens[half, slot], tokens[half, slot] + rows["count"]
+    mean[half, slot] = (mean[half, slot] * before[:, None] + rows["sum"]) / after[:, None]
+    tokens[half, slot] = after
     if "numbers" in residual:
         return means, {"numbers": residual["numbers_with_massive"]}
-    residual = {name: values.clone() for name, values in residual.items()}
-    for number, own in _moments(part_of(massive, "moment")):
-        combine([residual[name][number] for name in ("count", "mean", "moment")], own)
+    for _, own in _moments(rows_of("moment")):
+        combine([residual[name][0] for name in ("count", "mean", "moment")], own)
     return means, residual
 
 

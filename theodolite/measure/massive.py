@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -24,7 +25,7 @@ from theodolite.measure.position import SIZE_COLUMNS, grouped_basis, sizes
 from theodolite.measure.publications import ZHANG
 from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed, together
+from theodolite.theory.unbiased import Jackknifed
 
 _massive = partial(Column, "massive")
 
@@ -96,17 +97,14 @@ def with_massive_table(
     layers = massive["count"].nonzero().flatten()
     if not len(layers):
         return table_of({"layer": layers} | {column.name: torch.empty(0) for column in _NUMBERS})
-    means, residual = (
-        {name: values[layers] for name, values in state.items()}
-        for state in with_massive(means, residual, massive)
-    )
 
-    def of_layer(place: int) -> dict[str, Jackknifed]:
-        basis = grouped_basis(means, place, leading, grid)
-        sketch = {name: values[layers[place]] for name, values in sketches.items()}
-        return sizes(basis, numbers_of(residual, place), sketch)
+    def of_layer(layer: int) -> dict[str, Tensor]:
+        of_means, of_residual = with_massive(means, residual, massive, layer)
+        sketch = {name: values[layer] for name, values in sketches.items()}
+        basis = grouped_basis(of_means, 0, leading, grid)
+        columns: dict[str, Any] = sizes(basis, numbers_of(of_residual, 0), sketch)
+        columns |= context_columns(of_means, of_residual, sample, labels, leading, grid)
+        return {name: one.value.reshape(()) for name, one in columns.items() if isinstance(one, Jackknifed)}
 
-    of_position = together(parallel_map(of_layer, range(len(layers))))
-    columns = of_position | context_columns(means, residual, sample, labels, leading, grid)
-    numbers = {name: one.value for name, one in columns.items() if isinstance(one, Jackknifed)}
-    return table_of({"layer": layers} | numbers)
+    rows = parallel_map(of_layer, layers.tolist())
+    return table_of({"layer": layers} | {name: torch.stack([row[name] for row in rows]) for name in rows[0]})
