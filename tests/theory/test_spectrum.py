@@ -51,6 +51,7 @@ def test_moments_equal_those_of_the_dense_matrix(with_covariance: bool) -> None:
         "xi_symmetric": trace / symmetric_square.sqrt(),
         "eta_symmetric": symmetric_square.sqrt() / 3,
         "r": trace / 3,
+        "core": w_k.mT @ sigma @ w_q,
     }
     assert set(expected) == {field.name for field in dataclasses.fields(got)}
     for name, value in expected.items():

@@ -32,7 +32,7 @@ from theodolite.measure.publications import BAO, ZHAI
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
-from theodolite.theory.spectrum import qk_eigenvalues, qk_moments, qk_spectral_norm
+from theodolite.theory.spectrum import QKMoments, core_eigenvalues, qk_moments, qk_spectral_norm
 
 _spectral = partial(Column, "heads", range=SIGNED, group=SPECTRUM)
 _size = partial(_spectral, range=AMOUNT, decades=True)
@@ -179,12 +179,13 @@ def layer_spectra(
     for suffix, sigma in (("", None), ("_data", covariance)):
         if suffix and sigma is None:
             continue
-        spectra |= {name + suffix: moment for name, moment in layer_moments(weights, heads, sigma).items()}
         if weights is None:
-            spectra["spectrum" + suffix] = _unknown(heads)[:, None, None].expand(heads, head_width, 2)
+            moments, spectrum = None, _unknown(heads)[:, None, None].expand(heads, head_width, 2)
         else:
-            spectrum = qk_eigenvalues(weights.w_q, weights.w_k, sigma)
-            spectra["spectrum" + suffix] = torch.view_as_real(spectrum).cpu()
+            moments = _moments_of(weights, sigma)
+            spectrum = torch.view_as_real(core_eigenvalues(moments.core)).cpu()
+        spectra |= {name + suffix: moment for name, moment in _named(moments, heads).items()}
+        spectra["spectrum" + suffix] = spectrum
     return spectra
 
 
@@ -192,10 +193,17 @@ def layer_moments(
     weights: QueryKeyWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
 ) -> dict[str, Float[Tensor, " heads"]]:
     """Compute the moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
+    return _named(None if weights is None else _moments_of(weights, covariance), heads)
+
+
+def _moments_of(weights: QueryKeyWeights, covariance: Float[Tensor, "width width"] | None) -> QKMoments:
+    return qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
+
+
+def _named(moments: QKMoments | None, heads: int) -> dict[str, Float[Tensor, " heads"]]:
     names = (*MOMENTS, "form_squared")
-    if weights is None:
+    if moments is None:
         return dict.fromkeys(names, _unknown(heads))
-    moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
     return {name: getattr(moments, name).cpu() for name in names}
 
 

@@ -50,6 +50,7 @@ class QKMoments:
         whose trace of square is (tr W² + form_squared) / 2, never negative; `xi_symmetric` is NaN only where
         that is zero.
     r: tr W / λ = ξη.
+    core: W_kᵀ Σ W_q, of which `core_eigenvalues` are those of W.
     """
 
     trace: Float64[Tensor, "*heads"]
@@ -63,6 +64,7 @@ class QKMoments:
     xi_symmetric: Float64[Tensor, "*heads"]
     eta_symmetric: Float64[Tensor, "*heads"]
     r: Float64[Tensor, "*heads"]
+    core: Float64[Tensor, "*heads head_width head_width"]
 
 
 def qk_moments(
@@ -116,6 +118,7 @@ def qk_moments(
         xi_symmetric=_over_root(trace, symmetric_square),
         eta_symmetric=_root(symmetric_square) / temperature,
         r=trace / temperature,
+        core=core,
     )
 
 
@@ -134,8 +137,14 @@ def qk_eigenvalues(
         UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
     """
     w_q, w_k, covariance = _factors(w_q, w_k, covariance)
-    core = w_k.mT @ (w_q if covariance is None else covariance @ w_q)
-    check_finite("W_QK" if covariance is None else "W_QK or Σ", core)
+    return core_eigenvalues(w_k.mT @ (w_q if covariance is None else covariance @ w_q))
+
+
+def core_eigenvalues(
+    core: Float64[Tensor, "*heads head_width head_width"],
+) -> Complex128[Tensor, "*heads head_width"]:
+    """Compute `qk_eigenvalues` from the core W_kᵀ Σ W_q, where `qk_moments` has made it already."""
+    check_finite("W_QK or Σ", core)
     values = torch.linalg.eigvals(core)
     # Two stable sorts, the minor key first, order by (real, imaginary).
     values = values.gather(-1, values.imag.argsort(dim=-1, descending=True, stable=True))
