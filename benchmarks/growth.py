@@ -2,7 +2,7 @@
 
 Random Llamas, one thing doubled at a time: contexts, their length, layers, heads at the same width. The text pass and
 the rest, all of which is the same however many contexts there are, each in seconds beside the bare forward pass. The
-last is a model of 1,024 heads in bfloat16. FOLDER (docs/results) gets `growth.json`, which docs/images/growth.png shows.
+last is a model of 1,024 heads in bfloat16. FOLDER (docs/results) gets `growth.json`, shown in docs/images/growth.png.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from theodolite.accumulate import sums
 from theodolite.accumulate.means import Means, Sample, means_of_first, means_of_halves
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
-from theodolite.accumulate.sums import KeyedSums, SavedState, cache_sized_groups, each_part
+from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups, each_part
 from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -129,6 +130,27 @@ def test_outliers_and_massive_activations_where_they_were_planted():
     assert state["outlier"].tolist() == [0, 0, 2, 0, 0, 2, 0, 0]
     assert state["maximum"][[2, 5]].tolist() == [150.0, 99.0]
     assert state["maximum_first"][4] == 400.0
+
+
+def test_large_sums_are_those_of_small_ones(monkeypatch):
+    """Oracle: torch's own sums and maxima. Rows of nothing are passed over, but not where −∞ is the beginning."""
+    value = torch.zeros(2, 3, 4)
+    value[1, 2] = torch.arange(4)
+    monkeypatch.setattr(sums, "LARGE", 1)
+    total = LayerSums(2, {"sum": (3, 4), "most": (3, 4), "count": ()}, maxima=("most",))
+    for tensor in total._tensors["most"]:
+        tensor.fill_(-torch.inf)
+    other = {"sum": value, "most": value, "count": torch.ones(2)}
+    total.merge(SavedState(other))
+    total.merge(SavedState(other))
+    state = {name: tensor.clone() for name, tensor in total.state().items()}
+    torch.testing.assert_close(
+        state, {"sum": 2 * value.double(), "most": value.double(), "count": torch.full((2,), 2.0).double()}
+    )
+    again = LayerSums(2, {"sum": (3, 4), "most": (3, 4), "count": ()}, maxima=("most",))
+    again.add("sum", 0, torch.ones(3, 4))  # what was there goes
+    again.restore(state)
+    torch.testing.assert_close(again.state(), state)
 
 
 @given(contexts=st.integers(1, 100), data=st.data())

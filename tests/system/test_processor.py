@@ -13,7 +13,7 @@ import torch
 
 from tests import checkpoints
 from theodolite.models import open_model, open_streamed
-from theodolite.system.processor import multiplies_halves, parallel_map
+from theodolite.system.processor import multiplies_halves, once, parallel_map
 from theodolite_papers.localization.locater_training import Recipe
 from theodolite_papers.training.models import EmbeddedConfig
 
@@ -53,6 +53,23 @@ def test_a_slow_dtype_is_told(opened, tmp_path, monkeypatch):
     processor(monkeypatch, "x86_64", "AVX512")
     opened(tmp_path, device="cpu", say=lines.append)
     assert len(lines) == said == 1
+
+
+def test_threads_compute_a_property_of_their_own_objects_at_once():
+    both = threading.Barrier(2, timeout=10)
+
+    class Layer:
+        @once
+        def products(self) -> int:
+            return both.wait()
+
+    layers = [Layer(), Layer()]
+    threads = [threading.Thread(target=lambda layer: layer.products, args=(layer,)) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(layer.products for layer in layers) == [0, 1]  # kept: a third one would wait in vain
 
 
 FAULTS = """

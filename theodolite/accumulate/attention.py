@@ -21,6 +21,7 @@ from theodolite.accumulate.sums import (
     each_part,
     include,
     placed,
+    share_of_thread,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.sinks import ReceivedAttention
@@ -132,7 +133,8 @@ class AttentionStatistics(LayerSums):
             _, part = place
             return _statistics(inputs.of_contexts(part), tokens, part, output[part], self.trailing)
 
-        at_once = contexts_in_cache(heads * min(BLOCK, length) * length)
+        cached = contexts_in_cache(heads * min(BLOCK, length) * inputs.key.shape[2])
+        at_once = min(cached, share_of_thread(batch))
         places = list(cache_sized_groups(self.groups, first_context, batch, device, at_once))
         parts = parallel_map(work, places)
         received = ReceivedAttention.of(inputs, torch.cat([sums.pop("received") for sums, _ in parts]))

@@ -133,8 +133,10 @@ class LayerSums:
     def restore(self, state: State) -> None:
         """Restore a state that `state` returned."""
         for name, tensors in self._tensors.items():
-            for layer, value in enumerate(state[name]):
-                tensors[layer].copy_(value)
+            for tensor, value in zip(tensors, state[name], strict=True):
+                for total, row in self._pieces(tensor, value):
+                    if row.any() or total.any():  # where nothing is written nothing takes room
+                        total.copy_(row)
         for name, sums in self.keyed.items():
             sums.restore(part_of(state, name))
 
@@ -143,15 +145,16 @@ class LayerSums:
         state = other.state()
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
-                value = state[name][layer].to(tensor.device)
-                if tensor.numel() * tensor.element_size() * self.layers < LARGE:
-                    self.add(name, layer, value)
-                    continue
-                for row, total in zip(value, tensor, strict=True):
-                    if row.any():  # what is still nothing takes no room
+                for total, row in self._pieces(tensor, state[name][layer].to(tensor.device)):
+                    if name in self.maxima or row.any():
                         include(total, row, maximum=name in self.maxima)
         for name, sums in self.keyed.items():
             sums.merge(SavedState(part_of(state, name)))
+
+    def _pieces(self, tensor: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pair a layer's sums with a value, row by row where they are large: most rows may be empty."""
+        large = tensor.device.type == "cpu" and tensor.nbytes * self.layers >= LARGE
+        return list(zip(tensor, value, strict=True)) if large and tensor.ndim > 1 else [(tensor, value)]
 
 
 class KeyedSums:
@@ -253,6 +256,11 @@ def contexts_in_cache(numbers: int) -> int:
     return max(1, CACHED // max(1, numbers))
 
 
+def share_of_thread(batch: int) -> int:
+    """Return how many contexts of a batch each of torch's threads has, if they share them."""
+    return max(1, math.ceil(batch / torch.get_num_threads()))
+
+
 def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
     """Yield slices of a batch to work on at once: on a CPU, `contexts` at a time, as its cache holds; else all."""
     step = contexts if device.type == "cpu" else max(batch, 1)
@@ -272,5 +280,5 @@ def cache_sized_groups(
 def each_part(
     work: Callable[[slice], Result], batch: int, device: torch.device, contexts: int = 1
 ) -> list[Result]:
-    """Apply `work` to each of the `cache_sized` parts of a batch; on a CPU, in parallel."""
-    return parallel_map(work, list(cache_sized(batch, device, contexts)))
+    """Apply `work` to each of the `cache_sized` parts of a batch; on a CPU, in parallel, a part a thread at least."""
+    return parallel_map(work, list(cache_sized(batch, device, min(contexts, share_of_thread(batch)))))

@@ -220,10 +220,12 @@ class Job:
         apart = began - self._saved_at
         if must or apart >= max(self._checkpoint_seconds, SAVING_APART * self._save_seconds):
             state = steps.state()
-            unsaved = [state, *(self.states.tensors[stage] for stage in self._unsaved)]
-            size = sum(tensor.nbytes for tensors in unsaved for tensor in tensors.values())
-            if not must and apart < SAVING_APART * (size // WRITTEN_A_SECOND):
-                return
+            if not must and not self._save_seconds:  # nothing was saved yet: by its size
+                unsaved = [state, *(self.states.tensors[stage] for stage in self._unsaved)]
+                size = sum(tensor.nbytes for tensors in unsaved for tensor in tensors.values())
+                self._save_seconds = float(size // WRITTEN_A_SECOND)
+                if apart < SAVING_APART * self._save_seconds:
+                    return
             self.save()
             self._save(name, state, steps.notes, done=done)
             self._saved_at = time.monotonic()

@@ -9,7 +9,6 @@ that sampling noise adds nothing on average. Source: Song & Zhong 2024.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.judging import Criterion
 from theodolite.measure.column import BASIS, LEFT_OUT, SHARE, WITHOUT, Array, Column, gives
 from theodolite.measure.publications import SONG
-from theodolite.system.processor import parallel_map
+from theodolite.system.processor import once, parallel_map
 from theodolite.theory.singular import by_gram_matrix, screenot_of_values
 from theodolite.theory.smoothness import Grid, frequencies_below, lowest_frequencies
 from theodolite.theory.unbiased import (
@@ -195,27 +194,27 @@ class GroupedBasis:
     positions: Int[Tensor, " positions"]
     grid: Grid | None = None
 
-    @functools.cached_property
+    @once
     def stretches(self) -> Stretches:
         """The positions that are taken together where all are multiplied with all."""
         return Stretches.among(self.p.shape[1], self.grid)
 
-    @functools.cached_property
+    @once
     def summed(self) -> Float[Tensor, "groups stretches width"]:
         """P over these stretches; P itself where each position is one."""
         return self.stretches.summed(self.p)
 
-    @functools.cached_property
+    @once
     def products(self) -> PairProducts:
         """Products of all pairs of groups, over stretches."""
         return PairProducts.of(self.summed)
 
-    @functools.cached_property
+    @once
     def low(self) -> Float[Tensor, "groups low width"]:
         """The lowest frequencies of P."""
         return lowest_frequencies(self.p, max(CUTOFFS), self.grid)
 
-    @functools.cached_property
+    @once
     def squares(self) -> Jackknifed:
         """‖pos_t‖² of every position."""
         return product(self.p)

@@ -87,7 +87,8 @@ def positional_heads(
     """
     rows = basis.p.shape[1]
     chosen = one_of_each_stretch(rows, MOST_ROWS)
-    query, key = _Projected.of(basis, w_q, norm, chosen), _Projected.of(basis, w_k, norm, torch.arange(rows))
+    query = _Projected.of(basis, w_q, norm, None if len(chosen) == rows else chosen)
+    key = _Projected.of(basis, w_k, norm)
     tilde = query.p + query.mean  # of keys the mean is the same in a row
     normed_query = query.normed + (norm.bias.double() @ w_q.double())[:, None, None].to(tilde)
     counts = [frequencies_below(k, rows, basis.grid) for k in CUTOFFS]
@@ -124,9 +125,9 @@ class _Projected:
         basis: GroupedBasis,
         w: Float[Tensor, "heads width head_width"],
         norm: NormOfRows,
-        rows: Int[Tensor, " rows"],
+        rows: Int[Tensor, " rows"] | None = None,
     ) -> _Projected:
-        """Project; grouped keys that are repeated are projected once."""
+        """Project some rows, or all; grouped keys that are repeated are projected once."""
         other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
         own, repeated = w[other].double(), other.cumsum(dim=0) - 1
         behind = norm.gain.to(own)[:, None] * own
@@ -139,11 +140,11 @@ class _Projected:
             flat = by.transpose(0, 1).flatten(1).float()
             return (p.to(flat) @ flat).unflatten(-1, (len(by), -1)).permute(2, 0, 1, 3)
 
-        p, p_behind = projected(basis.p[:, rows] if len(rows) < basis.p.shape[1] else basis.p, both).chunk(2)
+        p, p_behind = projected(basis.p if rows is None else basis.p[:, rows], both).chunk(2)
+        scale = norm.scale.to(p)
         mean, mean_behind = (basis.mean.to(both) @ both).unsqueeze(2).to(p).chunk(2)
-        normed = (p_behind + mean_behind) * norm.scale.to(p)[rows, None]
-        every = len(rows) == basis.p.shape[1] and basis.summed is basis.p
-        summed = p if every else projected(basis.summed, own)
+        normed = (p_behind + mean_behind) * (scale if rows is None else scale[rows])[:, None]
+        summed = p if rows is None and basis.summed is basis.p else projected(basis.summed, own)
         made = (p, mean, normed, summed, projected(basis.low, own))
         return cls(*(of_heads[repeated] for of_heads in made))
 

@@ -156,7 +156,8 @@ def visit_layers(
                 model.forward(inputs)
                 return
             except _NormNotFound:
-                functions, turns = True, Turns(structure.attention)
+                functions = True
+                turns.begin_pass()
         with NormCalls(leave_function):
             model.forward(inputs)
 

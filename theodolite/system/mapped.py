@@ -43,12 +43,20 @@ def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
 
 
 def zeros_in_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make zeros that take memory only where something else is written, and give it back when they go."""
+    """Make zeros that take memory only where something else is written, and give it back when they go.
+
+    Raises:
+        MemoryError: there is not as much.
+    """
     import torch
 
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere than on Linux
         return torch.zeros(tuple(shape), dtype=dtype)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size / 2**30:.1f} GiB for sums") from error
     with suppress(OSError):  # of a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))

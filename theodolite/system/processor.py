@@ -9,12 +9,13 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's `mallopt`."""
@@ -88,6 +89,20 @@ def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
         return list(_workers(threads, os.getpid()).map(alone, items))
     finally:
         torch.set_num_threads(threads)  # new threads inherit the last value set by any thread
+
+
+class once(Generic[Value]):
+    """Make a property that is computed once, of objects that one thread has to itself.
+
+    `functools.cached_property` lets only one thread at a time compute it, of all objects of a class (Python 3.11).
+    """
+
+    def __init__(self, function: Callable[[Any], Value]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Value:
+        value = instance.__dict__[self._function.__name__] = self._function(instance)
+        return value
 
 
 @functools.cache
