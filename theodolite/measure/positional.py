@@ -169,8 +169,8 @@ class _Projected:
     *_smoothness(
         "pwp",
         "Energy of PWPᵀ in its {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
-        "Of its 2-D DCT, P = pos, W = W_QK, by products of four groups of contexts; empty where the energy of P W Pᵀ "
-        "is at the noise floor.",
+        "Of its 2-D DCT, P = pos, W = W_QK, by products of four groups of contexts; of more than 256 positions the "
+        "whole energy is that of sums over as many stretches. Empty where the energy of P W Pᵀ is at the noise floor.",
         "PWPᵀ",
         "smoothness of PWPᵀ",
         LEFT_OUT,
