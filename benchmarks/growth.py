@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.timing import in_process, peak_memory
+from benchmarks.timing import in_process, in_turns, peak_memory
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import open_model
+from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey import TEXT_TITLE, survey
 from theodolite.system.processor import keep_pages
 from tools.real_models import REPOSITORY
@@ -71,15 +72,14 @@ def timed(size: Size) -> dict[str, float]:
         size.model().save_pretrained(folder)
         model = open_model(folder, device="cpu", dtype=size.dtype)
         corpus = Corpus.random_tokens(VOCABULARY, size.length, size.contexts)
-        batches = corpus.contexts.split(max(1, 4096 // size.length))
         weights = sum(parameter.nbytes for parameter in model.hf.parameters())
-        bare = []
-        for _ in range(3):
-            began = time.perf_counter()
+
+        def bare() -> None:
             with torch.inference_mode():
-                for ids in batches:
+                for ids in corpus.contexts.split(batch_of(corpus, None)):
                     model.hf.base_model(input_ids=ids, use_cache=False)
-            bare.append(time.perf_counter() - began)
+
+        forward = [taken.wall for taken in in_turns({"bare": bare}, 2)["bare"]]
         seen: dict[str, float] = {}
         survey(
             model, corpus, show_progress=lambda what, done, total: seen.setdefault(what, time.perf_counter())
@@ -88,7 +88,7 @@ def timed(size: Size) -> dict[str, float]:
         text = ends[list(seen).index(TEXT_TITLE) + 1] - seen[TEXT_TITLE]
         memory = (peak_memory("cpu") - weights) / 2**30
         return {
-            "bare": min(bare),
+            "bare": min(forward),
             "text": text,
             "rest": ends[-1] - ends[0] - text,
             "gib beyond weights": memory,

@@ -183,7 +183,9 @@ def layer_spectra(
             moments, spectrum = None, _unknown(heads)[:, None, None].expand(heads, head_width, 2)
         else:
             moments = _moments_of(weights, sigma)
-            spectrum = torch.view_as_real(core_eigenvalues(moments.core)).cpu()
+            spectrum = torch.view_as_real(
+                core_eigenvalues(moments.core, "W_QK or Σ" if suffix else "W_QK")
+            ).cpu()
         spectra |= {name + suffix: moment for name, moment in _named(moments, heads).items()}
         spectra["spectrum" + suffix] = spectrum
     return spectra

@@ -137,14 +137,15 @@ def qk_eigenvalues(
         UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
     """
     w_q, w_k, covariance = _factors(w_q, w_k, covariance)
-    return core_eigenvalues(w_k.mT @ (w_q if covariance is None else covariance @ w_q))
+    core = w_k.mT @ (w_q if covariance is None else covariance @ w_q)
+    return core_eigenvalues(core, "W_QK" if covariance is None else "W_QK or Σ")
 
 
 def core_eigenvalues(
-    core: Float64[Tensor, "*heads head_width head_width"],
+    core: Float64[Tensor, "*heads head_width head_width"], of: str
 ) -> Complex128[Tensor, "*heads head_width"]:
-    """Compute `qk_eigenvalues` from the core W_kᵀ Σ W_q, where `qk_moments` has made it already."""
-    check_finite("W_QK or Σ", core)
+    """Compute `qk_eigenvalues` from the core W_kᵀ Σ W_q, where `qk_moments` has made it; `of`: its name in an error."""
+    check_finite(of, core)
     values = torch.linalg.eigvals(core)
     # Two stable sorts, the minor key first, order by (real, imaginary).
     values = values.gather(-1, values.imag.argsort(dim=-1, descending=True, stable=True))
