@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from tokenizers import Regex, normalizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
@@ -110,6 +110,44 @@ def test_every_context_has_what_the_tokenizer_puts_around(before: list[str], aft
     corpus = Corpus.from_texts([" ".join(letters)], tokenizer, 6)
     pieces = [" ".join(letters[i : i + body]) for i in range(0, len(letters) - body + 1, body)]
     assert corpus.contexts.tolist() == [tokenizer(piece)["input_ids"] for piece in pieces]
+
+
+TEMPLATE = {"before": ["[CLS]"], "after": ["[SEP]"]}
+LOWER, BYTES = normalizers.Lowercase(), [f"0x{byte:02X}" for byte in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("words", "normalizer", "text"),
+    [
+        (list("ACGT"), None, "ACGTTGCAACGT"),  # without a token for what it does not know
+        (list("mkvl"), LOWER, "mkvlMKVLmkvl"),
+        (BYTES, None, BYTES[65] * 12),
+        ([str(number) for number in range(500, 600)], None, "501 577 502 599 503 555"),
+    ],
+    ids=["nucleotides", "lower case", "bytes", "ids"],
+)
+@pytest.mark.parametrize("unknown", [True, False], ids=["unknown", "dropped"])
+@pytest.mark.parametrize(
+    "frame", [TEMPLATE, TEMPLATE | {"before": []}, {"before": ["[CLS]"] * 2, "after": []}]
+)
+def test_vocabularies_without_letters_are_framed_by_their_own_template(
+    words, normalizer, text, unknown, frame
+):
+    """Oracle: the template itself; a tokenizer that drops what it does not know, or refuses it, has no "a"."""
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    split = pre_tokenizers.Split(Regex("|".join(words)), "removed", invert=True)
+    tokenizer = tokenizers.framed(special + words, **frame, split=split)
+    if not unknown:
+        vocabulary = {token: id for id, token in enumerate(special + words)}
+        tokenizer.backend_tokenizer.model = models.WordLevel(vocabulary)
+    if normalizer:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    body = 6 - len(frame["before"]) - len(frame["after"])
+    corpus = Corpus.from_texts([text], tokenizer, 6)
+    before, after = (tokenizer.convert_tokens_to_ids(frame[end]) for end in ("before", "after"))
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(plain) >= 6
+    assert corpus.contexts[0].tolist() == [*before, *plain[:body], *after]
 
 
 def test_slow_tokenizers_are_framed_too_and_short_texts_joined_by_the_separator(tmp_path: Path) -> None:

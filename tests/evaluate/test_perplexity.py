@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers, processors
 
+from tests.checkpoints import byte_tokenizer
 from tests.models.test_token_texts import sentence_piece
-from tests.passes.test_end_tokens import word_piece
+from tests.passes.test_end_tokens import WORDS, word_piece
 from tests.slow import slow_but
+from tests.tokenizers import framed
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.named import make_stream
 from theodolite.corpus.python_texts import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
@@ -101,6 +106,63 @@ def test_bytes_of_words_count_the_spaces_between_them(tokenizer):
     text = "as as a as"
     ids = tokenizer(text)["input_ids"]
     assert sum(map(size, ids)) == len((" " + text).encode())
+
+
+SPELLED = "x <|endoftext|> y <s> [UNK] caf\u00e9 \ufb01ne \U0001f600 a\u0300 Ab  \n"
+
+
+@pytest.mark.parametrize(
+    "normalizer", [None, normalizers.NFKC(), normalizers.Lowercase(), normalizers.StripAccents()]
+)
+@pytest.mark.parametrize("words", [True, False], ids=["words", "bytes"])
+def test_bytes_are_the_text_s(normalizer, words):
+    """Oracle: the text in UTF-8. Special tokens that are spelled, marks that are dropped, and all spaces count."""
+    tokenizer = framed(WORDS, ["[CLS]"], ["[SEP]"]) if words else byte_tokenizer()
+    if normalizer:
+        before = [normalizers.NFD()] if isinstance(normalizer, normalizers.StripAccents) else []
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*before, normalizer])
+    whole = Corpus.from_texts([SPELLED * 4], tokenizer, 1000, pack=False)
+    assert whole.text_bytes.sum() == 4 * len(SPELLED.encode())
+    apart = Corpus.from_texts(["a b c  \n" * 40], tokenizer, 14 if words else 16)
+    # The first has no white space before it, and the last more behind.
+    assert (apart.text_bytes.sum(1)[1:-1] == (32 if words else 16)).all()
+
+
+def test_windows_begin_as_a_text_does_where_they_are_not_as_published(opened, tmp_path):
+    """Oracle: the model on each window by itself; the same tokens are predicted, and of no special one the loss."""
+    model = opened("llama3")
+    before = [model.tokenizer.eos_token_id, 5]
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> & $A", special_tokens=[("<|endoftext|>", before[0]), ("&", 5)]
+    )
+    model = replace(model, tokenizer=tokenizer)
+    (tmp_path / "text.txt").write_text("abcdefgh" * 5)
+    stream = make_stream(tmp_path / "text.txt", tokenizer)
+    assert stream.contexts[0, :2].tolist() == before
+    ids = stream.contexts[0]
+
+    def wanted(windows, skipped):
+        with torch.no_grad():
+            logits = [model.hf(of[None]).logits[0].double().log_softmax(-1) for of in windows]
+        found = [
+            -of[:-1].gather(1, ids[1:, None])[skip - 1 :]
+            for of, ids, skip in zip(logits, windows, skipped, strict=True)
+        ]
+        return [float(of.mean()) for of in found]
+
+    windows = [ids[at : at + 12] for at in range(0, 42, 12)]
+    framed = [torch.cat([torch.tensor(before), of[2:]]) for of in windows]
+    for as_published, read, skipped in ((False, framed, [2] * 4), (True, windows, [1] * 4)):
+        found = perplexity(model, stream, stride=12, length=12, as_published=as_published)
+        np.testing.assert_allclose(found.losses, wanted(read, skipped), rtol=1e-5)
+        assert found.tokens.tolist() == [len(of) - skip for of, skip in zip(read, skipped, strict=True)]
+    overlapping = perplexity(model, stream, stride=5, length=12)
+    assert overlapping.tokens.sum() == 40
+    contexts = Corpus.from_texts(["abcdefgh" * 5], tokenizer, 12)
+    np.testing.assert_allclose(
+        perplexity(model, contexts).losses, wanted(contexts.contexts, [2] * 4), rtol=1e-5
+    )
 
 
 @pytest.mark.slow

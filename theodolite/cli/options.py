@@ -269,8 +269,10 @@ class Text:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
         self.check()
 
-    def read(self, model: OpenModel, stopped: Callable[[], bool], *, stream: bool = False) -> Corpus:
-        """Read the text for this model, saying so on the screen; as one context if it is to be a stream.
+    def read(
+        self, model: OpenModel, stopped: Callable[[], bool], *, stream: dict[str, Any] | None = None
+    ) -> Corpus:
+        """Read the text for this model, saying so on the screen; as one context with the options of a `stream`.
 
         Raises:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
@@ -290,8 +292,8 @@ class Text:
                     raise KeyboardInterrupt
                 status.update(f"reading the text: {count:,} {what}")
 
-            if stream and not of_images:
-                corpus = make_stream(self.corpus, reader, self.columns)
+            if stream is not None and not of_images:
+                corpus = make_stream(self.corpus, reader, self.columns, **stream)
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:

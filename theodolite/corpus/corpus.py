@@ -18,7 +18,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import NO_TOKEN, Cutter, contexts_of_rows, padded, read_order, runs
+from theodolite.corpus.cutting import (
+    NO_TOKEN,
+    Cutter,
+    Tokens,
+    contexts_of_rows,
+    no_text,
+    padded,
+    read_order,
+    runs,
+)
 from theodolite.corpus.documents import (
     Columns,
     Document,
@@ -66,6 +75,9 @@ class Corpus:
     a text was not read to its end, `too_short` where contexts had too few tokens to be measured, `files_passed_over`
     where a folder of images has other files.
 
+    `text_bytes` says how many bytes of the text each token stands for (`cutting.tokenized`); None where no text was
+    read.
+
     `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
     positions. `inputs` gives what the model reads.
     """
@@ -78,6 +90,7 @@ class Corpus:
     selection: dict[str, Any] = field(default_factory=dict)
     images: Images | None = None
     lengths: Int[Tensor, " contexts"] | None = None
+    text_bytes: Int[Tensor, "contexts length"] | None = None
 
     @property
     def grid(self) -> PatchGrid | None:
@@ -118,7 +131,10 @@ class Corpus:
         images = None if self.images is None else self.images.of(rows)
         lengths = None if self.lengths is None else self.lengths[rows]
         contexts, labels = self.ids(rows), self.labels[rows]
-        return replace(self, contexts=contexts, labels=labels, images=images, lengths=lengths)
+        sizes = None if self.text_bytes is None else self.text_bytes[rows][:, : contexts.shape[1]]
+        return replace(
+            self, contexts=contexts, labels=labels, images=images, lengths=lengths, text_bytes=sizes
+        )
 
     @cached_property
     def sha256(self) -> str:
@@ -331,7 +347,9 @@ class Corpus:
         if not contexts:
             raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
         of_contexts = [labels_of_rows[row] for row in of_row]
-        return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
+        selection = {"too_short": short} if short else {}
+        rows = [no_text(context.tolist()) for context in contexts]
+        return replace(cls._of_rows("token ids", rows, of_contexts, seed, selection), text_bytes=None)
 
     @classmethod
     def from_documents(
@@ -364,18 +382,18 @@ class Corpus:
     def _of_rows(
         cls,
         name: str,
-        rows: Sequence[Int[Tensor, " tokens"]],
+        rows: Sequence[Tokens],
         labels: Sequence[str | None],
         seed: int,
         selection: dict[str, Any],
     ) -> Corpus:
         """Put contexts that may be of unlike lengths in the order in which they are read."""
-        contexts, lengths = padded(rows)
+        contexts, sizes, lengths = padded(rows)
         numbers, names = _numbered(labels)
         if lengths is not None:
             order = read_order(lengths)
-            contexts, numbers, lengths = contexts[order], numbers[order], lengths[order]
-        return cls(name, contexts, numbers, names, seed, selection, lengths=lengths)
+            contexts, sizes, numbers, lengths = (of[order] for of in (contexts, sizes, numbers, lengths))
+        return cls(name, contexts, numbers, names, seed, selection, lengths=lengths, text_bytes=sizes)
 
     @classmethod
     def _of_images(

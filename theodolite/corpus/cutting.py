@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,12 @@ from theodolite.system.progress import ShowTokens
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
 READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
+
+LARGEST_OF_BYTES = (0x7F, 0x7FF, 0xFFFF)
+"""The last characters that UTF-8 writes in one, two and three bytes."""
+
+Tokens = Int[np.ndarray, "2 tokens"]
+"""Ids, and how many bytes of text each stands for."""
 
 NO_TOKEN = -1
 """Behind a context that is shorter than the longest: no model has such a token, so that reading it would fail."""
@@ -51,52 +58,51 @@ class Cutter:
         self.least = max(1, LEAST_LENGTH - self.around)
         counted = choice.contexts is not None and choice.per_label is None
         self.enough = READ_AHEAD * choice.contexts if counted and choice.contexts else None
-        self.short: dict[str | None, list[int]] = {}
+        self.short: dict[str | None, Tokens] = {}
         self.longest = self.too_short = self.cuts = self.tokens = 0
         self.stopped = False
 
-    def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, list[int]]]:
+    def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, Tokens]]:
         """Yield the label and the tokens of each context, in the order of reading."""
         for document in documents:
             label, full = document.label, False
-            pending: list[int] = []
-            for ids in encode(self.tokenizer, document.text):
+            pending = NO_TOKENS
+            for tokens in encode(self.tokenizer, document.text):
                 if self.enough is not None and self.cuts >= self.enough and self.tokens >= READ_TOKENS:
                     self.stopped = True
                     return
-                self.tokens += len(ids)
+                self.tokens += tokens.shape[1]
                 self.show_tokens(self.tokens)
-                pending += ids
-                whole = len(pending) // self.body * self.body
+                pending = np.concatenate([pending, tokens], axis=1)
+                whole = pending.shape[1] // self.body * self.body
                 for begin in range(0, whole, self.body):
-                    yield self._counted(label, pending[begin : begin + self.body])
-                pending, full = pending[whole:], full or whole > 0
-            if not self.pack and len(pending) >= self.least:
+                    yield self._counted(label, pending[:, begin : begin + self.body])
+                pending, full = pending[:, whole:], full or whole > 0
+            count = pending.shape[1]
+            if not self.pack and count >= self.least:
                 yield self._counted(label, pending)
-            elif not self.pack and pending:
+            elif not self.pack and count:
                 self.too_short += 1
-                self.longest = max(self.longest, len(pending))
-            elif pending and not full:
+                self.longest = max(self.longest, count)
+            elif count and not full:
                 if not self.choice.rows:
-                    packed = self.short.setdefault(label, [])
-                    packed += self.frame.between + pending if packed else pending
-                    pending = packed
-                self.longest = max(self.longest, len(pending))
-                if len(pending) >= self.body:
-                    yield self._counted(label, pending[: self.body])
-                    self.short[label] = pending[self.body :]
+                    packed = self.short.get(label, NO_TOKENS)
+                    between = self.frame.between if packed.shape[1] else []
+                    pending = np.concatenate([packed, no_text(between), pending], axis=1)
+                    self.short[label] = pending
+                self.longest = max(self.longest, pending.shape[1])
+                if pending.shape[1] >= self.body:
+                    yield self._counted(label, pending[:, : self.body])
+                    self.short[label] = pending[:, self.body :]
 
-    def _counted(self, label: str | None, ids: list[int]) -> tuple[str | None, list[int]]:
+    def _counted(self, label: str | None, tokens: Tokens) -> tuple[str | None, Tokens]:
         self.cuts += 1
-        return label, ids
+        return label, tokens
 
-    def rows(self, sample: Sample) -> list[Int[Tensor, " tokens"]]:
+    def rows(self, sample: Sample) -> list[Tokens]:
         """Put what the tokenizer puts around a text around each chosen context."""
-        before, after = self.frame.before, self.frame.after
-        return [
-            torch.from_numpy(np.concatenate([before, body, after]).astype(np.int64))
-            for _, body in sample.bodies
-        ]
+        before, after = no_text(self.frame.before), no_text(self.frame.after)
+        return [np.concatenate([before, body, after], axis=1) for _, body in sample.bodies]
 
     def nothing_chosen(self, name: str, sample: Sample) -> UsageError:
         """Say why no context was chosen, and what to do."""
@@ -119,7 +125,42 @@ class Cutter:
         )
 
 
-def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
+def no_text(ids: Sequence[int]) -> Tokens:
+    """Return tokens that stand for no text, as special ones do."""
+    return np.array([ids, [0] * len(ids)], dtype=np.int32)
+
+
+NO_TOKENS = no_text([])
+
+
+def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
+    """Return a text's tokens, and the bytes of UTF-8 that each stands for: together those of the text.
+
+    A token stands for what is between the end of the one before it and its own, be it dropped by the tokenizer or
+    written otherwise, the last one for all to the end. Of tokens that share a character the first has it. Where a
+    tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
+    """
+    text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+    refuse_growth(tokenizer, text)
+    offsets = bool(getattr(tokenizer, "is_fast", False))
+    asked: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
+    # verbose=False: a text is longer than the model, which is why it is cut.
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False, **asked)
+    ids = np.array(encoded["input_ids"], dtype=np.int32)
+    if not len(ids):
+        return NO_TOKENS
+    if offsets:
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        of_character = 1 + sum((points > most).astype(np.int64) for most in LARGEST_OF_BYTES)
+        position = np.concatenate([[0], np.cumsum(of_character)])
+        ends = position[np.maximum.accumulate([end for _, end in encoded["offset_mapping"]])]
+    else:
+        ends = np.arange(1, len(ids) + 1) * (len(text.encode()) / len(ids))
+    ends[-1] = len(text.encode())
+    return np.stack([ids, np.diff(ends.round(), prepend=0)]).astype(np.int32)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> Iterator[Tokens]:
     """Tokenize `text` in chunks of at most `CHUNK` characters, which end before white space where there is some."""
     begin = 0
     while begin < len(text):
@@ -127,18 +168,20 @@ def encode(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
         if end < len(text):
             breaks = [match.start() for match in re.finditer(r"(?<=\S)\s", text[end - BREAK_WINDOW : end])]
             end += breaks[-1] - BREAK_WINDOW if breaks else 0
-        chunk = text[begin:end].encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
-        refuse_growth(tokenizer, chunk)
-        # verbose=False: a document is longer than the model, which is why it is cut.
-        yield list(tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"])
+        yield tokenized(tokenizer, text[begin:end])
         begin = end
 
 
-def padded(rows: Sequence[Int[Tensor, " tokens"]]) -> tuple[Tensor, Tensor | None]:
-    """Pad rows with `NO_TOKEN` to the longest: (contexts, length), and their lengths; None: all alike."""
-    lengths = torch.tensor([len(row) for row in rows], device="cpu")
-    contexts = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=NO_TOKEN)
-    return contexts, None if (lengths == contexts.shape[1]).all() else lengths
+def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Pad rows to the longest: ids (contexts, length), with `NO_TOKEN`, bytes, with 0, and lengths; None: all alike."""
+    lengths = torch.tensor([row.shape[1] for row in rows], device="cpu")
+    contexts, sizes = (
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(row[of]) for row in rows], batch_first=True, padding_value=value
+        )
+        for of, value in ((0, NO_TOKEN), (1, 0))
+    )
+    return contexts.long(), sizes, None if (lengths == contexts.shape[1]).all() else lengths
 
 
 def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -64,6 +65,15 @@ class Columns:
             raise UsageError("give --label-column or --label-rows, not both: a row has one label")
         column = {} if self.label is None else {"label_column": self.label}
         return column | ({"label_rows": True} if self.rows else {})
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """What the tokenizer puts before and after every text, as it is spelled."""
+        from theodolite.corpus.special_tokens import frame_of
+
+        frame = frame_of(self.tokenizer)
+        before, after = (self.tokenizer.convert_ids_to_tokens(ids) for ids in (frame.before, frame.after))
+        return "".join(before), "".join(after)
 
     @property
     def of_labels(self) -> list[str]:
@@ -301,7 +311,7 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     if text is None:
         return None
     if isinstance(text, list):
-        text = as_text(text, columns.tokenizer, f"{source}: column '{columns.text}'")
+        text = as_text(text, columns, f"{source}: column '{columns.text}'")
     if not isinstance(text, str):
         kind = type(text).__name__
         raise UsageError(
@@ -313,8 +323,8 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
 
 
-def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
-    """Format a conversation by the tokenizer's chat template, without the token that it puts before every sequence.
+def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
+    """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway.
 
     Turns are `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; `source` says where they stand, for
     the `UsageError` of what is no conversation or has no template.
@@ -324,6 +334,7 @@ def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
         raise UsageError(
             f'{source} is neither text nor a conversation: give a text, or a list of {{"role": …, "content": …}}'
         )
+    tokenizer = columns.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             f"{source} is a conversation, and the tokenizer has no chat template: give that of a model that chats, "
@@ -333,9 +344,8 @@ def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # whatever a template raises
         raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
-    before = next(iter(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]))
-    first = tokenizer.bos_token
-    return text.removeprefix(first) if first and before == tokenizer.bos_token_id else text
+    before, after = columns.around
+    return text.removeprefix(before).removesuffix(after)
 
 
 def _message(turn: Any) -> dict[str, Any] | None:

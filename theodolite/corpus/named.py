@@ -13,6 +13,7 @@ import torch
 from theodolite.corpus import documents
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
+from theodolite.corpus.cutting import no_text, tokenized
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import TransformedImages, refuse_length
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice
@@ -26,7 +27,7 @@ from theodolite.corpus.spec import (
     dataset_of,
     is_drawn,
 )
-from theodolite.corpus.special_tokens import Tokenizer
+from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -90,18 +91,23 @@ def make_corpus(
 
 
 def make_stream(
-    spec: str | Path | None, tokenizer: Tokenizer, columns: documents.Columns = documents.TEXT_COLUMN
+    spec: str | Path | None,
+    tokenizer: Tokenizer,
+    columns: documents.Columns = documents.TEXT_COLUMN,
+    *,
+    special_tokens: bool = True,
 ) -> Corpus:
     """Read a text as one context of all its tokens (1, tokens), as for the perplexities of WikiText-2.
 
     Rows of a table, and the lines of a text in WikiText's format as its data set has them, are joined by empty lines;
-    the whole is tokenized at once, with what the tokenizer puts around a sequence.
+    the whole is tokenized at once.
 
     Args:
         spec: as of `make_corpus`, but for what is drawn (random tokens, additions, prompts); `wikitext-2` is the test
             part of the raw WikiText-2 of the hub.
         tokenizer: the model's own.
         columns: the text column of tables.
+        special_tokens: begin as the tokenizer begins a text (with its beginning-of-sequence token, if it has one).
 
     Raises:
         UsageError: there is no such text, or it is none of rows, files or documents.
@@ -109,12 +115,11 @@ def make_stream(
     check_spec(spec, columns)
     name = DOCS if spec is None else str(spec)
     text = BETWEEN.join(_rows(name, replace(columns, tokenizer=tokenizer)))
-    # verbose=False: it is longer than the model, which reads it in windows.
-    encoded = tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=True, verbose=False)
-    ids = list(encoded["input_ids"])
+    before = no_text(frame_of(tokenizer).before if special_tokens else [])
+    ids, sizes = torch.from_numpy(np.concatenate([before, tokenized(tokenizer, text)], axis=1))
     if len(ids) < LEAST_LENGTH:
         raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
-    return replace(Corpus.from_ids(torch.tensor([ids], device="cpu")), name=documents.printable(name))
+    return replace(Corpus.from_ids(ids), name=documents.printable(name), text_bytes=sizes[None])
 
 
 def _rows(name: str, columns: documents.Columns) -> Iterator[str]:

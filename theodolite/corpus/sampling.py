@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from theodolite.errors import UsageError
 
@@ -56,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sample:
-    """The sampled texts in reading order: (label, tokens) each.
+    """The sampled texts in reading order: (label, tokens) each, these as they were given.
 
     Attributes:
         too_short: labels left out because they have fewer contexts than asked for of each.
@@ -101,7 +102,7 @@ Body = tuple[int, str | None, np.ndarray]
 """Position in reading order, label, tokens."""
 
 
-def choose(bodies: Iterable[tuple[str | None, list[int]]], choice: Choice) -> Sample:
+def choose(bodies: Iterable[tuple[str | None, ArrayLike]], choice: Choice) -> Sample:
     """Choose contexts as they are read."""
     random = np.random.default_rng(choice.seed)
     entries = ((at, label, np.array(body, dtype=np.int32)) for at, (label, body) in enumerate(bodies))

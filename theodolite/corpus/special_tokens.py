@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,21 +45,58 @@ class SpecialTokens:
         return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
-def frame_of(tokenizer: Tokenizer, length: int) -> SpecialTokens:
-    """Find what `tokenizer` puts around a sequence, from what it does to a letter."""
+TEXTS, TRIED = 4, 1000
+"""Unlike texts from which it is told what goes around them, and those tried at most to find as many."""
+
+
+def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """Yield short texts that a tokenizer makes tokens of, and these; no two have the same.
+
+    First letters and digits, and then, where the vocabulary does not have them, its own tokens as they are spelled.
+    """
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
-    bare = list(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"])
-    full = list(tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"])
-    for start in range(len(full) - len(bare) + 1):
-        if full[start : start + len(bare)] == bare:
-            before, after = full[:start], full[start + len(bare) :]
-            break
-    else:
+
+    def own() -> Iterator[str]:
+        vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
+        yield from (
+            token
+            for token in sorted(vocabulary, key=vocabulary.__getitem__)
+            if vocabulary[token] not in special
+        )
+
+    seen = set()
+    for text in islice(chain("aZ70", own()), TRIED):
+        try:
+            ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except Exception:  # whatever a tokenizer raises of characters that it does not have
+            continue
+        if ids and tuple(ids) not in seen:
+            seen.add(tuple(ids))
+            yield text, ids
+
+
+def frame_of(tokenizer: Tokenizer, length: int | None = None) -> SpecialTokens:
+    """Find what `tokenizer` puts around a sequence: what is the same around several texts of its own vocabulary.
+
+    Raises:
+        UsageError: it is no tokenizer, reads no text, changes a text's tokens when it adds special ones, or these fill
+            a context of `length` tokens.
+    """
+    frames: list[set[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+    for text, bare in islice(known_texts(tokenizer), TEXTS):
+        full = list(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+        places = ((at, at + len(bare)) for at in range(len(full) - len(bare) + 1))
+        frames.append({(tuple(full[:at]), tuple(full[to:])) for at, to in places if full[at:to] == bare})
+    if not frames:
+        raise UsageError(f"{type(tokenizer).__name__} makes no token of any text; use another.")
+    common = set.intersection(*frames)
+    if not common:
         raise UsageError(
             f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
         )
-    if len(before) + len(after) >= length:
+    before, after = map(list, min(common))
+    if length is not None and len(before) + len(after) >= length:
         raise UsageError(
             f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
             "special ones; use a larger --length."
@@ -83,25 +122,36 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
             )
 
 
+def special_ends(
+    tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
+) -> tuple[int, int]:
+    """Count the tokens at the beginning and at the end of every context that the tokenizer puts around a sequence.
+
+    0 where the tokenizer puts none there, where some context begins or ends otherwise, and without a tokenizer (None).
+    `lengths`, None: all are as long as `ids`.
+    """
+    if tokenizer is None:
+        return 0, 0
+    try:
+        frame = frame_of(tokenizer, ids.shape[1])
+    except UsageError:
+        return 0, 0
+    ids = ids.cpu()
+    end = torch.full((len(ids),), ids.shape[1], device="cpu") if lengths is None else lengths
+
+    def there(tokens: list[int], begin: Tensor) -> int:
+        places = begin[:, None] + torch.arange(len(tokens), device="cpu")
+        found = ids.gather(1, places.clamp_min(0)) == torch.tensor(tokens, dtype=ids.dtype, device="cpu")
+        return len(tokens) if bool(found.all()) else 0
+
+    return there(frame.before, torch.zeros_like(end)), there(frame.after, end - len(frame.after))
+
+
 def trailing_special_tokens(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> int:
-    """Count the tokens at the end of every context that the tokenizer puts behind a sequence ([SEP], </s>).
-
-    They mark the end of a text and are told apart as position 0 is. 0 where the tokenizer puts none there (most
-    decoders), where some context ends in text, and without a tokenizer (None). `lengths`, None: all are as long as
-    `ids`.
-    """
-    if tokenizer is None:
-        return 0
-    try:
-        after = frame_of(tokenizer, ids.shape[1]).after
-    except UsageError:
-        return 0
-    end = torch.full((len(ids),), ids.shape[1], device="cpu") if lengths is None else lengths
-    places = end[:, None] - torch.arange(len(after), 0, -1, device="cpu")
-    ends = ids.cpu().gather(1, places.clamp_min(0))
-    return len(after) if after and bool((ends == torch.tensor(after, device="cpu")).all()) else 0
+    """Count the special tokens at the end of every context ([SEP], </s>), which are told apart as position 0 is."""
+    return special_ends(tokenizer, ids, lengths)[1]
 
 
 def repeated_random_tokens(

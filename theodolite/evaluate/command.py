@@ -21,6 +21,7 @@ from rich.table import Table
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
+from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import answer_rows, few_shot_scores
 from theodolite.evaluate.harness import BATCH, harness
@@ -52,6 +53,7 @@ class Questions:
         batch: of a forward pass; None: the default of each task.
         download: whether lm-eval may fetch data.
         stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
+        beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
     """
 
     tasks: tuple[str, ...]
@@ -64,12 +66,20 @@ class Questions:
     download: bool
     stride: int | None = None
     length: int | None = None
+    beginnings: str = "windows"
 
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
         if NAME in self.tasks and max(self.shots) > RULES.shots:
             raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
 
+
+BEGINNINGS = {
+    "windows": ", each after {}",
+    "text": ", {} before the text alone",
+    "none": ", without {}",
+}
+"""What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 MOST_SHOTS = 100_000
 
@@ -112,6 +122,11 @@ def evaluate(
         if questions.stride is not None:
             windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
             said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+            tokenizer: Any = model.tokenizer
+            if begin := tokenizer and frame_of(tokenizer).before:
+                tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
+                said += BEGINNINGS[questions.beginnings].format(tokens)
+                windows["as_published"] = questions.beginnings != "windows"
         scores += measured(
             "predicting",
             "windows" if said else "contexts",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.sampling import check_length
+from theodolite.corpus.special_tokens import frame_of, special_ends
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.jobs.job import Rows
@@ -37,8 +39,8 @@ class Perplexity:
         loss, loss_se: that mean with its standard error over contexts.
         perplexity, perplexity_se: exp(loss), and its standard error to first order.
         batch: contexts per forward pass.
-        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for (`token_bytes`); None
-            without a tokenizer.
+        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None where no text was
+            read and there is no tokenizer.
     """
 
     losses: Float[np.ndarray, " contexts"]
@@ -102,22 +104,27 @@ def perplexity(
     *,
     stride: int | None = None,
     length: int | None = None,
+    as_published: bool = False,
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
     """Compute loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
 
+    Nor are special tokens that the tokenizer puts around every context.
+
     With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
     `stride` tokens apart; of each window only the tokens count that no earlier one had, so that a token is predicted
     from length − stride others at least, after the first window. At stride = length windows do not overlap, and the
-    first token of each is not predicted: so are the perplexities of GPTQ, SparseGPT and Wanda, which leave out the
-    shorter window at the end.
+    first token of each is not predicted. Each window begins as the tokenizer begins a text: where that is with a
+    special token, it takes the place of the window's first one. The perplexities of GPTQ, SparseGPT and Wanda are at
+    stride = length of windows as they stand in the stream (`as_published`), without the shorter one at the end.
 
     Args:
         model: a causal model with an output head.
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
         stride: tokens from the beginning of a window to that of the next; None: the contexts are read as they are.
         length: tokens of a window; None: 2,048, or as many as the model has positions for.
+        as_published: leave windows as they are, so that only the stream's own beginning is a text's.
         batch: contexts or windows per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
 
@@ -126,39 +133,63 @@ def perplexity(
             windows.
         WorkError: a loss is not finite.
     """
-    rows = loss_rows(model, corpus, stride=stride, length=length, batch=batch)
+    rows = loss_rows(model, corpus, stride=stride, length=length, as_published=as_published, batch=batch)
     return perplexity_in(rows.whole(show_progress), rows.notes)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Contexts or windows that one pass reads; the tokens `known … end − 1` of each count.
+
+    Attributes:
+        ids: (contexts, length), the first of which give way to `begin`.
+        sizes: bytes of the text that each token stands for; None: not known.
+    """
+
+    ids: Int[Tensor, "contexts length"]
+    sizes: Tensor | None
+    known: int
+    end: int
+    begin: Int[Tensor, " special"]
+
+    @property
+    def read(self) -> Int[Tensor, "contexts length"]:
+        """The tokens as the model reads them."""
+        return torch.cat([self.begin.expand(len(self.ids), -1), self.ids[:, len(self.begin) :]], dim=1)
+
+
 def loss_rows(
-    model: OpenModel, corpus: Corpus, *, stride: int | None, length: int | None, batch: int | None
-) -> Rows[tuple[Tensor, int]]:
+    model: OpenModel,
+    corpus: Corpus,
+    *,
+    stride: int | None,
+    length: int | None,
+    as_published: bool = False,
+    batch: int | None,
+) -> Rows[_Part]:
     """Return the steps of `perplexity`, a context or window each; arguments and errors are its own."""
     check_predicts(model)
     if stride is None:
-        if length is not None:
-            raise UsageError("length is that of strided windows: give a stride, too")
+        if length is not None or as_published:
+            raise UsageError("length and as_published are of strided windows: give a stride, too")
         check_fit(model, corpus, least_contexts=1)
         batch = batch_of(corpus, batch)
-        parts = [(corpus.ids(part), 1) for part in corpus.batches(batch)]
+        parts = list(_contexts(model, corpus, batch))
     else:
-        parts, batch = _windows(model, corpus, stride, length, batch)
-    bytes_of = None if model.tokenizer is None else token_bytes(model)
+        parts, batch = _windows(model, corpus, stride, length, as_published, batch)
 
-    def read(part: tuple[Tensor, int]) -> dict[str, Tensor]:
-        ids, known = part
-        new = ids[:, known:]
-        losses = next_token_losses(model.logits(ids), ids)[:, known - 1 :].mean(dim=1)
+    def read(part: _Part) -> dict[str, Tensor]:
+        ids = part.read
+        losses = next_token_losses(model.logits(ids), ids)[:, part.known - 1 : part.end - 1].mean(dim=1)
         if not losses.isfinite().all():
             raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
-        columns = {"losses": losses, "tokens": torch.full((len(ids),), new.shape[1])}
-        if bytes_of is not None:
-            unlike, places = new.unique(return_inverse=True)
-            sizes = torch.tensor([bytes_of(token) for token in unlike.tolist()], dtype=torch.float64)
-            columns["text_bytes"] = sizes[places].sum(dim=1)
+        columns = {"losses": losses, "tokens": torch.full((len(ids),), part.end - part.known)}
+        sizes = _estimated_bytes(model, ids) if part.sizes is None else part.sizes
+        if sizes is not None:
+            columns["text_bytes"] = sizes[:, part.known : part.end].sum(dim=1, dtype=torch.float64)
         return columns
 
-    rows = Rows(parts, read, lambda part: len(part[0]))
+    rows = Rows(parts, read, lambda part: len(part.ids))
     rows.notes["batch"] = batch
     return rows
 
@@ -173,10 +204,33 @@ def window_length(model: OpenModel, length: int | None) -> int:
     return min(LITERATURE, model.longest or LITERATURE) if length is None else length
 
 
+def _estimated_bytes(model: OpenModel, ids: Int[Tensor, "contexts length"]) -> Tensor | None:
+    """Return the bytes of each token's own text, of ids that no text was read for; None without a tokenizer."""
+    if model.tokenizer is None:
+        return None
+    bytes_of = token_bytes(model)
+    unlike, places = ids.unique(return_inverse=True)
+    return torch.tensor([bytes_of(token) for token in unlike.tolist()])[places]
+
+
+def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Part]:
+    before, after = special_ends(model.tokenizer, corpus.contexts, corpus.lengths)
+    for rows in corpus.batches(batch):
+        ids = corpus.ids(rows)
+        end = ids.shape[1]
+        sizes = None if corpus.text_bytes is None else corpus.text_bytes[rows, :end]
+        yield _Part(ids, sizes, max(before, 1), end - after, ids[0, :0])
+
+
 def _windows(
-    model: OpenModel, corpus: Corpus, stride: int, length: int | None, batch: int | None
-) -> tuple[list[tuple[Int[Tensor, "windows length"], int]], int]:
-    """Yield windows of a stream, as many as a pass reads, and how many tokens at their beginning do not count."""
+    model: OpenModel,
+    corpus: Corpus,
+    stride: int,
+    length: int | None,
+    as_published: bool,
+    batch: int | None,
+) -> tuple[list[_Part], int]:
+    """Cut a stream into windows, as many to a part as a pass reads; the number of these."""
     window = window_length(model, length)
     check_whole(stride=stride, length=window)
     check_length(window)
@@ -194,14 +248,28 @@ def _windows(
     check_fit(model, one, least_contexts=1)
     model.check_tokens(stream)
     batch = batch_of(one, batch)
-    whole = stream.unfold(0, window, stride)[1:] if len(stream) > window else stream.new_zeros(0, window)
-    known = max(window - stride, 1)
-    parts = [(first, 1), *((ids, known) for ids in whole.split(batch) if len(ids))]
-    # What is left is a window of its own, that ends with the text.
-    left = stream[(len(whole) + 1) * stride :]
-    if len(whole) * stride + window < len(stream) and len(left) > known:
-        parts.append((left.unsqueeze(0), known))
-    return parts, batch
+    tokenizer: Any = model.tokenizer
+    special = [] if as_published or tokenizer is None else frame_of(tokenizer, window).before
+    begin = torch.tensor(special, dtype=stream.dtype, device="cpu")
+    known = max(window - stride, len(begin), 1)
+
+    def cut(of: Int[Tensor, " tokens"]) -> list[Int[Tensor, "windows length"]]:
+        """Cut the first window, all whole ones, and what is left: a window of its own, that ends with the text."""
+        whole = of.unfold(0, window, stride)[1:] if len(of) > window else of.new_zeros(0, window)
+        left = of[(len(whole) + 1) * stride :]
+        more = len(whole) * stride + window < len(of) and len(left) > known
+        return [
+            of[:window].unsqueeze(0),
+            *whole.split(batch)[: len(whole)],
+            *([left.unsqueeze(0)] if more else []),
+        ]
+
+    windows = cut(stream)
+    sizes = [None] * len(windows) if corpus.text_bytes is None else cut(corpus.text_bytes[0])
+    opening, *later = (
+        _Part(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
+    )
+    return [replace(opening, known=max(len(begin), 1)), *later], batch
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:

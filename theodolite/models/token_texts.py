@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import known_texts
 from theodolite.models.opened import OpenModel
 
 MOST_PARTS = 12
 """Tokens that are tried together until they are whole characters."""
-
-ANCHOR = "a"
-"""What a token is read behind: a letter that every tokenizer knows, or has an unknown token for."""
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -94,14 +93,14 @@ def token_bytes(model: OpenModel) -> Callable[[int], int]:
 
 def _decoder(model: OpenModel) -> Callable[[list[int]], str]:
     """Return the text of some tokens as it is behind other text; empty without a tokenizer."""
-    tokenizer = model.tokenizer
+    tokenizer: Any = model.tokenizer
     if tokenizer is None:
         return lambda ids: ""
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    anchor = list(tokenizer(ANCHOR, add_special_tokens=False, verbose=False)["input_ids"])
+    _, anchor = next(known_texts(tokenizer), ("", []))
     before = decode(anchor)
 
     def behind_anchor(ids: list[int]) -> str:
