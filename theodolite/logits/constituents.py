@@ -58,6 +58,7 @@ def constituents(
         layer: the block, counted from 0.
         decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its
             μ and positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context.
+            (Where rotary positions turn by the length of a pass, they are those of the run's: take one as long.)
             A `Decomposition` of such hidden states likewise; if it is that of just these ones, its ctx is
             taken too. None: the hidden states of these contexts themselves, at least 2, with position 0
             apart as in a survey (μ and ctx are means over positions 1 … T−1).
