@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.cutting import read_in_rows
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
@@ -199,13 +200,20 @@ class OpenModel:
 
     @measures("self")
     def logits(
-        self, ids: Int[Tensor, "contexts positions"]
+        self,
+        ids: Int[Tensor, "contexts positions"],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Float[Tensor, "contexts positions vocabulary"]:
-        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head.
+
+        Padded or packed rows, as `Corpus.from_ids` takes them, are read context by context; NaN where they are padded.
+        """
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
-            return self.source.predict(ids)
+            return read_in_rows(self.source.predict, ids, attention_mask, position_ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer; `UsageError` where the checkpoint has none."""
