@@ -27,7 +27,7 @@ from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows
 from theodolite.corpus.groups import GROUPS
-from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.measure.geometry import residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
@@ -186,8 +186,8 @@ class InlineReader:
         given_up: steps that were to be a look, and of which some process saw only padded contexts.
 
     Raises:
-        UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
-            be observed.
+        UsageError: the model is of no supported family, an encoder-decoder, compiled, attends in a way that cannot be
+            observed, or has no backward pass where it is.
         WorkError: as `GeometryReader`.
     """
 
@@ -206,6 +206,13 @@ class InlineReader:
                 raise UsageError(
                     f"{source.name} reads its contexts in one row, which cannot be split in training: {INSTEAD}"
                 )
+            if self.model.device.type == "cpu" and not is_spread(source.root):
+                try:
+                    with torch.enable_grad():
+                        source.run(source.sample(LEAST_LENGTH))
+                except (NotImplementedError, UsageError) as error:  # flex_attention, before the first step
+                    reason = first_line(error.__cause__ or error)
+                    raise UsageError(f"{source.name} cannot be trained on a CPU: {reason}") from error
             if error := self._unlike_a_look():
                 raise UsageError(f"the attention of {source.name} cannot be observed: {error}; {INSTEAD}")
         self.given_up = 0
