@@ -80,15 +80,6 @@ def test_exclusions_name_first_tokens_and_no_padding(way):
     assert not flagged.any()
 
 
-def test_logits_are_those_of_each_context(model, way):
-    ids, rows, places = laid(way)
-    logits = model.logits(ids, **rows)
-    for place, own in zip(places, DOCUMENTS, strict=True):
-        torch.testing.assert_close(logits[place], model.logits(own[None])[0], atol=1e-6, rtol=0)
-        logits[place] = torch.nan
-    assert logits.isnan().all()
-
-
 def test_a_monitor_batch_is_of_its_contexts_alone(model, way):
     """Means over queries weigh contexts by their tokens, those over contexts do not."""
     ids, rows, _ = laid(way)

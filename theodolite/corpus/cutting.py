@@ -6,11 +6,11 @@ No padding ever reaches a model: a forward pass reads contexts of one length, ea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -229,19 +229,6 @@ def contexts_of_one_length(
             f"the rows hold contexts of {min(lengths)} to {max(lengths)} tokens: give those of one length"
         )
     return torch.stack(contexts)
-
-
-def read_in_rows(
-    read: Callable[[Tensor], Tensor], ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Float[Tensor, "rows positions *rest"]:
-    """Return what `read` gives of each context by itself, where it stands in its row; NaN where rows are padded."""
-    if attention_mask is None and position_ids is None:
-        return read(ids)
-    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, 1)
-    results = torch.cat([read(context.unsqueeze(0))[0] for context in contexts])
-    whole = results.new_full((*ids.shape, *results.shape[1:]), torch.nan)
-    whole[(positions_in_rows(ids, attention_mask, position_ids) >= 0).to(whole.device)] = results
-    return whole
 
 
 def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:

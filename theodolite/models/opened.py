@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.cutting import read_in_rows
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
@@ -200,20 +199,13 @@ class OpenModel:
 
     @measures("self")
     def logits(
-        self,
-        ids: Int[Tensor, "contexts positions"],
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        self, ids: Int[Tensor, "contexts positions"]
     ) -> Float[Tensor, "contexts positions vocabulary"]:
-        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head.
-
-        Padded or packed rows, as `Corpus.from_ids` takes them, are read context by context; NaN where they are padded.
-        """
+        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head."""
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
-            return read_in_rows(self.source.predict, ids, attention_mask, position_ids)
+            return self.source.predict(ids)
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer; `UsageError` where the checkpoint has none."""
