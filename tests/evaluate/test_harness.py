@@ -14,9 +14,11 @@ import torch
 
 pytest.importorskip("lm_eval")
 
+from tests import checkpoints
 from theodolite.errors import UsageError
 from theodolite.evaluate import harness as module
 from theodolite.evaluate.harness import harness
+from theodolite.models import open_model
 
 pytestmark = pytest.mark.slow  # to import lm-eval takes half a minute
 
@@ -121,6 +123,17 @@ def test_a_group_is_the_mean_over_all_its_documents(opened, folder):
     # Positions for 128 tokens, one more is predicted: a longer prompt is cut, and counted.
     write(folder / "sums.jsonl", [("1" * 150, ["3", "4"], 0), ("2+1", ["3", "4"], 0)])
     assert harness(model, ["sums"], [0], folder=folder)[0].cut == 1
+
+
+def test_prompts_that_turn_with_the_length_of_a_pass_are_read_one_by_one(folder, tmp_path):
+    """Oracle: each choice by itself; eight in a batch would be turned as the longest of them is."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 5, **factors}
+    model = open_model(checkpoints.write("llama2", tmp_path / "longrope", rope_parameters=rope))
+    with pytest.raises(UsageError, match=r"by the length of a pass beyond 5 tokens.*use --batch 1"):
+        harness(model, ["sums"], [0], folder=folder)
+    for score in harness(model, ["sums"], [0], folder=folder, batch=1):
+        assert np.array_equal(score.each, answers(model, 0)[score.metric])
 
 
 def test_the_caller_keeps_random_numbers_and_may_stop(opened, folder):

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
 from tests import checkpoints
-from tests.models.modules import GPT
+from tests.models.modules import GPT, Attention, gpt_of, opened
 from tests.processes import ranks
 from tests.slow import slow_but
 from tests.train.test_locater import trained as in_trainer
@@ -286,3 +287,19 @@ def test_the_trainer_logs_looks_at_its_own_passes(tmp_path):
     logs, weights = final(GeometryCallback(every=2, inline=True))
     assert [log["step"] for log in logs if "geometry/entropy_mean" in log] == [0, 2]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())
+
+
+class Flexible(Attention):
+    """PyTorch's flex_attention."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_what_has_no_backward_pass_is_refused_before_a_step():
+    """A look of its own needs none."""
+    model = opened(gpt_of(Flexible))
+    with pytest.raises(UsageError, match="GPT cannot be trained on a CPU: FlexAttention does not support"):
+        GeometryMonitor(model, inline=True)
+    assert GeometryMonitor(model, IDS % 20)(0)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.corpus.documents import Document, printable
 from theodolite.corpus.groups import Groups
@@ -199,10 +200,10 @@ def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[s
         first += count
 
 
-def contexts_of_rows(
+def positions_in_rows(
     ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
-) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
-    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
+) -> Int[Tensor, "rows positions"]:
+    """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
 
     Args:
         attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
@@ -211,34 +212,66 @@ def contexts_of_rows(
     Raises:
         UsageError: a mask or positions of another shape, with holes, or that count otherwise.
     """
-    mask, position_ids = (
-        given if given is None else _shaped(name, given, ids)
-        for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids))
+    mask, given = (
+        tensor if tensor is None else _shaped(name, tensor, ids)
+        for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids))
     )
-    mask = torch.ones_like(ids) if mask is None else mask
-    contexts, rows = [], []
-    short = 0
-    for row, own_ids in enumerate(ids):
-        places = mask[row].nonzero().flatten()
-        positions = places - places[:1] if position_ids is None else position_ids[row, places]
-        starts = (positions == 0).nonzero().flatten().tolist()
-        lengths = np.diff([*starts, len(places)]).tolist()
-        counted = [position for length in lengths for position in range(length)]
-        if counted != positions.tolist():
+    if mask is None and given is None:
+        return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
+    here = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
+    positions = torch.full(ids.shape, -1)
+    for row, own in enumerate(here):
+        places = own.nonzero().flatten()
+        counted = places - places[:1] if given is None else given[row, places].long()
+        before = functional.pad(counted[:-1], (1, 0), value=-1)
+        if not bool(((counted == 0) | (counted == before + 1)).all()):
             raise UsageError(
                 f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
                 "position_ids"
-                if position_ids is None
+                if given is None
                 else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
                 "padding belongs in the attention_mask"
             )
-        for context in own_ids[places].split(lengths):
-            if len(context) < LEAST_LENGTH:
+        positions[row, places] = counted
+    return positions
+
+
+def contexts_of_rows(
+    ids: Int[Tensor, "rows positions"],
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    least: int = LEAST_LENGTH,
+) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
+    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
+
+    Arguments and errors are those of `positions_in_rows`; contexts of fewer than `least` tokens are too short.
+    """
+    contexts, rows = [], []
+    short = 0
+    for row, positions in enumerate(positions_in_rows(ids, attention_mask, position_ids)):
+        places = (positions >= 0).nonzero().flatten()
+        starts = (positions[places] == 0).nonzero().flatten().tolist()
+        for context in ids[row, places.to(ids.device)].split(np.diff([*starts, len(places)]).tolist()):
+            if len(context) < least:
                 short += 1
                 continue
             contexts.append(context)
             rows.append(row)
     return contexts, rows, short
+
+
+def contexts_of_one_length(
+    ids: Int[Tensor, "*rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Int[Tensor, "contexts length"]:
+    """Take the contexts out of padded or packed rows, which must be as long as each other."""
+    ids = ids if ids.ndim > 1 else ids.unsqueeze(0)
+    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, 1)
+    lengths = [len(context) for context in contexts] or [0]
+    if min(lengths) < max(max(lengths), 1):
+        raise UsageError(
+            f"the rows hold contexts of {min(lengths)} to {max(lengths)} tokens: give those of one length"
+        )
+    return torch.stack(contexts)
 
 
 def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
+from theodolite.models.rotary import turned_alike_up_to
 from theodolite.system.progress import ShowProgress
 
 BATCH = 8
@@ -240,6 +241,12 @@ def _reporting(show_progress: ShowProgress, **options: Any) -> Any:
         def _enter(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             show_progress(min(self.begun, self.total), self.total)
             ids = args[0] if args else kwargs["input_ids"]
+            alike = turned_alike_up_to(self.model.config.get_text_config())
+            if len(ids) > 1 and alike is not None and ids.shape[1] > alike:  # padded: the longest come first
+                raise UsageError(
+                    f"this model turns positions by the length of a pass beyond {alike} tokens, and a batch is padded "
+                    "to its longest prompt: use --batch 1"
+                )
             self.begun += len(ids) if ids.shape[1] > 1 else 0  # one token: a further step of a generation
 
     return Reporting(**options)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
@@ -498,7 +499,13 @@ class HeadFigure:
 
 @measures("model")
 def view_head(
-    model: OpenModel, text: str | Sequence[int] | Int[Tensor, " positions"], layer: int, head: int
+    model: OpenModel,
+    text: str | Sequence[int] | Int[Tensor, " positions"],
+    layer: int,
+    head: int,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> HeadFigure:
     """Draw one head's attention on a prompt, for a notebook.
 
@@ -506,6 +513,7 @@ def view_head(
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
         layer, head: which, both counted from 0.
+        attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
 
     Returns:
         The figure: a notebook shows it, `.save("head.html")` writes it, and `.view` has the numbers.
@@ -519,6 +527,8 @@ def view_head(
         if isinstance(text, str)
         else torch.as_tensor(text)
     )
+    if attention_mask is not None or position_ids is not None:
+        ids = contexts_of_one_length(ids, attention_mask, position_ids).squeeze(0)
     check_fit(model, Corpus.from_ids(ids), least_contexts=1)
     if ids.ndim != 1 or len(ids) > MOST_TOKENS:
         raise UsageError(

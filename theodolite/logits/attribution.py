@@ -36,7 +36,7 @@ PATTERNS = tuple(ATTENTION_PATTERNS)
 SEQUENCES, SEQUENCE_TOKENS = 16, 1536
 LONGEST = 256
 """Repeated random sequences, of at most so many tokens each: 16, or at least 4 where these are more tokens. Six of 256
-tokens give SmolLM2's scores to 0.03."""
+tokens give SmolLM2's scores to 0.03. A model that turns positions by the length of a pass turns these by theirs."""
 
 ATTRIBUTED_SEQUENCES = 4
 """Of them the first, on which heads are attributed."""

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
@@ -39,6 +40,8 @@ def constituents(
     layer: int,
     *,
     decomposition: Surveyed | Decomposition | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Constituents:
     """Split the pre-softmax logits of one layer on a prompt into {mean, pos, ctx, resid, bias} × the same.
 
@@ -58,15 +61,18 @@ def constituents(
         layer: the block, counted from 0.
         decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its
             μ and positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context.
+            (Where rotary positions turn by the length of a pass, they are those of the run's: take one as long.)
             A `Decomposition` of such hidden states likewise; if it is that of just these ones, its ctx is
             taken too. None: the hidden states of these contexts themselves, at least 2, with position 0
             apart as in a survey (μ and ctx are means over positions 1 … T−1).
+        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them; their contexts must have
+            one length.
 
     Raises:
         UsageError: ids, layer or decomposition do not fit the model or each other.
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
-    contexts = _contexts(model, ids, layer)
+    contexts = _contexts(model, ids, layer, attention_mask, position_ids)
     model.check_weights()
     mean_and_pos = None if decomposition is None else _mean_and_pos(model, decomposition, contexts, layer)
     if mean_and_pos is None and len(contexts) < 2:
@@ -103,7 +109,9 @@ def _parts(h: Tensor, mean_and_pos: tuple[Tensor, Tensor] | None, decomposition:
     return decompose_around(h, *mean_and_pos)
 
 
-def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
+def _contexts(
+    model: OpenModel, ids: Tensor, layer: int, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor:
     if not isinstance(ids, Tensor) or not isinstance(layer, int):
         raise UsageError(
             f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
@@ -117,7 +125,7 @@ def _contexts(model: OpenModel, ids: Tensor, layer: int) -> Tensor:
             f"ids are {ids.dtype} of shape {tuple(ids.shape)}: give token ids of one context (positions) or "
             "of several (contexts, positions)"
         )
-    contexts = ids.reshape(-1, ids.shape[-1]).long()
+    contexts = contexts_of_one_length(ids, attention_mask, position_ids).long()
     if not model.has_positions(contexts.shape[1]):
         raise UsageError(
             f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"

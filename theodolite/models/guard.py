@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from theodolite.models.rotary import frequencies_of_each_pass
 from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.shared import Shared
 
@@ -153,7 +154,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with not_repacked(model), without_cast_warnings():
+        with not_repacked(model), without_cast_warnings(), frequencies_of_each_pass(model):
             yield
     finally:
         for module in training:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, first_line
 from theodolite.models.one_row import reading
+from theodolite.models.rotary import positions_by
 from theodolite.models.structure import Layout, Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
 
@@ -294,9 +295,7 @@ def longest_of(model: PreTrainedModel) -> int | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
-    names = ("max_target_positions", "max_position_embeddings")  # Whisper's decoder has its own
-    limits = (getattr(model.config, name, None) for name in names)
-    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    longest = positions_by(model.config)
     if getattr(model.config, "attention_type", None) != "block_sparse" or longest is None:
         return longest
     # BigBird attends in full to texts up to here, and turns itself to that for good as it is opened.

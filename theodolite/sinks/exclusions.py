@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from theodolite.corpus.cutting import positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
@@ -104,20 +105,30 @@ class Exclusions:
             {name: corpus[name] for name in ("name", "sha256")},
         )
 
-    def tokens(self, ids: Int[Tensor, "*contexts positions"], layer: int | None = None) -> Bool[Tensor, ...]:
+    def tokens(
+        self,
+        ids: Int[Tensor, "*contexts positions"],
+        layer: int | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Bool[Tensor, ...]:
         """Flag the tokens that a rule about tokens names: True is to be left out. Rules of every token, or of
         every later one, name none.
 
         Args:
             ids: token ids, position 0 first.
             layer: only rules of this layer; None: of all.
+            attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; padding is never
+                flagged.
         """
         chosen = torch.zeros_like(ids, dtype=torch.bool)
-        position = torch.arange(ids.shape[-1], device=ids.device)
+        rows = ids.reshape(-1, ids.shape[-1])
+        position = positions_in_rows(rows, attention_mask, position_ids).to(ids.device).view_as(ids)
         for rule in self.rules:
             of_some_tokens = rule.first is True or rule.token_id is not None
             if of_some_tokens and layer in (None, rule.layer):
-                named = torch.ones_like(chosen) if rule.token_id is None else ids == rule.token_id
+                named = position >= 0 if rule.token_id is None else (ids == rule.token_id) & (position >= 0)
                 chosen |= named if rule.first is None else named & ((position == 0) == rule.first)
         return chosen
 

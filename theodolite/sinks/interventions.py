@@ -19,6 +19,7 @@ from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import mask_keys, restore_blind_queries
+from theodolite.corpus.cutting import positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
@@ -60,6 +61,8 @@ def ablate_direction(
     direction: Float[Tensor, " width"],
     *,
     queries: Positions | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
     control: int | Float[Tensor, " width"] | None = None,
 ) -> Iterator[AblatedDirection]:
     """Remove a direction from what a head writes into the residual stream, while open.
@@ -77,6 +80,8 @@ def ablate_direction(
         head: query head.
         direction: a vector of the residual stream, of any norm but 0.
         queries: at these positions only; then whole contexts must be passed (`generate` with use_cache=False).
+        attention_mask, position_ids: of the padded or packed rows that will be passed, as `Corpus.from_ids` takes them:
+            positions count in each context.
         control: take as much along this direction instead, or along a random one, uniform in the row space, of this
             seed.
 
@@ -99,7 +104,8 @@ def ablate_direction(
             rows = torch.linalg.svd(weights, full_matrices=False).Vh[:rank]
             along = normal / torch.linalg.vector_norm(normal) @ rows
         component, step = weights @ unit, along @ backwards
-        chosen = None if queries is None else _PositionFlags(queries, "query")
+        rows = _rows_of(attention_mask, position_ids)
+        chosen = None if queries is None else _PositionFlags(queries, "query", rows)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
@@ -130,6 +136,8 @@ def attention_knockout(
     positions: Positions,
     *,
     sink_column: bool = False,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Iterator[None]:
     """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
@@ -137,8 +145,9 @@ def attention_knockout(
     only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
     logits are finite, but so low that `exp` gives 0.
 
-    In `generate`, positions count from the first token of the padded prompt. Keys to mask are given at once: of two
-    of these nested in one head, a query that both together leave no key looks at those of the outer one.
+    In `generate`, positions count from the first token of the padded prompt, unless its mask is given here. Keys to
+    mask are given at once: of two of these nested in one head, a query that both together leave no key looks at those
+    of the outer one.
 
     Args:
         model: an opened model.
@@ -146,6 +155,8 @@ def attention_knockout(
         head: query head, or None for all heads of the layer.
         positions: keys to mask; keys after the last one of a bool tensor are not masked.
         sink_column: mask the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
+        attention_mask, position_ids: of the padded or packed rows that will be passed, as `Corpus.from_ids` takes them:
+            positions count in each context.
 
     Raises:
         UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
@@ -154,7 +165,8 @@ def attention_knockout(
     model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads_of[layer])) if head is None else [head]
     with guarded(model.root):
-        chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
+        rows = _rows_of(attention_mask, position_ids)
+        chosen = _PositionFlags(positions, "key", rows, may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
@@ -263,10 +275,20 @@ def _writable_part(
     return part / norm, share
 
 
-class _PositionFlags:
-    """Positions as a bool tensor, checked against the contexts of each pass."""
+def _rows_of(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """Return the position of each token of padded or packed rows in its context, −1 for padding; None: as they are."""
+    shaped = attention_mask if position_ids is None else position_ids
+    if shaped is None:
+        return None
+    return positions_in_rows(torch.atleast_2d(shaped), attention_mask, position_ids)
 
-    def __init__(self, positions: Positions, name: str, may_be_none: bool = False) -> None:
+
+class _PositionFlags:
+    """Positions as a bool tensor, checked against the contexts of each pass; of one context for all those in `rows`."""
+
+    def __init__(
+        self, positions: Positions, name: str, rows: Tensor | None = None, may_be_none: bool = False
+    ) -> None:
         self._name = name
         given = torch.as_tensor(positions).cpu()
         if given.dtype == torch.bool and given.ndim in (1, 2):
@@ -284,6 +306,9 @@ class _PositionFlags:
             )
         if not may_be_none and not self._flags.any():
             raise UsageError(f"no {name} positions were given")
+        if rows is not None and len(self._flags) == 1:
+            of_context = self.of(1, int(rows.max()) + 1)[0]
+            self._flags = of_context[rows.clamp_min(0)] & (rows >= 0)
 
     def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
         """Mark the chosen ones of the first `length` positions."""

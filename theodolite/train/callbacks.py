@@ -118,8 +118,9 @@ class GeometryCallback(TrackedCallback):
     warns.
 
     Args:
-        ids: the monitor batch, token ids (contexts, positions) without padding; None: the first long enough rows
-            of the training data, 8 × 128 tokens.
+        ids: the monitor batch, token ids (contexts, positions); None: the first long enough rows of the training data,
+            8 × 128 tokens.
+        attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
         every: optimizer steps between looks.
         inline: in place of `ids`: looks are passes of training, as `GeometryMonitor` has them.
         spectra_every: looks between those that also read every head's weights.
@@ -143,12 +144,15 @@ class GeometryCallback(TrackedCallback):
         spectra_every: int = 5,
         per_head: bool = False,
         limits: Limits | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> None:
         check_looks(ids, inline, every, spectra_every, limits)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
         self._inline = inline
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
+        self._options |= {"attention_mask": attention_mask, "position_ids": position_ids}
         self._per_head = per_head
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

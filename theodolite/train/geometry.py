@@ -25,8 +25,9 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
+from theodolite.corpus.cutting import contexts_of_rows
 from theodolite.corpus.groups import GROUPS
-from theodolite.errors import TheodoliteError, UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.measure.geometry import residual_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
@@ -96,7 +97,9 @@ class GeometryReader:
     Args:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
             other module as `open_module` gives it.
-        ids: token ids (contexts, positions), without padding.
+        ids: token ids (contexts, positions).
+        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them: each context is read by
+            itself, those of fewer than `LEAST_LENGTH` tokens are left out.
         over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
             model whose weights are spread over them cannot be looked at otherwise.
         look_dtype: what autocast rounds products to in a look, so that it sees what training sees; None: as training
@@ -115,49 +118,58 @@ class GeometryReader:
         ids: Int[Tensor, "contexts positions"],
         over_ranks: bool = False,
         look_dtype: torch.dtype | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> None:
         if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
         self._look_dtype = look_dtype
         source, self.ranks = _looked_at(model, over_ranks)
-        ids = self.ranks.from_first(lambda: ids)
-        check_shape(ids)
-        self.ids = ids = ids.detach().cpu().long()
-        if int(ids.min()) < 0 or int(ids.max()) >= (source.vocabulary or 0):
+        batches = self.ranks.from_first(lambda: _by_length(ids, attention_mask, position_ids))
+        smallest, largest = min(int(batch.min()) for batch in batches), max(int(b.max()) for b in batches)
+        if smallest < 0 or largest >= (source.vocabulary or 0):
             raise UsageError(
-                f"the monitor batch holds ids from {int(ids.min())} to {int(ids.max())}, the model has "
-                f"{source.vocabulary} tokens: use the model's own tokenizer, and no padding"
+                f"the monitor batch holds ids from {smallest} to {largest}, the model has {source.vocabulary} tokens: "
+                "use the model's own tokenizer, and an attention_mask for padding"
             )
-        contexts = self.ranks.share(ids)
-        self._counts = len(contexts) > 0 and self.ranks.leads
+        self._longest = batches[0].shape[1]
         with evaluation_mode(source.root):
             self.model = _opened(source)
-            if not self.model.has_positions(ids.shape[1]):
+            if not self.model.has_positions(self._longest):
                 raise UsageError(
-                    f"the monitor batch's contexts have {ids.shape[1]} tokens, the model has positions for "
+                    f"the monitor batch's contexts have {self._longest} tokens, the model has positions for "
                     f"{self.model.longest}: give shorter ones"
                 )
-            # Those without a context of their own read another's, for the shapes.
-            self._tokens = Tokens.of(contexts if len(contexts) else ids[:1], self.model.device)
+            self._batches: list[tuple[Tokens, bool]] = []  # and whether it counts here
+            for batch in batches:
+                own = self.ranks.share(batch)
+                # Those without a context of their own read another's, for the shapes.
+                tokens = Tokens.of(own if len(own) else batch[:1], self.model.device)
+                self._batches.append((tokens, len(own) > 0 and self.ranks.leads))
 
     def look(self, step: int = 0, spectra: bool = True) -> Geometry:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
-        error = None
+        sums: State = {}
         dtype = self._look_dtype or autocast_dtype(self.model.root)  # outside of what switches autocast off
         rounded = dtype in (torch.bfloat16, torch.float16)
         with evaluation_mode(self.model.root):
-            sums = LookSums(self.model, self._tokens, spectra)
-            try:
-                # Without a cache, which would hold all weights rounded at once.
-                device = self.model.device.type
-                cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
-                with hooked(self.model, sums), cast:
-                    self.model.source.run(self._tokens.ids)
-            except WorkError as failure:
-                error = failure
-            self.ranks.raise_any(error)
-            totals = sums.totals(self.ranks, counts=self._counts)
+            for tokens, counts in self._batches:
+                own, error = LookSums(self.model, tokens, spectra, self._longest), None
+                try:
+                    # Without a cache, which would hold all weights rounded at once.
+                    device = self.model.device.type
+                    cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
+                    with hooked(self.model, own), cast:
+                        self.model.source.run(tokens.ids)
+                except WorkError as failure:
+                    error = failure
+                self.ranks.raise_any(error)
+                for name, value in own.state(counts).items():
+                    add = torch.maximum if name in own.maxima else torch.add
+                    sums[name] = add(sums[name], value) if name in sums else value
+            totals = self.ranks.totals(sums, own.maxima)
             of_weights = _spectra(self.model, self.ranks) if spectra else None
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
 
@@ -174,8 +186,8 @@ class InlineReader:
         given_up: steps that were to be a look, and of which some process saw only padded contexts.
 
     Raises:
-        UsageError: the model is of no supported family, an encoder-decoder, compiled, or attends in a way that cannot
-            be observed.
+        UsageError: the model is of no supported family, an encoder-decoder, compiled, attends in a way that cannot be
+            observed, or has no backward pass where it is.
         WorkError: as `GeometryReader`.
     """
 
@@ -194,6 +206,13 @@ class InlineReader:
                 raise UsageError(
                     f"{source.name} reads its contexts in one row, which cannot be split in training: {INSTEAD}"
                 )
+            if self.model.device.type == "cpu" and not is_spread(source.root):
+                try:
+                    with torch.enable_grad():
+                        source.run(source.sample(LEAST_LENGTH))
+                except (NotImplementedError, UsageError) as error:  # flex_attention, before the first step
+                    reason = first_line(error.__cause__ or error)
+                    raise UsageError(f"{source.name} cannot be trained on a CPU: {reason}") from error
             if error := self._unlike_a_look():
                 raise UsageError(f"the attention of {source.name} cannot be observed: {error}; {INSTEAD}")
         self.given_up = 0
@@ -403,6 +422,21 @@ def _opened(source: Source) -> OpenModel:
     return opened
 
 
+def _by_length(
+    ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> list[Int[Tensor, "contexts positions"]]:
+    """Return the contexts of a monitor batch, those of one length together, the longest first."""
+    check_shape(ids)
+    ids = ids.detach().cpu().long()
+    if attention_mask is None and position_ids is None:
+        return [ids]
+    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
+    if not contexts:
+        raise UsageError(f"no context of the monitor batch has {LEAST_LENGTH} tokens: give longer ones")
+    lengths = sorted({len(context) for context in contexts}, reverse=True)
+    return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
+
+
 def check_shape(ids: Any) -> None:
     """Raise `UsageError` where it is no batch of token ids, or its contexts are too short."""
     if not isinstance(ids, Tensor):
@@ -423,16 +457,15 @@ def _geometry(
     """Make a look's tables from the `LookSums` of all processes, and from `_spectra` if these were read."""
     attention, queries, residual = (part_of(sums, name) for name in ("attention", "queries", "residual"))
     columns = with_errors(head_columns(attention))
-    # A learned sink column is one more outcome beside the keys.
-    outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=(1, 2)) > 0)[:, None]
-    most = outcomes.log().mean(dim=1).repeat_interleave(attention["entropy"].shape[1])
-    contexts = attention["contexts"].sum(dim=1, keepdim=True)
+    read, contexts = (attention[name].sum(dim=1, keepdim=True) for name in ("readers", "contexts"))
+    most = (attention["most_entropy"] / read[:, 0]).repeat_interleave(attention["entropy"].shape[1])
+    by_distance = queries["by_distance"] / queries["with_distance"].clamp_min(1)
     own = {
         "largest_logit": attention["largest_logit"],
-        "log_sum_exp": attention["log_sum_exp"] / attention["readers"].sum(dim=1, keepdim=True),
+        "log_sum_exp": attention["log_sum_exp"] / read,
         "entropy_share": torch.tensor(columns["entropy"], dtype=torch.float64) / most,
         "propagation_queries": queries["propagation_queries"] / contexts,
-        "at_distance": queries["by_distance"].amax(dim=-1) / contexts,
+        "at_distance": by_distance.amax(dim=-1),
     }
     columns |= {name: values.flatten().tolist() for name, values in own.items()}
     heads = heads_that_are(columns, model.heads_of)
@@ -440,8 +473,8 @@ def _geometry(
         heads, bounds = heads.assign(**spectra), []
         for layer, norms in heads.groupby("layer")["spectral_norm"]:
             norm = torch.tensor(norms.to_numpy(), dtype=torch.float64)
-            read = attention["visible_keys"][layer], attention["readers"][layer]
-            bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *read).tolist()
+            seen = attention["visible_keys"][layer], attention["readers"][layer]
+            bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *seen).tolist()
         heads["entropy_bound"] = bounds
     everything = torch.ones(GROUPS, dtype=torch.float64)
     layers = pd.DataFrame(
@@ -478,8 +511,9 @@ def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
 class LookSums(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
-    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool) -> None:
-        contexts, self.length = tokens.ids.shape
+    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int | None = None) -> None:
+        contexts, length = tokens.ids.shape
+        self.length = longest or length
         self.attention_statistics = AttentionStatistics(
             model.layers, model.heads, self.length, contexts, examples=0
         )
@@ -495,8 +529,8 @@ class LookSums(Hooks):
         """Measure one layer, and keep what the layers table is made of."""
         if not torch.isfinite(hidden.sum(dtype=torch.float32)):
             raise WorkError(f"hidden states {residual_place(layer)} hold NaN or infinite values")
-        contexts, length, width = hidden.shape
-        means = Means(1, length, width, self._sample)
+        contexts, _, width = hidden.shape
+        means = Means(1, self.length, width, self._sample)
         outliers = OutlierCounts(1, width, contexts)
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
@@ -510,7 +544,7 @@ class LookSums(Hooks):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        sums = query_sums(inputs)
+        sums = query_sums(inputs, self.length)
         missing = self._heads - inputs.query.shape[1]  # heads that another layer has
         self.queries[layer] = {
             name: functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))
@@ -529,11 +563,19 @@ class LookSums(Hooks):
             for name, tensor in more.items():
                 own[name] = own[name] + tensor
 
-    def totals(self, ranks: Ranks, *, counts: bool) -> State:
-        """Add up the sums of all processes, leading with layers; this one's only if it `counts`."""
+    @property
+    def maxima(self) -> frozenset[str]:
+        """Names in `state` of what is no sum, but a maximum."""
+        return frozenset("attention." + name for name in self.attention_statistics.maxima)
+
+    def state(self, counts: bool) -> State:
+        """Return the sums, leading with layers; zeros unless it `counts`, but for maxima."""
         # Rows of tokens differ from process to process, and no column is made of them.
         state = self.attention_statistics.state()
         attention = {name: state[name] for name in state if not name.startswith("sink_tokens.")}
+        # A learned sink column is one more outcome beside the keys.
+        outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=(1, 2)) > 0)[:, None]
+        attention["most_entropy"] = torch.xlogy(attention["readers"], outcomes).sum(dim=1)
         parts = {"attention": attention}
         for part, layers in (("queries", self.queries), ("residual", self.residual)):
             some = next(layer for layer in layers if layer)
@@ -542,17 +584,20 @@ class LookSums(Hooks):
                 name: torch.stack([layer.get(name, torch.zeros_like(tensor)) for layer in layers])
                 for name, tensor in some.items()
             }
-        maxima = frozenset("attention." + name for name in self.attention_statistics.maxima)
-        own = {name: t if counts or name in maxima else 0 * t for name, t in joined(parts).items()}
-        return ranks.totals(own, maxima)
+        return {name: t if counts or name in self.maxima else 0 * t for name, t in joined(parts).items()}
+
+    def totals(self, ranks: Ranks, *, counts: bool) -> State:
+        """Add up the sums of all processes; this one's only if it `counts`."""
+        return ranks.totals(self.state(counts), self.maxima)
 
 
-def query_sums(inputs: AttentionInputs) -> State:
+def query_sums(inputs: AttentionInputs, longest: int) -> State:
     """Measure `QUERIES` evenly spaced queries of each context, for every head, summed over contexts.
 
     propagation_queries (H): mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
     with T := t for query t); over keys first, then over queries. by_distance (H, D): mean attention over queries to
-    the key at one distance, of the distances that half of the queries have.
+    the key at one distance, of the distances that half of the queries have, in contexts of `longest` tokens or fewer;
+    with_distance (H, D): the contexts that have it.
     """
     batch, heads, length, _ = inputs.query.shape
     keys, device = inputs.key.shape[2], inputs.query.device
@@ -573,12 +618,14 @@ def query_sums(inputs: AttentionInputs) -> State:
         shares.append(empirical_propagation(row[..., visible]).double().mean(dim=2).sum(dim=0))
     weights = softmax(block.logits.double(), inputs.sink)
     distances = (rows[:, None] - torch.arange(block.first, block.last, device=device)).flatten()
-    index = distances - distances.min()
-    counts = torch.bincount(index)
+    index = distances + longest - 1
+    counts = torch.bincount(index, minlength=2 * longest - 1)
     by_distance = weights.new_zeros(heads, len(counts)).index_add_(1, index, weights.sum(dim=0).flatten(1))
+    common = counts >= QUERIES // 2
     return {
         "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
-        "by_distance": (by_distance / counts)[:, counts >= QUERIES // 2].cpu(),
+        "by_distance": (by_distance / counts.clamp_min(1) * common).cpu(),
+        "with_distance": (batch * common).double().expand(heads, -1).cpu(),
     }
 
 

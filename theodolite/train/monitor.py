@@ -60,7 +60,8 @@ class GeometryMonitor:
 
     Args:
         model: as `GeometryReader` takes it; it stays the object that is trained.
-        ids: the monitor batch, token ids (contexts, positions) without padding; 8 × 128 do (see `monitor_batch`).
+        ids: the monitor batch, token ids (contexts, positions); 8 × 128 do (see `monitor_batch`).
+        attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
         inline: in place of `ids`: a look is what training computes after the call at which it is due, up to the next
             optimizer step, measured as it runs: the first call with a later step returns it. The model is as it is in
             training (dropout), the contexts are others every time, those of all micro-batches; contexts with padding
@@ -97,6 +98,8 @@ class GeometryMonitor:
         limits: Limits | None = None,
         over_ranks: bool = False,
         look_dtype: torch.dtype | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> None:
         check_looks(ids, inline, every, spectra_every, limits)
         try:
@@ -110,13 +113,16 @@ class GeometryMonitor:
         self.new_alarms: list[Alarm] = []
         if ids is None and not inline:
             raise UsageError("give the token ids of a monitor batch, or inline=True")
+        rows = {"attention_mask": attention_mask, "position_ids": position_ids}
+        if ids is None and rows != dict.fromkeys(rows):
+            raise UsageError("attention_mask and position_ids are of token ids: give these, too")
         if inline and look_dtype is not None:
             raise UsageError("look_dtype is given with inline=True: a pass of training rounds as it does")
         self._reader: GeometryReader | InlineReader
         if ids is None:
             self._reader = InlineReader(model, over_ranks)
         else:
-            self._reader = GeometryReader(model, ids, over_ranks, look_dtype)
+            self._reader = GeometryReader(model, ids, over_ranks, look_dtype, **rows)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         opened = self._reader.model
