@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from theodolite.accumulate.marked import Marked, marked_places
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -47,6 +48,13 @@ OUTLIERS = pd.DataFrame(
     }
 )
 EMPTY = pd.DataFrame()
+
+
+def places_of(rows):
+    """Places as they are marked: layer, head or dimension, context's key, position, token, its occurrences."""
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+
+
 SURVEYED = Run(EMPTY, EMPTY, SINKS, OUTLIERS, EMPTY, {}, PROVENANCE)
 TRACED = replace(
     SURVEYED,
@@ -62,18 +70,18 @@ TRACED = replace(
             "share": [0.5, 0.75, 1.0],
         }
     ),
+    arrays={"sink_places": places_of([(0, 1, 0, 4, 7, 2), (0, 1, 1, 5, 7, 2), (1, -1, 0, 0, 3, 0)])},
     provenance=PROVENANCE | {"fingerprint": {"trace": True}},
 )
 
 
 def test_rules_of_a_survey():
     assert Exclusions.of(SURVEYED).rules == (
-        Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
         Rule("outlier dimension", 1, dimension=5, share=0.4),
         Rule("sink", 1, head=0, first=True, share=0.75),
         Rule("massive activation", 2, dimension=6, first=True, share=0.5),
     )
-    assert len(Exclusions.of(SURVEYED, 0.0).rules) == 6  # with the rare sink and the rare outlier
+    assert len(Exclusions.of(SURVEYED, 0.0).rules) == 4  # with the rare outlier
     assert [rule.kind for rule in Exclusions.of(SURVEYED, 0.6).rules] == ["sink"]
 
 
@@ -130,14 +138,30 @@ def test_rules_of_outliers(tmp_path):
         }
     )
     numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
-    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, numbers)
+    full_stop = [(1, 7, context, 5, 5, 3) for context in range(3)]
+    places = places_of([*full_stop, (1, 7, 3, 6, 9, 9), (2, 7, 0, 6, 3, 1)])
+    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, places, numbers)
     exclusions = Exclusions.of(found, 0.2)
     assert exclusions.rules == (
         Rule("outlier dimension", 0, dimension=4, share=0.5),
         Rule("massive activation", 1, dimension=7, first=True, share=0.75),
-        Rule("massive activation", 1, dimension=7, first=False, token_id=5, token=".", share=0.25),
+        Rule(
+            "massive activation",
+            1,
+            dimension=7,
+            first=False,
+            token_id=5,
+            token=".",
+            share=0.375,
+            occurrences=3,
+            of_occurrences=1.0,
+        ),
         Rule("outlier dimension", 1, dimension=5, share=0.0),
     )
+    assert exclusions.occurrences == (
+        (1, 3, 6),
+        (2, 0, 6),
+    )  # of a token elsewhere ordinary, and of too rare a one
     assert exclusions.model["sha256"] == "1" * 64
     exclusions.save(tmp_path / "exclusions.json")
     assert Exclusions.load(tmp_path / "exclusions.json") == exclusions
@@ -158,15 +182,16 @@ def test_rules_of_outliers_of_a_model():
 
 
 def test_rules_of_a_trace():
+    newline = {"first": False, "token_id": 7, "token": "\n", "occurrences": 2, "of_occurrences": 1.0}
     assert Exclusions.of(TRACED).rules == (
-        Rule("sink", 0, head=1, first=False, token_id=7, token="\n", share=0.5),
+        Rule("sink", 0, head=1, share=0.5, **newline),
         Rule("sink", 1, head=0, first=True, share=0.75),
         Rule("sink", 1, head=1, share=1.0),
     )
 
 
 def test_tokens_and_dimensions():
-    exclusions = Exclusions.of(SURVEYED)
+    exclusions = Exclusions.of(TRACED)
     ids = torch.tensor([[7, 1, 7, 2], [3, 7, 7, 7]])
     assert exclusions.tokens(ids, layer=0).tolist() == [
         [False, False, True, False],
@@ -174,7 +199,44 @@ def test_tokens_and_dimensions():
     ]
     assert exclusions.tokens(ids, layer=1).tolist() == [[True, False, False, False]] * 2
     assert exclusions.tokens(ids[0]).tolist() == [True, False, True, False]
-    assert [exclusions.dimensions(layer) for layer in range(3)] == [[], [5], [6]]
+    assert [Exclusions.of(SURVEYED).dimensions(layer) for layer in range(3)] == [[], [5], [6]]
+
+
+TEXT = torch.tensor([[5, 9, 7, 9, 1, 7], [6, 7, 9, 2, 2, 4], [3, 1, 2, 4, 1, 2]])
+SINK_PLACES = {(0, 2), (0, 5), (1, 1), (0, 1), (2, 0)}
+"""All 7s, one 9 of three, and one first position of three."""
+
+
+def test_a_token_is_a_rule_where_all_its_occurrences_are_sinks_and_else_an_occurrence_is_known_by_its_context():
+    """Oracle: precision and recall counted by hand from the places themselves, on the text as it was read."""
+    marked = Marked()
+    for context, position in SINK_PLACES:
+        place = (torch.tensor([value]) for value in (0, context, position, int(TEXT[context, position])))
+        marked.mark(1, *place)
+    provenance = TRACED.provenance | {"corpus": PROVENANCE["corpus"] | {"contexts": 3}}
+    arrays = {"sink_places": marked_places(marked.state(), TEXT)}
+    run = replace(TRACED, arrays=arrays, provenance=provenance)
+    tokens = {"token_id": [7, 9, -1], "kind": ["later", "later", "first"], "share": [2 / 3, 1 / 3, 1 / 3]}
+    traces = pd.DataFrame({"layer": 1, "head": 0, "token": ["seven", "nine", ""]} | tokens)
+    exclusions = Exclusions.of(replace(run, traces=traces))
+    seven = [rule for rule in exclusions.rules if rule.token_id is not None]
+    assert [(rule.token_id, rule.occurrences, rule.of_occurrences) for rule in seven] == [(7, 3, 1.0)]
+    true = torch.zeros_like(TEXT, dtype=torch.bool)
+    true[tuple(torch.tensor(list(SINK_PLACES)).T)] = True
+    for name, right in (("tokens", 4), ("mask", 5)):
+        flagged = getattr(exclusions, name)(TEXT)
+        accuracy = exclusions.accuracy[name]
+        assert int((flagged & true).sum()) == right
+        assert accuracy.precision == pytest.approx(right / int(flagged.sum()))
+        assert accuracy.recall == pytest.approx(right / 5)
+    assert (exclusions.mask(TEXT, layer=0) == 0).all()
+    unread = TEXT[:, :5]
+    assert torch.equal(exclusions.mask(unread), exclusions.tokens(unread))
+    padded = torch.cat([torch.zeros(3, 2, dtype=torch.int64), TEXT], dim=1)
+    here = torch.cat([torch.zeros(3, 2), torch.ones_like(TEXT)], dim=1)
+    assert torch.equal(exclusions.mask(padded, attention_mask=here)[:, 2:], exclusions.mask(TEXT))
+    packed, positions = TEXT.flatten()[None], torch.arange(6).repeat(3)[None]
+    assert torch.equal(exclusions.mask(packed, position_ids=positions).view(3, 6), exclusions.mask(TEXT))
 
 
 def test_refusals(tmp_path):
@@ -187,9 +249,10 @@ def test_refusals(tmp_path):
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UsageError, match="no file of exclusions that theodolite wrote"):
         Exclusions.load(tmp_path / "other.json")
-    (tmp_path / "newer.json").write_text('{"schema_version": 9}')
-    with pytest.raises(UsageError, match="upgrade theodolite"):
-        Exclusions.load(tmp_path / "newer.json")
+    for version, do in ((9, "upgrade theodolite"), (1, "make it anew")):
+        (tmp_path / "older.json").write_text(f'{{"schema_version": {version}}}')
+        with pytest.raises(UsageError, match=do):
+            Exclusions.load(tmp_path / "older.json")
     with pytest.raises(WorkError, match=r"cannot write .*: choose another --out"):
         Exclusions.of(SURVEYED).save(tmp_path / "other.json" / "exclusions.json")
     Exclusions.of(SURVEYED).save(tmp_path / "new" / "exclusions.json")

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.accumulate.marked import Marked
 from theodolite.accumulate.outliers import LargeValues
 from theodolite.accumulate.sums import KeyedSums, State, cache_sized, part_of
 from theodolite.errors import UsageError
@@ -58,7 +59,8 @@ class Activations(LargeValues):
         counts = ("contexts", "places", "published", "adaptive", "value_sum", "position_sum")
         largest = ("highest", "deepest", "earliest")
         keyed = KeyedSums(len(KEY), dict.fromkeys((*counts, *largest), ()), largest)
-        super().__init__(layers, shapes, maxima, {"carriers": keyed})
+        self.marked = Marked()
+        super().__init__(layers, shapes, maxima, {"carriers": keyed, "marked": self.marked})
         self.bounds = bounds
         self.length = length
         self.thresholds = thresholds
@@ -107,9 +109,12 @@ class Activations(LargeValues):
                 "deepest": -value,
                 "earliest": -((first_context + batch_slice.start + context) * self.length + position),
             }
+            if values.shape[2] == 1:  # of heads, nobody asks which tokens
+                number = first_context + batch_slice.start + context
+                self.marked.mark(layer, dimension, number, position, token)
             carriers.add(rows, sums)
             carriers.count_contexts(rows, context)
-            if len(carriers) > MOST_ROWS:
+            if max(len(carriers), len(self.marked)) > MOST_ROWS:
                 self._refuse(layer)
 
     def massive(

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from theodolite.accumulate.marked import Marked
 from theodolite.accumulate.sums import KeyedSums, LayerSums
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
@@ -75,7 +76,10 @@ class Tags(LayerSums):
         shapes |= {"contexts": (GROUPS,), "difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
-        super().__init__(layers, {}, keyed={"by_sink": self.by_sink, "by_head": self.by_head})
+        self.marked = Marked()
+        super().__init__(
+            layers, {}, keyed={"by_sink": self.by_sink, "by_head": self.by_head, "marked": self.marked}
+        )
 
     def update(
         self,
@@ -94,6 +98,9 @@ class Tags(LayerSums):
         token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
         head = catches.head.cpu()
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
+        tokens = position != LEARNED
+        at = position[tokens]
+        self.marked.mark(layer, head[tokens], torch.full_like(at, context), at, ids.cpu()[at])
         sums = sums | {"difference": self._in_group(sums["difference"], context)}
         catching_heads = head.unique()
         heads = self.by_head.rows(

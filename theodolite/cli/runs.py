@@ -26,6 +26,7 @@ from theodolite.system.run_folders import (
     kind_of,
     provenance_at,
 )
+from theodolite.system.wording import counted
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
@@ -178,6 +179,7 @@ def exclude_command(
         exclusions.save(out)
         if as_json:
             print(out.read_text(encoding="utf-8"), end="")
-        (screen if as_json else Console(soft_wrap=True)).print(
-            f"{len(exclusions.rules)} rules: {out}", highlight=False
-        )
+        said = f"{counted(len(exclusions.rules), 'rule')}, {counted(len(exclusions.occurrences), 'occurrence')}: {out}"
+        for name, of in exclusions.accuracy.items():
+            said += f"\n`{name}` on this text: precision {of.precision:.2f}, recall {of.recall:.2f}"
+        (screen if as_json else Console(soft_wrap=True)).print(said, highlight=False)

@@ -112,6 +112,13 @@ class Corpus:
         longest = [] if self.lengths is None else self.lengths[rows].tolist()
         return ids[:, : max(longest, default=ids.shape[1])]
 
+    def rows(self) -> Iterator[Int[Tensor, " tokens"]]:
+        """Yield the token ids of each context."""
+        lengths = (
+            [self.contexts.shape[1]] * len(self.contexts) if self.lengths is None else self.lengths.tolist()
+        )
+        yield from (ids[:length] for ids, length in zip(self.contexts, lengths, strict=True))
+
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
         yield from [slice(first, last)] if self.lengths is None else runs(self.lengths, first, last)

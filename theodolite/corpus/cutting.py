@@ -236,6 +236,18 @@ def positions_in_rows(
     return positions
 
 
+def contexts_in_rows(
+    ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Iterator[tuple[int, Int[Tensor, " tokens"]]]:
+    """Yield the row of each context of padded or packed rows and its places there; as `positions_in_rows`."""
+    for row, positions in enumerate(positions_in_rows(ids, attention_mask, position_ids)):
+        places = (positions >= 0).nonzero().flatten()
+        starts = (positions[places] == 0).nonzero().flatten()
+        for context in places.tensor_split(starts[1:]):
+            if len(context):
+                yield row, context.to(ids.device)
+
+
 def contexts_of_rows(
     ids: Int[Tensor, "rows positions"],
     attention_mask: Tensor | None,
@@ -248,15 +260,12 @@ def contexts_of_rows(
     """
     contexts, rows = [], []
     short = 0
-    for row, positions in enumerate(positions_in_rows(ids, attention_mask, position_ids)):
-        places = (positions >= 0).nonzero().flatten()
-        starts = (positions[places] == 0).nonzero().flatten().tolist()
-        for context in ids[row, places.to(ids.device)].split(np.diff([*starts, len(places)]).tolist()):
-            if len(context) < least:
-                short += 1
-                continue
-            contexts.append(context)
-            rows.append(row)
+    for row, places in contexts_in_rows(ids, attention_mask, position_ids):
+        if len(places) < least:
+            short += 1
+            continue
+        contexts.append(ids[row, places])
+        rows.append(row)
     return contexts, rows, short
 
 

@@ -217,6 +217,12 @@ _trace = partial(Column, "traces")
         for name in ("share", "tag", "released")
     ),
     *_release_arrays("", "rows of traces"),
+    Array(
+        "sink_places",
+        "(places, 6)",
+        "Where the sinks stand: layer, head (−1 at position 0, for any), key of the context, position, token id, and "
+        "how often that token stands in the text after position 0.",
+    ),
 )
 def traces(
     state: State, written: State, contexts: int, length: int, text: Callable[[int], str]

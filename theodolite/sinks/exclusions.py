@@ -1,23 +1,26 @@
 """Sinks and outlier dimensions of a run, as a small JSON file of what other analyses should exclude.
 
 For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
-rule says where (layer, and head or dimension) and of which tokens. The file needs no theodolite to be read;
-`docs/sinks.md` has its fields.
+rule says where (layer, and head or dimension) and of which tokens: those that are sinks nearly wherever they stand. Of
+other tokens single occurrences are remembered. The file needs no theodolite to be read; `docs/sinks.md` has its fields.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import positions_in_rows
+from theodolite.accumulate.marked import COLUMNS, context_key
+from theodolite.corpus.cutting import contexts_in_rows, positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
@@ -25,9 +28,12 @@ from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import TRACE
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LEAST_SHARE = 0.01
 """A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
+
+NEARLY_ALL = 0.9
+"""A token has a rule where at least this share of its occurrences are sinks, or massive."""
 
 Kind = Literal["sink", "outlier dimension", "massive activation"]
 
@@ -45,6 +51,7 @@ class Rule:
         token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
             the head's learned column.
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
+        occurrences, of_occurrences: how often the token stands after position 0, and the share of these that are such.
     """
 
     kind: Kind
@@ -55,19 +62,34 @@ class Rule:
     token_id: int | None = None
     token: str | None = None
     share: float | None = None
+    occurrences: int | None = None
+    of_occurrences: float | None = None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Of the tokens that are flagged, the share that are sinks or massive (precision); of these, the share flagged."""
+
+    precision: float
+    recall: float
 
 
 @dataclass(frozen=True)
 class Exclusions:
-    """Rules, and the model and text that they are from.
+    """Rules and single occurrences, and the model and text that they are from.
 
     Attributes:
         rules: in the order of layers.
+        occurrences: that no rule flags: layer, key of the context (`context_key`) and position.
+        accuracy: of `tokens` and of `mask` on that text, by these names: of tokens that are sinks or massive in any
+            layer. Empty where none is, and for a survey.
         model: id and hash of the checkpoint.
         corpus: name and hash of the text.
     """
 
     rules: tuple[Rule, ...]
+    occurrences: tuple[tuple[int, int, int], ...] = ()
+    accuracy: dict[str, Accuracy] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     corpus: dict[str, Any] = field(default_factory=dict)
 
@@ -77,7 +99,8 @@ class Exclusions:
 
         Args:
             run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
-                sinks, but of the tokens that carry massive activations and of outliers by rules from data.
+                sinks, but of the tokens that carry massive activations and of outliers by rules from data. A survey
+                names no token after position 0: it does not know at which occurrences one is a sink.
             least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
                 none: they are large in most tokens, by whatever size is typical of their layer.
 
@@ -93,14 +116,23 @@ class Exclusions:
             raise UsageError(
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
+        contexts = provenance["contexts"] if isinstance(run, Outliers) else provenance["corpus"]["contexts"]
+        places = pd.DataFrame(columns=list(COLUMNS), dtype=int)
         if isinstance(run, Outliers):
+            places = pd.DataFrame(run.places.numpy(), columns=list(COLUMNS))
             rules = [*_found_rules(run, least_share)]
+            rules += _token_rules("massive activation", run.massive, places, contexts, least_share)
+        elif run.kind == TRACE:
+            places = pd.DataFrame(run.arrays["sink_places"].numpy(), columns=list(COLUMNS))
+            rules = [*_traced_rules(run, least_share)]
+            rules += _token_rules("sink", run.traces, places, contexts, least_share)
         else:
             rules = [*_sink_rules(run, least_share), *_outlier_rules(run, least_share)]
         rules.sort(key=lambda rule: (rule.layer, rule.kind, rule.head or 0, rule.dimension or 0))
         model, corpus = provenance["model"], provenance["corpus"]
         return cls(
             tuple(rules),
+            *_remembered(places, rules, contexts),
             {name: model[name] for name in ("id", "revision", "sha256")},
             {name: corpus[name] for name in ("name", "sha256")},
         )
@@ -132,6 +164,29 @@ class Exclusions:
                 chosen |= named if rule.first is None else named & ((position == 0) == rule.first)
         return chosen
 
+    def mask(
+        self,
+        ids: Int[Tensor, "*contexts positions"],
+        layer: int | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Bool[Tensor, ...]:
+        """Flag what `tokens` flags, and in contexts that were read the single occurrences that no rule covers.
+
+        A context is known by all of its tokens: cut as they were, of the same length. Arguments are those of `tokens`.
+        """
+        rows = ids.reshape(-1, ids.shape[-1])
+        chosen = self.tokens(rows, layer, attention_mask=attention_mask, position_ids=position_ids)
+        remembered: dict[int, list[int]] = defaultdict(list)
+        for of_layer, key, position in self.occurrences:
+            if layer in (None, of_layer):
+                remembered[key].append(position)
+        for row, places in contexts_in_rows(rows, attention_mask, position_ids) if remembered else ():
+            positions = remembered.get(context_key(rows[row, places]), [])
+            chosen[row, places[positions]] = True
+        return chosen.view_as(ids)
+
     def dimensions(self, layer: int) -> list[int]:
         """List the outlier dimensions of a residual layer, massive activations included, in ascending order."""
         return sorted({r.dimension for r in self.rules if r.layer == layer and r.dimension is not None})
@@ -142,13 +197,8 @@ class Exclusions:
         Raises:
             WorkError: it cannot be written.
         """
-        rules = [{name: v for name, v in asdict(rule).items() if v is not None} for rule in self.rules]
-        values = {
-            "schema_version": SCHEMA_VERSION,
-            "model": self.model,
-            "corpus": self.corpus,
-            "rules": rules,
-        }
+        values = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        values["rules"] = [{k: v for k, v in rule.items() if v is not None} for rule in values["rules"]]
         with disk_errors(Path(path)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_text(Path(path), json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -163,38 +213,65 @@ class Exclusions:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             version = values["schema_version"]
-            if version > SCHEMA_VERSION:
-                raise UsageError(
-                    f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: upgrade theodolite"
-                )
-            return cls(tuple(Rule(**rule) for rule in values["rules"]), values["model"], values["corpus"])
+            if version != SCHEMA_VERSION:
+                do = "upgrade theodolite" if version > SCHEMA_VERSION else "make it anew"
+                raise UsageError(f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: {do}")
+            accuracy = {of: Accuracy(**measured) for of, measured in values["accuracy"].items()}
+            rules, occurrences = values["rules"], values["occurrences"]
+            return cls(
+                tuple(Rule(**rule) for rule in rules),
+                tuple(map(tuple, occurrences)),
+                accuracy,
+                values["model"],
+                values["corpus"],
+            )
         except FileNotFoundError:
             raise UsageError(f"no file at {path}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
-def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None, named: bool = False) -> Rule:
-    """Make a rule about the head or dimension of a row; `named`: only of its token."""
+def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None) -> Rule:
+    """Make a rule about the head or dimension of a row."""
     place = {"head": int(row.head)} if kind == "sink" else {"dimension": int(row.dimension)}
-    token = {"token_id": int(row.token_id), "token": str(row.token)} if named else {}
-    return Rule(kind, int(row.layer), **place, **token, first=first, share=float(share))  # type: ignore[arg-type]
+    return Rule(kind, int(row.layer), **place, first=first, share=float(share))  # type: ignore[arg-type]
+
+
+def _token_rules(
+    kind: Kind, table: pd.DataFrame, places: pd.DataFrame, contexts: int, least_share: float
+) -> Iterable[Rule]:
+    """Make a rule of each token that is a sink of a head, or massive in a dimension, nearly wherever it stands."""
+    texts = dict(zip(table["token_id"], table["token"], strict=True))
+    of_token = places[places["position"] > 0].groupby(["layer", "part", "token_id"], as_index=False)
+    found = of_token.agg(
+        contexts=("context", "nunique"), places=("position", "size"), occurrences=("occurrences", "first")
+    )
+    for row in found.itertuples():
+        share, of_occurrences = row.contexts / contexts, row.places / row.occurrences
+        if share >= least_share and of_occurrences >= NEARLY_ALL:
+            yield Rule(
+                kind,
+                int(row.layer),
+                **{"head" if kind == "sink" else "dimension": int(row.part)},
+                first=False,
+                token_id=int(row.token_id),
+                token=str(texts[row.token_id]),
+                share=float(share),
+                occurrences=int(row.occurrences),
+                of_occurrences=float(of_occurrences),
+            )
+
+
+def _traced_rules(run: Run, least_share: float) -> Iterable[Rule]:
+    for row in run.traces[run.traces["share"] >= least_share].itertuples():
+        if row.kind not in NAMED:
+            yield _rule("sink", row, row.share, first=True if row.kind == "first" else None)
 
 
 def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    if run.kind == TRACE:
-        # A token that is a sink of a whole context here and a local one there is one rule, by its larger share.
-        sinks = run.traces.sort_values("share", ascending=False, kind="stable")
-        sinks = sinks.assign(named=sinks["kind"].isin(NAMED), first=sinks["kind"].eq("first"))
-        sinks = sinks.drop_duplicates(["layer", "head", "named", "first", "token_id"]).sort_index()
-        for row in sinks[sinks["share"] >= least_share].itertuples():
-            first = {"first": True, "learned": None}.get(row.kind, False)
-            yield _rule("sink", row, row.share, first=first, named=row.named)
-        return
     of_heads = run.sinks[run.sinks["first"]].groupby(["layer", "head"], as_index=False)["share"].sum()
-    for first, sinks in ((True, of_heads), (False, run.sinks[~run.sinks["first"]])):
-        for row in sinks[sinks["share"] >= least_share].itertuples():
-            yield _rule("sink", row, row.share, first=first, named=not first)
+    for row in of_heads[of_heads["share"] >= least_share].itertuples():
+        yield _rule("sink", row, row.share, first=True)
 
 
 def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
@@ -213,5 +290,29 @@ def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:
             yield _rule("outlier dimension", row, row.share)
     for row in position_0_as_one(outliers.massive).itertuples():
         share = row.contexts / outliers.numbers["contexts"]
-        if share >= least_share:
-            yield _rule("massive activation", row, share, first=bool(row.first), named=not row.first)
+        if row.first and share >= least_share:
+            yield _rule("massive activation", row, share, first=True)
+
+
+def _remembered(
+    places: pd.DataFrame, rules: Iterable[Rule], contexts: int
+) -> tuple[tuple[tuple[int, int, int], ...], dict[str, Accuracy]]:
+    """Return the places that no rule of their layer flags, and the accuracy of rules alone and with these."""
+    if not len(places):
+        return (), {}
+    of_first = {rule.layer for rule in rules if rule.first is True}
+    of_tokens = {(rule.layer, rule.token_id) for rule in rules if rule.token_id is not None}
+    first = places["position"] == 0
+    named = pd.Series(list(zip(places["layer"], places["token_id"], strict=True)), index=places.index)
+    left = places[~((first & places["layer"].isin(of_first)) | (~first & named.isin(of_tokens)))]
+    remembered = sorted(set(left[["layer", "context", "position"]].itertuples(index=False, name=None)))
+
+    true = places.drop_duplicates(["context", "position"])
+    later = true[true["token_id"].isin({token for _, token in of_tokens}) & (true["position"] > 0)]
+    flagged = later.drop_duplicates("token_id")["occurrences"].sum() + (contexts if of_first else 0)
+    right = len(later) + ((true["position"] == 0).sum() if of_first else 0)
+    accuracy = {
+        "tokens": Accuracy(float(right / flagged) if flagged else 1.0, float(right / len(true))),
+        "mask": Accuracy(float(len(true) / (flagged + len(true) - right)), 1.0),
+    }
+    return tuple(remembered), accuracy

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.activations import (
@@ -24,7 +25,8 @@ from theodolite.accumulate.activations import (
     by_layer,
     carrier_columns,
 )
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.marked import marked_places
+from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
@@ -79,6 +81,7 @@ class Outliers:
             the places that are massive in this layer; appears: first layer where half of them are; vanishes: the layer
             after the last such, NaN where that is the last; rise: the largest growth of |value| in one block over the
             largest |value|.
+        places: where values of the stream are massive by either rule, a row each by `accumulate.marked.COLUMNS`.
         numbers: thresholds, sizes, and what was read, for a provenance.
     """
 
@@ -88,6 +91,7 @@ class Outliers:
     head_dimensions: pd.DataFrame
     head_massive: pd.DataFrame
     growth: pd.DataFrame
+    places: Int[Tensor, "places 6"]
     numbers: dict[str, Any]
 
 
@@ -171,6 +175,7 @@ def find_outliers(
         head_dimensions=head_dimensions,
         head_massive=head_massive,
         growth=growth,
+        places=marked_places(part_of(state, "marked"), corpus.rows()),
         numbers={
             "thresholds": dict(vars(thresholds)),
             "contexts": contexts,

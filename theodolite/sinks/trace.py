@@ -16,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.sums import State, each_part
+from theodolite.accumulate.marked import marked_places
+from theodolite.accumulate.sums import State, each_part, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
@@ -206,10 +207,11 @@ def trace_sinks(
         state, in_stream = states.of("trace.tags"), states.of("written")
         table, arrays = traces(state, in_stream, described["contexts"], length, text)
         heads, head_arrays = traced_heads(state, in_stream, described["contexts"])
+        places = marked_places(part_of(state, "marked"), corpus.rows())
         return Run(
             heads=heads,
             traces=table,
-            arrays=arrays | head_arrays,
+            arrays=arrays | head_arrays | {"sink_places": places},
             provenance=provenance | {"wall_seconds": states.seconds},
             **{name: pd.DataFrame() for name in ("layers", "sinks", "outliers", "examples")},
         )

@@ -1,0 +1,54 @@
+"""Remember at which occurrences of a token something was found, so that these can be found again, and no others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from theodolite.accumulate.sums import KeyedSums, State
+
+ANY = -1
+"""The part (head or dimension) of what is marked at position 0, where nearly every part is."""
+
+COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences")
+"""Of `marked_places`: `part` is a head or a dimension, `context` the key of one (`context_key`)."""
+
+
+class Marked(KeyedSums):
+    """Occurrences by layer, part, number of the context, position and token; each counts once."""
+
+    def __init__(self) -> None:
+        super().__init__(5, {"marks": ()})
+
+    def mark(self, layer: int, part: Tensor, context: Tensor, position: Tensor, token: Tensor) -> None:
+        """Mark occurrences, one a row of all tensors; of position 0 all parts are one."""
+        part = torch.where(position == 0, ANY, part)
+        keys = torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1).unique(
+            dim=0
+        )
+        self.add(self.rows(keys), {"marks": torch.ones(len(keys))})
+
+
+def context_key(ids: Int[Tensor, " positions"]) -> int:
+    """Return a number that only contexts of the same tokens have."""
+    digest = hashlib.sha256(ids.cpu().long().contiguous().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 6"]:
+    """Tabulate by `COLUMNS` what was marked in these contexts, with how often its token stands in the text.
+
+    Occurrences at position 0 are counted apart: 0 for what is marked there.
+    """
+    contexts = list(contexts)
+    layer, part, context, position, token = state["keys"].unbind(dim=1)
+    counts = torch.bincount(
+        torch.cat([ids[1:] for ids in contexts]), minlength=int(max(token, default=0)) + 1
+    )
+    key = torch.tensor([context_key(ids) for ids in contexts])
+    occurrences = torch.where(position == 0, 0, counts[token])
+    return torch.stack([layer, part, key[context], position, token, occurrences], dim=1)
