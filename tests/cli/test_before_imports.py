@@ -39,7 +39,7 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", str(tmp_path / "run")], "is a run folder, so give the model"),
         (["survey", "--corpus", none], "no file or folder"),
         (["survey", "--corpus", "random", "--per-label", "3"], "has no labels"),
-        (["survey", "--corpus", text, "--label-rows"], "holds no table"),
+        (["survey", "--corpus", text, "--label-by", "row"], "holds no table"),
         (["survey", "--length", "3"], "contexts of 3 tokens are too short: use --length 4 or more"),
         (["survey", "--contexts", "0"], "above 0"),
         (["survey", "--out", taken], "exists and is no run"),

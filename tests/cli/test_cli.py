@@ -415,7 +415,7 @@ def test_a_terminal_that_cannot_write_greek_gets_escapes(surveyed, checkpoint, r
         return stream.buffer.getvalue()
 
     survey = ("survey", checkpoint("gpt2"), "--out", surveyed, "--length", 32)  # which is there already
-    survey += ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    survey += ("--corpus", rows, "--label-by", "column:kind", "--per-label", 2)
     monkeypatch.setenv("COLUMNS", "40")  # so narrow that a table has ellipses
     assert rb"\u" in printed("ascii")
     one, other = (printed(encoding, "--json") for encoding in ("ascii", "utf-8"))

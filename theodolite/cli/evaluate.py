@@ -134,9 +134,9 @@ def evaluate_command(
         scores: list[Score] = []
         described: list[Any] = []
         for name in names:
-            model = opening.open(name)
+            model = opening.open(name, read if reads and stride is None else None)
             described.append(describe_model(model)["model"])
-            corpus = read.read(model, stopped, stream=stride is not None) if reads else None
+            corpus = read.read(model, stopped, stride=stride) if reads else None
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
         evaluation.finish()
