@@ -33,7 +33,7 @@ def test_a_survey_of_images(model, images, tmp_path):
     )
     assert status == 0
     said = " ".join(stderr.split())
-    assert "1 file not named as images are, passed over" in said
+    assert "1 file passed over (not named as images are): notes.txt" in said
     assert "2 labels with 5 contexts each" in said
     run = Run.load(out)
     assert run.provenance["corpus"]["contexts"] == 10

@@ -331,7 +331,8 @@ class Text:
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
-            say_dimly(f"{corpus.name}: read are its first {corpus.selection['tokens_read']:,} tokens")
+            parts = "contexts" if stride is None else "windows"
+            say_dimly(f"{corpus.name}: {parts} of its first {corpus.selection['tokens_read']:,} tokens")
         if short := corpus.selection.get("too_short"):
             say_dimly(f"{corpus.name}: {counted(short, 'context')} of fewer than 4 tokens left out")
         for why, files in corpus.selection.get("files_passed_over", {}).items():
@@ -341,7 +342,7 @@ class Text:
             say_dimly(f"{corpus.name}: {counted(files['count'], 'file')} passed over ({why}): {names}")
         for what in ("text", "label"):
             if rows := corpus.selection.get(f"rows_without_{what}"):
-                say_dimly(f"{corpus.name}: {counted(rows, 'row')} without a {what}")
+                say_dimly(f"{corpus.name}: {counted(rows, 'document')} without a {what}")
         if self.per_label is not None:
             say_dimly(_labels_line(corpus))
         return corpus

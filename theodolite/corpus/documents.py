@@ -454,7 +454,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             wanted = [name for name in (columns.text, *columns.of_labels) if name in names]
             if twice := [name for name in wanted if names.count(name) > 1]:
                 raise UsageError(f"{path} has two columns '{twice[0]}'; rename one.")
-            batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
+            batches = file.iter_batches(batch_size=128, columns=list(dict.fromkeys(wanted)))
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, start=1):
                 if document := document_of_row(row, columns, str(path), number):
