@@ -289,8 +289,8 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
     make_corpus("hf:user/set", plain, 8, columns=Columns(label_by="column:kind"), per_label=300)
     assert asked == [
-        ("docs", plain, 8, Choice(None, 0), True, Columns()),
-        ("docs", plain, 8, Choice(5, 1), False, Columns()),
+        ("docs", plain, 8, Choice(None, 0), True),
+        ("docs", plain, 8, Choice(5, 1), False),
         ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, None, True),
         ("user/set", plain, 8, 300, None, "train", "text", 0, "column:kind", 300, True),
     ]
@@ -442,6 +442,8 @@ def test_a_text_column_of_what_is_no_table_is_refused(tmp_path: Path, plain, rea
     says = re.escape(f"holds no table ({' '.join(TABLES)}): leave out --")
     with pytest.raises(UsageError, match=f"{says}text-column"):
         read(tmp_path / "a.txt", plain, column)
+    (tmp_path / "rows.jsonl").write_text('{"body": "some text that is long enough"}')
+    assert read(tmp_path, plain, column).contexts.shape[1] >= 8  # in a folder it is for the tables
     with pytest.raises(UsageError, match=f"{says}label-by column:x"):
         make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label_by="column:x"))
     for name in ("docs", "held-out", "code"):

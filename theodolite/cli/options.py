@@ -38,13 +38,15 @@ def _said_how_stored(model: OpenModel) -> OpenModel:
 
 def _tokenizer_first(model: str | None, revision: str | None, text: Text | None) -> Any:
     """Load the tokenizer, and see that the text has a first context for it, before weights are read; None: no text."""
-    from theodolite.models.open import load_tokenizer_alone
+    from theodolite.corpus.named import check_first_context
+    from theodolite.models.open import tokenizer_alone
 
     if text is None or text.of_images:
         return None
-    tokenizer, longest = load_tokenizer_alone(model, revision)
+    tokenizer, longest = tokenizer_alone(model, revision)
     if tokenizer is not None:
-        text.check_first_context(tokenizer, longest)
+        length = text.length or min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+        check_first_context(text.corpus, tokenizer, length, text.columns, not text.no_pack)
     return tokenizer
 
 
@@ -243,9 +245,7 @@ class Text:
     ] = None
     encoding: Annotated[
         str | None,
-        typer.Option(
-            help="Of text files and .jsonl, such as latin-1 [default: by their byte order mark, or UTF-8]."
-        ),
+        typer.Option(help="Of text files and .jsonl without a byte order mark, as latin-1 [default: utf-8]."),
     ] = None
     no_pack: Annotated[
         bool,
@@ -294,13 +294,6 @@ class Text:
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
         self.check()
-
-    def check_first_context(self, tokenizer: Any, longest: int | None) -> None:
-        """Raise `UsageError` where the text is shorter than a context; a model has `longest` positions, at least."""
-        from theodolite.corpus.named import check_first_context
-
-        length = self.length or min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        check_first_context(self.corpus, tokenizer, length, self.columns, not self.no_pack)
 
     def read(self, model: OpenModel, stopped: Callable[[], bool], *, stride: int | None = None) -> Corpus:
         """Read the text for this model, saying so on the screen; for windows by a stride, as one stream.

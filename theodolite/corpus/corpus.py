@@ -22,7 +22,6 @@ from theodolite.corpus.cutting import NO_TOKEN, Cutter, contexts_of_rows, padded
 from theodolite.corpus.documents import (
     Columns,
     Document,
-    Notes,
     joined_articles,
     printable,
     read_path,
@@ -254,8 +253,8 @@ class Corpus:
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
-        choice = Choice(contexts, seed, per_label)
-        return cls.of_python(HELD_OUT if held_out else DOCS, tokenizer, length, choice, pack)
+        name, choice = HELD_OUT if held_out else DOCS, Choice(contexts, seed, per_label)
+        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
 
     @classmethod
     def stdlib_code(
@@ -269,16 +268,8 @@ class Corpus:
         pack: bool = True,
     ) -> Corpus:
         """Read the source code of the running interpreter's standard library, with files as labels."""
-        return cls.of_python(CODE, tokenizer, length, Choice(contexts, seed, per_label), pack)
-
-    @classmethod
-    def of_python(
-        cls, name: str, tokenizer: Tokenizer, length: int, choice: Choice, pack: bool = True
-    ) -> Corpus:
-        """Read one of the texts inside every Python (`spec.PYTHON_TEXTS`)."""
-        labels = {PYTHON_LABELS[name]: None} if name in PYTHON_LABELS else {}
-        columns = Columns(notes=Notes(labels))
-        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack, columns)
+        choice = Choice(contexts, seed, per_label)
+        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, choice, pack)
 
     @classmethod
     def random_tokens(
@@ -363,8 +354,8 @@ class Corpus:
         sample = choose(cutter.cut(documents), choice)
         if not sample.bodies:
             raise cutter.nothing_chosen(name, sample)
-        selection = {} if columns is None else columns.described()
-        selection |= {"too_short": cutter.too_short} if cutter.too_short else {}
+        selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
+        selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
         if cutter.stopped:
             selection |= {"tokens_read": cutter.tokens}
         labels = [label for label, _ in sample.bodies]

@@ -28,7 +28,6 @@ LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, w
 BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 
-TITLES = "titles of articles"
 NAMED = 100
 """Files of a folder that the provenance names at most, of those that were passed over for one reason."""
 
@@ -71,7 +70,7 @@ class Columns:
         label_by: what labels a document: `file` or `folder` (its path below the folder that is read), `row` (each row
             is a label of its own, `row 1`, `row 2`, …) or `column:NAME`; None: a table's column `label` or `topic` and
             WikiText's titles, where there are any.
-        encoding: of text files and `.jsonl`; None: what their byte order mark says, or UTF-8.
+        encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
         notes: what was met while reading.
     """
@@ -123,10 +122,10 @@ class Columns:
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
-        except (LookupError, ValueError) as error:
+        except (LookupError, ValueError):
             raise UsageError(
-                f"there is no encoding {self.encoding!r}: give --encoding latin-1, utf-16, cp1252, …"
-            ) from error
+                f"there is no encoding {self.encoding!r}: give --encoding latin-1, say"
+            ) from None
 
     def described(self) -> dict[str, Any]:
         """Describe for the provenance what was asked for, and what has been met so far."""
@@ -185,11 +184,12 @@ def read_path(path: str | Path, columns: Columns | None = None) -> Iterator[Docu
     over and noted. `UsageError` where a path, a column or the text itself is missing or unreadable.
     """
     columns = Columns() if columns is None else columns
-    return with_text(_labelled_documents(Path(path), columns), columns)
+    path = Path(path)
+    yield from with_text(_documents_in(files_at(path, columns), path, columns), columns)
 
 
-def _labelled_documents(path: Path, columns: Columns) -> Iterator[Document]:
-    for file in files_at(path, columns):
+def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterator[Document]:
+    for file in files:
         label = columns.label_of_file(file, path)
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         try:
@@ -218,14 +218,10 @@ def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Docum
 
 def check_path(path: Path, columns: Columns) -> None:
     """Raise `UsageError` where the first document of a file, or of a folder's first file of each kind, is none."""
-    files = files_at(path, columns)
-    for file in {kind_of(file): file for file in reversed(files)}.values():
-        try:
-            if next(read_path(file, columns), None) is None and file == path:
-                raise UsageError(f"{path} holds no text: none of its rows has any")
-        except EmptyFileError:
-            if file == path:
-                raise
+    for file in {kind_of(file): file for file in reversed(files_at(path, columns))}.values():
+        documents = with_text(_documents_in([file], path, columns), columns)
+        if next(documents, None) is None and file == path:
+            raise UsageError(f"{path} holds no text: none of its rows has any")
 
 
 def files_at(path: str | Path, columns: Columns) -> list[Path]:
@@ -287,11 +283,8 @@ def _open_zstandard(path: Path, mode: str) -> Any:
     return zstd.open(path, mode)
 
 
-COMPRESSED: dict[str, Callable[[Path, str], Any]] = {
-    **{".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open},
-    ".zst": _open_zstandard,
-}
-"""Suffixes of compressed files, and what opens them."""
+COMPRESSED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED[".zst"] = _open_zstandard
 
 PIECE = 1 << 20  # bytes decoded at a time
 PART = 1 << 24
@@ -300,12 +293,8 @@ PART = 1 << 24
 LONGEST_LINE = 1 << 26
 """Characters of a line of `.jsonl`, some 15 million tokens."""
 
-MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, which it begins with
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # one begins as one of UTF-16 does
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
 
 @contextmanager
@@ -332,28 +321,28 @@ def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
     """Yield a file's text piece by piece, with `\n` line ends; `UsageError` where it is none."""
     with opened(path) as file:
         piece, offset, line = file.read(PIECE), 0, 1
-        marked = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), "utf-8")
-        encoding = columns.encoding or marked
+        marked = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), None)
+        encoding = marked or columns.encoding or "utf-8"
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
         while True:
             try:
                 text = decoder.decode(piece, final=not piece)
-            except (
-                UnicodeDecodeError
-            ) as error:  # its bytes are the piece, and before it what was left of the last
-                at = offset + len(piece) - len(error.object) + error.start
+            except UnicodeError as error:
+                where = first_line(error)
+                if isinstance(
+                    error, UnicodeDecodeError
+                ):  # `object` is what was left of the last piece, and this one
+                    where = f"at byte {offset + len(piece) - len(error.object) + error.start}"
                 raise UsageError(
-                    f"{path} is not {encoding.upper()} (at byte {at}); say what it is by --encoding (latin-1, say), "
-                    "or convert it"
+                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding (latin-1, say), or "
+                    "convert it"
                 ) from None
-            except UnicodeError as error:  # UTF-16 without a mark
-                raise UsageError(f"{path} is not {encoding.upper()} ({first_line(error)})") from None
             if (nul := text.find("\0")) >= 0:
                 line += text.count("\n", 0, nul)
                 raise UsageError(
                     f"{path} is binary (NUL in line {line}); give text, or its --encoding (utf-16-le, say)"
                 )
-            yield text if offset else text.removeprefix("\ufeff")
+            yield text
             if not piece:
                 return
             offset, line = offset + len(piece), line + text.count("\n")
@@ -366,7 +355,7 @@ def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
     Parts end behind a line, or a word, where there is one. `EmptyFileError` where the first holds no text.
     """
     parts = _parts(path, columns)
-    first = next(parts)
+    first = next(parts, "")
     if not first or first.isspace():
         raise EmptyFileError(path)
     lines = io.StringIO(first if "\n = " in first else "")  # there is no second title otherwise
@@ -383,7 +372,8 @@ def _parts(path: Path, columns: Columns) -> Iterator[str]:
             end = text.rfind("\n") + 1 or text.rfind(" ") + 1 or len(text)
             yield text[:end]
             pieces = [text[end:]]
-    yield "".join(pieces)
+    if any(pieces):
+        yield "".join(pieces)
 
 
 def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
@@ -391,7 +381,7 @@ def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
     if titled:
         yield from _articles(chain.from_iterable(map(io.StringIO, parts)), columns)
     else:
-        yield from map(Document, filter(None, parts))
+        yield from map(Document, parts)
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
@@ -423,7 +413,7 @@ def _json_object(text: str, source: str) -> dict[str, object]:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         row = dict(pairs)
         if len(row) < len(pairs):
-            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
             raise UsageError(f"{source} has the key '{twice}' twice; give each once.")
         return row
 
@@ -483,8 +473,8 @@ READERS = TEXTS | TABLES
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
     """Make a document of a table's row, with its text (or conversation) and its label; None when the text is null.
 
-    `source` names the row in errors, `number` counts it from 1. `UsageError` where it has no such column, or no text
-    there.
+    `source` names the row in errors, `number` counts it from 1 (0: it has columns only). `UsageError` where it has no
+    such column, or no text there.
     """
     for wanted, option in ((columns.text, "--text-column"), (columns.column, "--label-by column:NAME")):
         if wanted is not None and wanted not in row:
@@ -507,9 +497,8 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     column = next((name for name in columns.of_labels if row.get(name) not in (None, "")), None)
     if column is None:
         return Document(text)
-    return Document(
-        text, columns.labelled(f"column {column}", str(row[column]).encode("utf-8", "replace").decode())
-    )
+    label = str(row[column]).encode("utf-8", "replace").decode()
+    return Document(text, columns.labelled(f"column {column}", label))
 
 
 def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:
@@ -620,7 +609,7 @@ def _articles(lines: Iterable[str], columns: Columns) -> Iterator[Document]:
             occurrences[title] += 1
             title = title if occurrences[title] == 1 else f"{title} ({occurrences[title]})"
             if not columns.by_place:
-                columns.labelled(TITLES, title)
+                columns.labelled("titles of articles", title)
         body.append(line if line.endswith("\n") else line + "\n")
         before = line
     if any(map(str.strip, body)):

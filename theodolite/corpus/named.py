@@ -75,7 +75,8 @@ def make_corpus(
         assert length is not None
         check_spec(spec, columns, per_label)
         if name in PYTHON_TEXTS:
-            return Corpus.of_python(name, tokenizer, length, Choice(contexts, seed, per_label), pack)
+            choice = Choice(contexts, seed, per_label)
+            return Corpus.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
         if name == RANDOM:
             return Corpus.random_tokens(tokenizer, length, some, seed)
         if name == FEW_SHOT:
@@ -98,10 +99,10 @@ def check_first_context(
 ) -> None:
     """Raise `UsageError` where a text has no context of so many tokens; it is read up to its first one."""
     name = DOCS if spec is None else str(spec)
-    if is_drawn(name):
-        return
     columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
     texts: Iterable[documents.Document]
+    if is_drawn(name):
+        return
     if name in PYTHON_TEXTS:
         texts = PYTHON_TEXTS[name]()
     elif (dataset := dataset_of(name)) is not None:
@@ -137,7 +138,8 @@ def make_stream(
     check_spec(spec, columns)
     name = DOCS if spec is None else str(spec)
     columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
-    text = _beginning(_pieces(name, columns), tokenizer, tokens)
+    pieces = _pieces(name, columns)
+    text = "".join(pieces) if tokens is None else _beginning(pieces, tokenizer, tokens)
     # verbose=False: it is longer than the model, which reads it in windows.
     encoded = tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=True, verbose=False)
     ids = list(encoded["input_ids"])
@@ -148,26 +150,20 @@ def make_stream(
     return replace(stream, name=documents.printable(name), selection=columns.described() | cut)
 
 
-def _beginning(pieces: Iterator[str], tokenizer: Tokenizer, tokens: int | None) -> str:
-    """Join a text's pieces: all, or so many that they give more than `tokens` tokens."""
-    text, size = "", None if tokens is None else CHARACTERS * tokens
-    while True:
-        parts, length = [text], len(text)
-        while size is None or length < size:
-            if (piece := next(pieces, None)) is None:
-                return "".join(parts)
-            parts.append(piece)
-            length += len(piece)
-        text = "".join(parts)
-        assert size is not None
-        assert tokens is not None
-        beginning = text[:size].encode("utf-8", "replace").decode()
-        if (
-            len(tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"])
-            > tokens + AT_THE_CUT
-        ):
-            return beginning
-        size *= 2
+def _beginning(pieces: Iterator[str], tokenizer: Tokenizer, tokens: int) -> str:
+    """Join so many pieces of a text that they give more than so many tokens, or all."""
+    parts: list[str] = []
+    length, size = 0, CHARACTERS * tokens
+    for piece in pieces:
+        parts.append(piece)
+        length += len(piece)
+        while length >= size:
+            beginning = "".join(parts)[:size].encode("utf-8", "replace").decode()
+            ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) > tokens + AT_THE_CUT:
+                return beginning
+            size *= 2
+    return "".join(parts)
 
 
 def _pieces(name: str, columns: documents.Columns) -> Iterator[str]:

@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from theodolite.corpus.documents import (
-    BY_FOLDER,
-    TEXT_COLUMN,
-    Columns,
-    files_of_folder,
-    printable,
-    streamed_dataset,
-)
+from theodolite.corpus.documents import BY_FOLDER, Columns, files_of_folder, printable, streamed_dataset
 from theodolite.errors import UsageError, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -139,7 +132,7 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
 
     features = dataset.features or {}
     chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if columns.text != TEXT_COLUMN.text:
+    if columns.text != Columns.text:
         chosen = [name for name in chosen if name == columns.text]
     if not chosen:
         raise UsageError(
@@ -147,8 +140,7 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
         )
     if columns.column is not None and columns.column not in features:
         raise UsageError(
-            f"{source} has no column '{columns.column}' (it has: {', '.join(features)}); choose with --label-by "
-            "column:NAME"
+            f"{source} has no column '{columns.column}' (it has: {', '.join(features)}); choose with --label-by"
         )
     label = next((name for name in columns.of_labels if name in features), None)
     named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None

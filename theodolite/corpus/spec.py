@@ -22,8 +22,8 @@ PRESETS = {WIKITEXT_2: "hf:Salesforce/wikitext:wikitext-2-raw-v1:test"}
 PYTHON_TEXTS = {DOCS: python_topics, HELD_OUT: held_out_topics, CODE: stdlib_sources}
 """Texts that every Python has, and what reads their documents."""
 
-PYTHON_LABELS = {DOCS: "topics of the language reference", CODE: "files of the standard library"}
-"""What the labels are of those that have some."""
+PYTHON_LABELS = {DOCS: {"labels_are": "topics of the manual"}, CODE: {"labels_are": "files of the library"}}
+"""What the provenance says of their labels."""
 
 DRAWN = (RANDOM, ADDITION, FEW_SHOT)
 """What `named.make_corpus` draws by a seed."""

@@ -97,13 +97,8 @@ def open_model(
     return OpenModel.of(source, *parts, tokenizer=tokenizer, **checkpoint.identity())
 
 
-def load_tokenizer_alone(
-    path_or_id: str | Path | None, revision: str | None
-) -> tuple[PreTrainedTokenizerBase | None, int | None]:
-    """Load a checkpoint's tokenizer without its weights, and read how many positions it has, or fewer than those.
-
-    (None, None) where it has none, or cannot be opened: `open_model` says why.
-    """
+def tokenizer_alone(path_or_id: str | Path | None, revision: str | None) -> tuple[Any, int | None]:
+    """Load a checkpoint's tokenizer, and bound its positions from below; (None, None): `open_model` says why."""
     try:
         checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
         config = loading.config_of(checkpoint.place, checkpoint.revision)
@@ -112,11 +107,10 @@ def load_tokenizer_alone(
         return None, None
     names = ("max_target_positions", "max_position_embeddings")
     limits = [getattr(of, name, None) for of in (config, config.get_text_config()) for name in names]
-    longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
-    padding = getattr(config, "pad_token_id", None)  # behind which RoBERTa begins to count
-    if longest is not None and isinstance(padding, int):
-        longest -= min(padding + 1, longest // 2)
-    return tokenizer, longest
+    # Half of them, since some are not counted, as those up to RoBERTa's padding index.
+    return tokenizer, min(
+        (limit // 2 for limit in limits if isinstance(limit, int) and limit >= 8), default=None
+    )
 
 
 def _in_memory(
