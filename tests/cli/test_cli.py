@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer import Exit
 from typer.testing import CliRunner
 
@@ -284,6 +285,20 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
         "bad device": (["survey", model, "--device", "abacus"], "abacus"),
         "unwritable": ([*survey, text, "--length", 32, "--out", text / "run"], "is a file, not a folder"),
     }
+
+
+@pytest.mark.parametrize("words", [["survey"], ["trace"], ["evaluate"]])
+def test_a_text_shorter_than_a_context_is_refused_before_weights_are_read(checkpoint, text, tmp_path, words):
+    """Oracle: weights that are NaN, which is said where the text is long enough."""
+    model, short = tmp_path / "model", tmp_path / "short.txt"
+    shutil.copytree(checkpoint("gpt2"), model)
+    weights = load_file(model / "model.safetensors")
+    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    save_file(nan, model / "model.safetensors", {"format": "pt"})
+    short.write_text("ab")
+    said = [call(*words, model, "--corpus", corpus, "--length", 32)[2] for corpus in (short, text)]
+    assert ["shorter than one context" in one for one in said] == [True, False], said
+    assert "NaN" in said[1]
 
 
 def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
