@@ -165,7 +165,7 @@ def chromium():
 
 def _written(command: str, model: Path, rows: Path, folder: Path, *options: object) -> Path:
     """The folder that a command wrote about the rows."""
-    read = (model, "--corpus", rows, "--label-column", "kind", "--length", 32, *options)
+    read = (model, "--corpus", rows, "--label-by", "column:kind", "--length", 32, *options)
     status, _, stderr = call(command, *read, "--out", folder)
     assert status == 0, stderr
     return folder

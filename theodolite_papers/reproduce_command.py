@@ -109,7 +109,7 @@ def reproduce_command(
 
 def _with_corpus(text: Text, other: str | None) -> Text:
     """Return the options of the text to compare with, whose labels do not matter."""
-    return replace(text, corpus=other, label_column=None, label_rows=False, per_label=None)
+    return replace(text, corpus=other, label_by=None, encoding=None, per_label=None)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
     from theodolite.report.page import write_report
     from theodolite_papers import Study
 
-    model = request.opening.open(request.model)
+    model = request.opening.open(request.model, request.text)
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads no text, which all experiments are on: use theodolite survey")
     if focus.layer is not None or focus.head is not None:

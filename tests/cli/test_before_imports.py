@@ -30,6 +30,12 @@ REPRODUCE = ["reproduce", "localization/figure1"]
 def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "taken").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"so\0")
+    (tmp_path / "rows.jsonl").write_text('{"body": "some text"}')
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_text('{"text": "some text"}')
+    (tmp_path / "folder" / "b.txt").write_bytes(b"so\0")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
     none, text, taken = (str(tmp_path / name) for name in ("none", "text.txt", "taken"))
@@ -39,7 +45,21 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", str(tmp_path / "run")], "is a run folder, so give the model"),
         (["survey", "--corpus", none], "no file or folder"),
         (["survey", "--corpus", "random", "--per-label", "3"], "has no labels"),
-        (["survey", "--corpus", text, "--label-rows"], "holds no table"),
+        (["survey", "--corpus", text, "--label-by", "row"], "holds no table"),
+        (
+            ["survey", "--corpus", text, "--label-by", "kind"],
+            "give --label-by file, folder, row, column:NAME",
+        ),
+        (["survey", "--corpus", text, "--encoding", "kind"], "there is no encoding 'kind'"),
+        (["survey", "--corpus", "docs", "--encoding", "utf-8"], "docs is no file: leave out --encoding"),
+        (
+            ["survey", "--corpus", "hf:a/b", "--label-by", "file"],
+            "has rows and no files: leave out --label-by",
+        ),
+        (["survey", "--corpus", str(tmp_path / "binary.txt")], "is binary"),
+        (["evaluate", "--corpus", str(tmp_path / "rows.jsonl")], "has no column 'text' (it has: body)"),
+        (["evaluate", "--stride", "4", "--corpus", str(tmp_path / "empty.txt")], "is empty"),
+        (["trace", "--corpus", str(tmp_path / "folder")], "is binary"),
         (["survey", "--length", "3"], "contexts of 3 tokens are too short: use --length 4 or more"),
         (["survey", "--contexts", "0"], "above 0"),
         (["survey", "--out", taken], "exists and is no run"),

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer import Exit
 from typer.testing import CliRunner
 
@@ -286,6 +287,20 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
     }
 
 
+@pytest.mark.parametrize("words", [["survey"], ["trace"], ["evaluate"]])
+def test_a_text_shorter_than_a_context_is_refused_before_weights_are_read(checkpoint, text, tmp_path, words):
+    """Oracle: weights that are NaN, which is said where the text is long enough."""
+    model, short = tmp_path / "model", tmp_path / "short.txt"
+    shutil.copytree(checkpoint("gpt2"), model)
+    weights = load_file(model / "model.safetensors")
+    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    save_file(nan, model / "model.safetensors", {"format": "pt"})
+    short.write_text("ab")
+    said = [call(*words, model, "--corpus", corpus, "--length", 32)[2] for corpus in (short, text)]
+    assert ["shorter than one context" in one for one in said] == [True, False], said
+    assert "NaN" in said[1]
+
+
 def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
     """What needs no model is in test_before_imports.py, texts that are none in tests/corpus and tests/inputs."""
     for name, (arguments, words) in _bad_calls(tmp_path, checkpoint("gpt2"), text).items():
@@ -415,7 +430,7 @@ def test_a_terminal_that_cannot_write_greek_gets_escapes(surveyed, checkpoint, r
         return stream.buffer.getvalue()
 
     survey = ("survey", checkpoint("gpt2"), "--out", surveyed, "--length", 32)  # which is there already
-    survey += ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    survey += ("--corpus", rows, "--label-by", "column:kind", "--per-label", 2)
     monkeypatch.setenv("COLUMNS", "40")  # so narrow that a table has ellipses
     assert rb"\u" in printed("ascii")
     one, other = (printed(encoding, "--json") for encoding in ("ascii", "utf-8"))

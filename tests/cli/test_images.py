@@ -33,7 +33,7 @@ def test_a_survey_of_images(model, images, tmp_path):
     )
     assert status == 0
     said = " ".join(stderr.split())
-    assert "1 file not named as images are, passed over" in said
+    assert "1 file passed over (not named as images are): notes.txt" in said
     assert "2 labels with 5 contexts each" in said
     run = Run.load(out)
     assert run.provenance["corpus"]["contexts"] == 10
@@ -94,7 +94,7 @@ def test_models_are_compared_on_images(model, images, tmp_path):
         (("survey", "MODEL"), "the model reads images: give a folder of them, or hf:NAME"),
         (("survey", "MODEL", "--corpus", "docs"), "the model reads images, and docs is text"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--length", 8), "leave out --length"),
-        (("survey", "MODEL", "--corpus", "IMAGES", "--label-rows"), "leave out --label-rows"),
+        (("survey", "MODEL", "--corpus", "IMAGES", "--label-by", "row"), "leave out --label-by row"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--ray"), "workers read text, not images"),
         (("prune", "MODEL", "--corpus", "IMAGES", "--sparsity", 0.5), "only models of text are pruned"),
         (

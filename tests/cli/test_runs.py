@@ -21,7 +21,7 @@ def made(checkpoint, surveyed: Path, traced: Path, rows: Path, tmp_path_factory)
     folder = tmp_path_factory.mktemp("made") / "runs"
     shutil.copytree(surveyed, folder / "one")
     shutil.copytree(traced, folder / "three <b>")
-    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2, "--length", 24, "--seed", 3)
+    of = ("--corpus", rows, "--label-by", "column:kind", "--per-label", 2, "--length", 24, "--seed", 3)
     status, _, stderr = call("survey", checkpoint("gpt2"), *of, "--out", folder / "two")
     assert status == 0, stderr
     assert "3 labels with 2 contexts each" in " ".join(stderr.split())
@@ -55,7 +55,7 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
     assert [listed[name]["length"] for name in ("one", "two")] == [32, 24]
     assert listed["one"]["per_label"] == 2
     assert listed["three <b>"]["per_label"] is None
-    assert not {"label_column", "dtype", "torch", "revision"} & set(listed["one"])  # the same in all
+    assert not {"label_by", "dtype", "torch", "revision"} & set(listed["one"])  # the same in all
     page = (runs / "index.html").read_text()
     assert "three &lt;b&gt;" in page
     targets = [target for target in Links(page).targets if not target.startswith(("#", "http"))]
@@ -100,7 +100,7 @@ def test_tables_are_exported_as_csv(surveyed: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, checkpoint, rows: Path) -> None:
-    of = ("--corpus", rows, "--label-column", "kind", "--per-label", 2)
+    of = ("--corpus", rows, "--label-by", "column:kind", "--per-label", 2)
     again = (*of, "--out", surveyed)
     status, _, stderr = call("survey", checkpoint("gpt2"), *again, "--length", 32, "--shard", "1/1")
     assert (status, "is finished: nothing is left to read or to merge" in " ".join(stderr.split())) == (
@@ -121,7 +121,7 @@ def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, check
     said = " ".join(stderr.split())
     assert "--contexts 6 there, 4 now" in said
     assert "--per-label 2 there, not given now" in said
-    assert "--label-column kind there, not given now" in said
+    assert "--label-by column:kind there, not given now" in said
 
 
 def test_versions_are_told_apart() -> None:
@@ -137,7 +137,9 @@ def test_versions_are_told_apart() -> None:
 
 def test_rules_are_not_overwritten(surveyed: Path, tmp_path: Path) -> None:
     out = tmp_path / "exclusions.json"
-    out.write_text('{"schema_version": 1, "model": null, "corpus": null, "rules": []}')
+    out.write_text(
+        '{"schema_version": 2, "rules": [], "occurrences": [], "accuracy": {}, "model": 0, "corpus": 0}'
+    )
     before = out.read_bytes()
     status, _, stderr = call("exclude", surveyed, "--out", out)
     assert status == 2

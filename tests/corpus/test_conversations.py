@@ -75,12 +75,21 @@ def test_a_tokenizer_that_puts_nothing_before_a_text_keeps_the_template_s_first_
         ([{"role": "critic", "content": "No."}], "the chat template refuses it .*unknown role critic"),
         (["Hello"], "neither text nor a conversation"),
         ([{"speaker": "me", "says": "Hello"}], "neither text nor a conversation"),
-        ([], "neither text nor a conversation"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, chats, row, says):
     with pytest.raises(UsageError, match=f"line 2: column 'messages'.*{says}"):
         Corpus.from_path(written(tmp_path, [TURNS, row]), chats, 16, text_column="messages")
+
+
+def test_an_empty_conversation_is_counted_and_not_the_end(tmp_path, chats):
+    """Oracle: the same file without it."""
+    corpora = [
+        Corpus.from_path(written(tmp_path, rows), chats, 16, text_column="messages")
+        for rows in ([TURNS, TURNS], [TURNS, [], None, TURNS])
+    ]
+    assert corpora[0].contexts.tolist() == corpora[1].contexts.tolist()
+    assert [corpus.selection for corpus in corpora] == [{}, {"rows_without_text": 2}]
 
 
 def test_a_tokenizer_without_a_template_is_named_as_the_reason(tmp_path: Path) -> None:

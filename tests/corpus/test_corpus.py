@@ -325,12 +325,12 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
     make_corpus(None, plain, 8)
     make_corpus("docs", plain, 8, 5, 1, pack=False)
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
-    make_corpus("hf:user/set", plain, 8, columns=Columns(label="kind"), per_label=300)
+    make_corpus("hf:user/set", plain, 8, columns=Columns(label_by="column:kind"), per_label=300)
     assert asked == [
         ("docs", plain, 8, Choice(None, 0), True),
         ("docs", plain, 8, Choice(5, 1), False),
-        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, False, None, True),
-        ("user/set", plain, 8, 300, None, "train", "text", 0, "kind", False, 300, True),
+        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, None, True),
+        ("user/set", plain, 8, 300, None, "train", "text", 0, "column:kind", 300, True),
     ]
 
 
@@ -358,7 +358,10 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
         (lambda t: make_corpus("random", t, 8, per_label=2), "random has no labels: leave out --per-label"),
         (lambda t: make_corpus("addition", t, 34), "use a --length from 4 to 33"),
         (lambda t: make_corpus("addition", character_tokenizer("0123456789", 33), 33), "one token per char"),
-        (lambda t: make_corpus(None, t, 8, columns=Columns(rows=True)), "no table: leave out --label-rows"),
+        (
+            lambda t: make_corpus(None, t, 8, columns=Columns(label_by="row")),
+            "no table: leave out --label-by row",
+        ),
         (lambda t: make_corpus("hf:nobody/nothing", t, 8), "without a network, give a folder"),
         (lambda t: make_corpus("hf:", t, 8), "does not name a dataset"),
         (lambda t: make_corpus("nowhere", t, 8), "no file or folder nowhere; give a path, or docs, held-out"),
@@ -385,17 +388,18 @@ def labelled_rows(path: Path) -> Path:
 def test_as_many_contexts_of_each_label(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
     """Oracle: counts by hand. A label with fewer is left out, and said to be."""
     path = labelled_rows(tmp_path / "t.jsonl")
-    corpus = Corpus.from_path(path, plain, 4, label_column="kind", per_label=2)
+    corpus = Corpus.from_path(path, plain, 4, label_by="column:kind", per_label=2)
     assert corpus.label_names == ["a", "b"]
     assert corpus.labels.tolist() == [0, 0, 1, 1]
     assert [plain.decode(row)[0] for row in corpus.contexts] == ["a", "a", "b", "b"]
     assert corpus.selection == {
-        "label_column": "kind",
+        "label_by": "column:kind",
+        "labels_are": "column kind",
         "per_label": 2,
         "labels_too_short": 1,
         "labels_not_drawn": 0,
     }
-    one = Corpus.from_path(path, plain, 4, contexts=2, label_column="kind", per_label=1)
+    one = Corpus.from_path(path, plain, 4, contexts=2, label_by="column:kind", per_label=1)
     assert sorted(one.labels.tolist()) == [0, 1]
     assert one.selection["labels_not_drawn"] == 1
 
@@ -403,22 +407,23 @@ def test_as_many_contexts_of_each_label(tmp_path: Path, plain: PreTrainedTokeniz
 def test_rows_are_documents_with_a_label_each(tmp_path: Path, plain: PreTrainedTokenizerFast) -> None:
     """Short rows are not packed: each would belong to two labels."""
     path = labelled_rows(tmp_path / "t.jsonl")
-    corpus = Corpus.from_path(path, plain, 4, label_rows=True)
+    corpus = Corpus.from_path(path, plain, 4, label_by="row")
     assert [corpus.label_names[label] for label in corpus.labels] == [
         *["row 1"] * 5,
         *["row 2"] * 2,
         "row 3",
         "row 4",
     ]
-    balanced = Corpus.from_path(tmp_path, plain, 4, label_rows=True, per_label=2)
+    balanced = Corpus.from_path(tmp_path, plain, 4, label_by="row", per_label=2)
     assert balanced.label_names == ["t.jsonl row 1", "t.jsonl row 2"]
     assert balanced.selection == {
-        "label_rows": True,
+        "label_by": "row",
+        "labels_are": "rows",
         "per_label": 2,
         "labels_too_short": 2,
         "labels_not_drawn": 0,
     }
-    assert Corpus.from_path(path, plain, 5, label_rows=True).label_names == ["row 1", "row 2", "row 4"]
+    assert Corpus.from_path(path, plain, 5, label_by="row").label_names == ["row 1", "row 2", "row 4"]
 
 
 def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
@@ -434,7 +439,7 @@ def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
 def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows_read) -> None:
     """Oracle: rows of two contexts, one label each: 4 labels a wanted one are complete after as many rows."""
     data = data_set([{"text": f"{number:08d}"} for number in range(500)])
-    corpus = Corpus.from_dataset(data, plain, 4, 6, label_rows=True, per_label=2)
+    corpus = Corpus.from_dataset(data, plain, 4, 6, label_by="row", per_label=2)
     assert corpus.labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert rows_read == list(range(1, 13))
     data_set([{"text": f"{number:04d}", "topic": "x" if number < 300 else "y"} for number in range(500)])
@@ -452,10 +457,10 @@ def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows
         ({"per_label": 0}, r"use a number \(--per-label\) above 0"),
         ({"per_label": 3, "contexts": 2}, r"2 contexts \(--contexts\) are fewer than the 3 of one label"),
         (
-            {"label_column": "nix"},
-            r"no column 'nix' \(it has: text, kind, label\); choose with --label-column",
+            {"label_by": "column:nix"},
+            r"no column 'nix' \(it has: text, kind, label\); choose with --label-by column:NAME",
         ),
-        ({"label_column": "kind", "label_rows": True}, "a row has one label"),
+        ({"label_by": "kind"}, "labels by 'kind': give --label-by file, folder, row, column:NAME"),
     ],
 )
 def test_labels_that_cannot_be_had_are_one_line(tmp_path, plain, options, says):
@@ -475,8 +480,10 @@ def test_a_text_column_of_what_is_no_table_is_refused(tmp_path: Path, plain, rea
     says = re.escape(f"holds no table ({' '.join(TABLES)}): leave out --")
     with pytest.raises(UsageError, match=f"{says}text-column"):
         read(tmp_path / "a.txt", plain, column)
-    with pytest.raises(UsageError, match=f"{says}label-column"):
-        make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label="x"))
+    (tmp_path / "rows.jsonl").write_text('{"body": "some text that is long enough"}')
+    assert read(tmp_path, plain, column).contexts.shape[1] >= 8  # in a folder it is for the tables
+    with pytest.raises(UsageError, match=f"{says}label-by column:x"):
+        make_corpus(tmp_path / "a.txt", plain, 8, columns=Columns(label_by="column:x"))
     for name in ("docs", "held-out", "code"):
         with pytest.raises(UsageError, match=f"{name} is no table: leave out --text-column"):
             read(name, plain, column)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from theodolite.corpus import documents as texts
@@ -37,16 +39,26 @@ def test_stdlib_sources_are_the_interpreter_s_own_files_without_tests() -> None:
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffOne\r\ntwo\rthree é\n".encode())
-    assert list(read_path(path)) == [Document("One\ntwo\nthree é\n", "a.txt")]
+    assert list(read_path(path)) == [Document("One\ntwo\nthree é\n")]
 
 
-def test_a_folder_is_read_in_sorted_order_with_relative_labels(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_sorted_order(tmp_path: Path) -> None:
     for name in ("b.md", "a.txt", "sub/c.TXT", ".hidden/d.txt", "e.csv", "f.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "f.txt" else name)
-    assert list(read_path(tmp_path)) == [Document(name, name) for name in ("a.txt", "b.md")] + [
-        Document("sub/c.TXT", "sub/c.TXT")
-    ]
+    names = ["a.txt", "b.md", "sub/c.TXT"]
+    for by, labels in ((None, [None] * 3), ("file", names), ("folder", [None, None, "sub"])):
+        columns = Columns(label_by=by)
+        assert list(read_path(tmp_path, columns)) == list(map(Document, names, labels))
+    assert columns.described() == {
+        "label_by": "folder",
+        "labels_are": "folders",
+        "rows_without_label": 2,
+        "files_passed_over": {
+            f"none of {' '.join(READERS)}": {"count": 1, "names": ["e.csv"]},
+            "empty": {"count": 1, "names": ["f.txt"]},
+        },
+    }
 
 
 ROWS = [{"text": "one", "label": "x"}, {"text": None, "label": "x"}, {"text": "two", "label": None}]
@@ -59,7 +71,10 @@ def test_tables_give_a_document_a_row(tmp_path: Path, suffix: str) -> None:
         path.write_text("\n\n".join(json.dumps(row) for row in ROWS))
     else:
         pd.DataFrame(ROWS).to_parquet(path)
-    assert list(read_path(path)) == [Document("one", "x"), Document("two", f"t.{suffix}")]
+    columns = Columns()
+    assert list(read_path(path, columns)) == [Document("one", "x"), Document("two")]
+    met = {"labels_are": "column label", "rows_without_text": 1, "rows_without_label": 1}
+    assert columns.described() == met
     assert [document.text for document in read_path(path, Columns("label"))] == ["x", "x"]
 
 
@@ -86,7 +101,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> No
         with pytest.raises(UsageError, match=r"cannot be decompressed .*; compress it anew"):
             list(read_path(compressed))
     (tmp_path / "d.txt.zst").write_bytes(b"x")
-    with pytest.raises(UsageError, match=r"pip install zstandard|cannot be decompressed"):
+    with pytest.raises(UsageError, match=r"pip install backports\.zstd|cannot be decompressed"):
         list(read_path(tmp_path / "d.txt.zst"))
 
 
@@ -94,13 +109,13 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
     """As a newcomer adds subtitles: folders, labels and errors are as of the others. Oracle: the lines by hand."""
 
     def subtitles(path: Path, columns: Columns) -> Iterator[Document]:
-        blocks = texts.text_of(path).strip().split("\n\n")
+        blocks = "".join(texts.pieces_of(path, columns)).strip().split("\n\n")
         yield Document("\n".join(line for block in blocks for line in block.split("\n")[2:]))
 
     monkeypatch.setitem(texts.READERS, ".srt", subtitles)
     spoken = "1\n00:00:01,000 --> 00:00:02,000\nGood\nmorning.\n\n2\n00:00:03,000 --> 00:00:04,000\nAngles!\n"
     (tmp_path / "a.srt").write_text(spoken)
-    assert list(read_path(tmp_path)) == [Document("Good\nmorning.\nAngles!", "a.srt")]
+    assert list(read_path(tmp_path)) == [Document("Good\nmorning.\nAngles!")]
     with pytest.raises(UsageError, match="holds no table"):
         list(read_path(tmp_path / "a.srt", Columns("body")))
 
@@ -111,8 +126,8 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
         ("a.pdf", b"x", re.escape(f"a.pdf is not one of {' '.join(READERS)}")),
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\t", "is empty"),
-        ("a.txt", b"abc\0def", r"binary \(byte 3 is NUL\)"),
-        ("a.md", b"abcd\xff", r"not UTF-8 \(at byte 4\)"),
+        ("a.txt", b"abc\0def", r"binary \(NUL in line 1\)"),
+        ("a.md", b"abcd\xff", r"not UTF-8 \(at byte 4\); say what it is by --encoding"),
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object"),
@@ -133,6 +148,64 @@ def test_bad_files_are_named_in_one_line(tmp_path: Path, name: str, content: byt
         list(read_path(path))
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize(
+    ("written", "encoding"),
+    [
+        ("utf-16", None),
+        ("utf-32", None),
+        ("utf-8-sig", None),
+        ("utf-16-le", "utf-16-le"),
+        ("latin-1", "latin-1"),
+    ],
+)
+def test_encodings_are_known_by_their_mark_or_by_name(
+    tmp_path, monkeypatch, suffix, written, encoding
+) -> None:
+    """Oracle: the text that the standard library encoded, with lines of Windows, cut within a character."""
+    monkeypatch.setattr(texts, "PIECE", 7)
+    text = "Größe\r\nund Maß" if suffix == "txt" else '{"text": "Größe"}\r\n{"text": "und Maß"}\r\n'
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(text.encode(written))
+    found = [document.text for document in read_path(path, Columns(encoding=encoding))]
+    assert "\n".join(found) == "Größe\nund Maß"
+
+
+def test_a_long_text_is_several_documents_and_a_long_line_is_refused(tmp_path, monkeypatch) -> None:
+    """Oracle: the text itself."""
+    for name, size in (("PIECE", 10), ("PART", 40), ("LONGEST_LINE", 40)):
+        monkeypatch.setattr(texts, name, size)
+    text = "".join(f"line {number}\n" for number in range(20)) + "x" * 100
+    (tmp_path / "a.txt").write_text(text)
+    parts = [document.text for document in read_path(tmp_path / "a.txt")]
+    assert "".join(parts) == text
+    assert len(parts) > 4
+    assert all(part.endswith("\n") for part in parts[:3])
+    (tmp_path / "wiki.txt").write_text(WIKITEXT)
+    assert [document.label for document in read_path(tmp_path / "wiki.txt")] == [
+        None
+    ] * 4  # no two titles in a part
+    monkeypatch.setattr(texts, "PART", WIKITEXT.index("One .") + 15)
+    assert [document.label for document in read_path(tmp_path / "wiki.txt")] == [
+        "Du Fu",
+        "<unk>",
+        "<unk> (2)",
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    with pytest.raises(UsageError, match="has a line of more than 40 characters"):
+        list(read_path(tmp_path / "a.jsonl"))
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}')
+    with pytest.raises(UsageError, match="line 1 has the key 'text' twice"):
+        list(read_path(tmp_path / "a.jsonl"))
+    table = pa.table([["a"], ["b"], ["c"], ["d"]], names=["text", "text", "other", "other"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match="has two columns 'text'"):
+        list(read_path(tmp_path / "a.parquet"))
 
 
 def test_a_parquet_file_without_the_column_or_with_numbers_in_it(tmp_path: Path) -> None:
@@ -195,13 +268,13 @@ def test_wikitext_gives_its_articles(tmp_path: Path) -> None:
     cuts = [WIKITEXT.index(" = Du"), WIKITEXT.index(" = <unk>"), WIKITEXT.rindex(" = <unk>"), None]
     assert [document.text for document in found] == [WIKITEXT[a:b] for a, b in itertools.pairwise(cuts)]
     (tmp_path / "wiki.txt").write_text("before\n\n" + WIKITEXT)
-    assert [document.label for document in read_path(tmp_path)] == ["wiki.txt", "Du Fu", "<unk>", "<unk> (2)"]
+    assert [document.label for document in read_path(tmp_path)] == [None, "Du Fu", "<unk>", "<unk> (2)"]
 
 
 def test_one_title_does_not_make_a_text_wikitext(tmp_path: Path) -> None:
     text = " = Alone = \n\nand its text\n"
     (tmp_path / "a.txt").write_text(text)
-    assert list(read_path(tmp_path)) == [Document(text, "a.txt")]
+    assert list(read_path(tmp_path)) == [Document(text)]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -225,11 +298,11 @@ def test_rows_that_are_lines_of_wikitext_are_joined(tmp_path: Path, suffix: str,
 def test_rows_with_labels_or_without_a_leading_title_stay_rows() -> None:
     """Oracle: the rows themselves, read no further than they are asked for."""
     labelled = [Document(" = A = \n", "x"), Document("", "x"), Document("b", "y")]
-    assert list(joined_articles(labelled)) == labelled
+    assert list(joined_articles(labelled, Columns())) == labelled
     plain = [Document(""), Document("a"), Document(""), Document(" = A = \n"), Document("")]
-    assert list(joined_articles(plain)) == plain
-    assert list(joined_articles([])) == []
-    endless = joined_articles(Document(str(number)) for number in itertools.count())
+    assert list(joined_articles(plain, Columns())) == plain
+    assert list(joined_articles([], Columns())) == []
+    endless = joined_articles((Document(str(number)) for number in itertools.count()), Columns())
     assert [next(iter(endless)).text for _ in range(3)] == ["0", "1", "2"]
 
 

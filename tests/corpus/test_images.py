@@ -74,7 +74,8 @@ def test_as_many_of_each_label(folder, reader):
     vision.draw(folder, ["fish"], 1)
     corpus = Corpus.from_path(folder, reader, per_label=3)
     assert sorted(corpus.label_names[label] for label in corpus.labels) == ["cat"] * 3 + ["dog"] * 3
-    assert corpus.selection == {"per_label": 3, "labels_too_short": 1, "labels_not_drawn": 0}
+    balance = {"per_label": 3, "labels_too_short": 1, "labels_not_drawn": 0}
+    assert corpus.selection == balance | {"labels_are": "folders"}
     with pytest.raises(UsageError, match=r"no label of .* has 9 images: '\w+' has the most, 4"):
         Corpus.from_path(folder, reader, per_label=9)
 
@@ -104,7 +105,8 @@ def test_other_files_are_passed_over_and_counted(folder, reader):
     (folder / ".hidden.png").write_text("not a picture")
     corpus = Corpus.from_path(folder, reader)
     assert len(corpus.contexts) == 8
-    assert corpus.selection == {"files_passed_over": 1}
+    passed_over = {"not named as images are": {"count": 1, "names": ["notes.txt"]}}
+    assert corpus.selection == {"labels_are": "folders", "files_passed_over": passed_over}
 
 
 @pytest.mark.parametrize(

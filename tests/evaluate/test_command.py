@@ -175,6 +175,11 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
         assert rows["loss"]["value"] == pytest.approx(wanted.loss)
         assert rows["loss"]["task"] == f"{text}, windows of 64 tokens by {stride}"
     assert len(json.loads(out.read_text())["measured"]) == 3
+    options = ("--corpus", text, "--stride", 16, "--length", 64, "--contexts", 5, "--json")
+    loss = json.loads(call(checkpoint("llama3"), *options)[1])["scores"][0]
+    first = make_stream(text, model.tokenizer, tokens=64 + 4 * 16)
+    wanted = perplexity(model, first, stride=16, length=64)
+    assert (len(wanted.losses), loss["value"]) == (5, pytest.approx(wanted.loss))
 
 
 def test_numbers_of_examples_are_read_or_refused():
@@ -204,7 +209,7 @@ NOTHING = "nothing has such an option: leave out "
             for option in ("--length 64", "--no-pack")
         ),
         ("--tasks FOLDER --text-column body", NO_TEXT + "--text-column"),
-        ("--corpus TEXT --stride 16 --contexts 4", "leave out --contexts"),
+        ("--corpus TEXT --stride 16 --per-label 4", "leave out --per-label"),
         ("--corpus TEXT --as-published", "begin as it does: leave out --as-published"),
         ("--corpus TEXT --stride 16 --as-published --no-special-tokens", "give --as-published or"),
         ("--shots 0-5", "there are no examples: leave out --shots"),

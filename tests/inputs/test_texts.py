@@ -38,7 +38,7 @@ REFUSED = {
     "nothing": (lambda path: path.write_bytes(b""), "is empty"),
     "white space": (lambda path: path.write_text(" \n\t\u2003" * 1000), "is empty"),
     "one token": (lambda path: path.write_text("a"), "shorter than one context"),
-    "UTF-16": (lambda path: path.write_bytes("so it is ".encode("utf-16") * 99), "not UTF-8|binary"),
+    "UTF-16 without a mark": (lambda path: path.write_bytes("so it is ".encode("utf-16-le") * 99), "binary"),
     "gzip": (lambda path: path.write_bytes(gzip.compress(b"so it is " * 999)), "not UTF-8|binary"),
     "100 MB of NUL": (lambda path: path.open("wb").truncate(MEGABYTES << 20), "binary"),
     "a lone surrogate": (lambda path: path.write_bytes(b"so \xed\xa0\x80 is" * 99), "not UTF-8"),
@@ -72,7 +72,7 @@ def test_a_folder_of_many_files_is_read_once_each(tmp_path: Path) -> None:
         (tmp_path / f"{number:04}.txt").write_text(f"text {number:04} and more")
     _fifo(tmp_path / "pipe.txt")
     _link("/dev/zero")(tmp_path / "zero.txt")
-    corpus = Corpus.from_path(tmp_path, byte_tokenizer(), 16)
+    corpus = Corpus.from_path(tmp_path, byte_tokenizer(), 16, label_by="file")
     assert corpus.contexts.shape == (400, 16)
     assert corpus.label_names == [f"{number:04}.txt" for number in range(400)]
 
@@ -118,7 +118,7 @@ def test_names_of_files_may_be_any_bytes(checkpoint, tmp_path: Path) -> None:
         path.write_text("The theodolite stands on its tripod; one reads the angle. " * 20)
     for number, corpus in enumerate((folder, file)):
         out = tmp_path / str(number)
-        reading = ("--corpus", corpus, "--length", 32, "--contexts", 4)
+        reading = ("--corpus", corpus, "--length", 32, "--contexts", 4, "--label-by", "file")
         status, _, stderr = call("survey", checkpoint("gpt2"), *reading, "--out", out)
         assert status == 0, stderr
         told = Run.load(out).provenance["corpus"]

@@ -158,10 +158,10 @@ def evaluate_command(
         scores: list[Score] = []
         described: list[Any] = []
         for name in names:
-            model = opening.open(name)
+            model = opening.open(name, read if reads and stride is None else None)
             described.append(describe_model(model)["model"])
-            stream = {"special_tokens": not no_special_tokens} if stride is not None else None
-            corpus = read.read(model, stopped, stream=stream) if reads else None
+            how: dict[str, Any] = {"stride": stride, "special_tokens": not no_special_tokens}
+            corpus = read.read(model, stopped, **how) if reads else None
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
         evaluation.finish()

@@ -93,7 +93,7 @@ def explore_command(
 
             ended = threading.Event()
             with listen(port) as listening:
-                opened = [opening.open(name) for name in names]
+                opened = [opening.open(name, None if runs else text) for name in names]
                 called = _display_names(opened)
                 check_pair(list(zip(called, opened, strict=True)))
                 surveys: list[Run] | list[PlannedSurvey]

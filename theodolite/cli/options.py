@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
-from theodolite.corpus.documents import READERS, TABLES, Columns
+from theodolite.corpus.documents import LABELS_BY, READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import local_checkpoint
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
-from theodolite.system.wording import counted, gguf_described
+from theodolite.system.wording import counted, gguf_described, listed, visible
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -34,6 +34,20 @@ def _said_how_stored(model: OpenModel) -> OpenModel:
         dtype = str(model.source.dtype).removeprefix("torch.")
         say_dimly(f"{short_name(model.id)}: {gguf_described(model.stored['gguf'], dtype)}")
     return model
+
+
+def _tokenizer_first(model: str | None, revision: str | None, text: Text | None) -> Any:
+    """Load the tokenizer, and see that the text has a first context for it, before weights are read; None: no text."""
+    from theodolite.corpus.named import check_first_context
+    from theodolite.models.open import tokenizer_alone
+
+    if text is None or text.of_images:
+        return None
+    tokenizer, longest = tokenizer_alone(model, revision)
+    if tokenizer is not None:
+        length = text.length or min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+        check_first_context(text.corpus, tokenizer, length, text.columns, not text.no_pack)
+    return tokenizer
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
@@ -120,7 +134,8 @@ class Opening:
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
-        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
+        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images. A
+        text that is shorter than a context is refused before weights are read.
 
         `embedded` names it too, where no file is called so.
 
@@ -134,6 +149,7 @@ class Opening:
         with screen.status(f"opening {model or 'the embedded model'}"):
             opened = open_model(
                 model,
+                tokenizer=_tokenizer_first(model, options["revision"], text),
                 device=self.device,
                 device_map=self.device_map,
                 tower="vision" if text is not None and text.of_images else None,
@@ -142,9 +158,12 @@ class Opening:
             )
         return _said_how_stored(opened)
 
-    def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
+    def open_streamed(self, model: str | None, stopped: Callable[[], bool], text: Text) -> OpenModel:
         """Open the model so that its blocks are read as they run."""
         from theodolite.models import open_streamed
+
+        name, options = self._options(model)
+        _tokenizer_first(name, options["revision"], text)
 
         unread = {"--device-map": self.device_map, "--attention": self.attention}
         refuse_unread("a streamed model has no such option", unread)
@@ -207,8 +226,8 @@ class Text:
     per_label: Annotated[
         int | None,
         typer.Option(
-            help="Exactly so many contexts of each label (file of a folder, topic, value of a table's label column); "
-            "labels with fewer are left out."
+            help="Exactly so many contexts of each label (--label-by); labels with fewer are left out, and so is "
+            "what has none."
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
@@ -216,12 +235,18 @@ class Text:
         str,
         typer.Option(help=f"Column of texts, or of conversations, of tables ({', '.join(TABLES)}, hf:NAME)."),
     ] = "text"
-    label_column: Annotated[
-        str | None, typer.Option(help="Label column of tables [default: label or topic, if there is one].")
+    label_by: Annotated[
+        str | None,
+        typer.Option(
+            help="What labels a document: file, folder, row (each of a table a label of its own) or column:NAME "
+            "[default: a table's column label or topic, titles of WikiText's articles, subfolders of images].",
+            autocompletion=one_of(LABELS_BY),
+        ),
     ] = None
-    label_rows: Annotated[
-        bool, typer.Option("--label-rows", help="Each row of a table is a document with a label of its own.")
-    ] = False
+    encoding: Annotated[
+        str | None,
+        typer.Option(help="Of text files and .jsonl without a byte order mark, as latin-1 [default: utf-8]."),
+    ] = None
     no_pack: Annotated[
         bool,
         typer.Option(
@@ -236,7 +261,7 @@ class Text:
     @property
     def columns(self) -> Columns:
         """The table columns to read."""
-        return Columns(self.text_column, self.label_column, self.label_rows)
+        return Columns(self.text_column, self.label_by, self.encoding)
 
     @property
     def of_images(self) -> bool:
@@ -264,21 +289,28 @@ class Text:
         Raises:
             UsageError: as `check`; options of contexts.
         """
-        named = [name for name, v in self.given().items() if v and name not in ("--corpus", "--length")]
+        read = ("--corpus", "--length", "--contexts", "--encoding")
+        named = [name for name, value in self.given().items() if value and name not in read]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
         self.check()
 
     def read(
-        self, model: OpenModel, stopped: Callable[[], bool], *, stream: dict[str, Any] | None = None
+        self,
+        model: OpenModel,
+        stopped: Callable[[], bool],
+        *,
+        stride: int | None = None,
+        special_tokens: bool = True,
     ) -> Corpus:
-        """Read the text for this model, saying so on the screen; as one context with the options of a `stream`.
+        """Read the text for this model, saying so on the screen; for windows by a stride, as one stream.
 
         Raises:
             UsageError: the model has no tokenizer or image processor, or the text gives no context.
             KeyboardInterrupt: `stopped()` is true.
         """
         from theodolite.corpus.named import make_stream
+        from theodolite.evaluate.perplexity import window_length
         from theodolite.models import image_reader
 
         of_images = model.vocabulary is None
@@ -292,16 +324,25 @@ class Text:
                     raise KeyboardInterrupt
                 status.update(f"reading the text: {count:,} {what}")
 
-            if stream is not None and not of_images:
-                corpus = make_stream(self.corpus, reader, self.columns, **stream)
+            if stride is not None and not of_images:
+                window = window_length(model, self.length)
+                tokens = None if self.contexts is None else window + (self.contexts - 1) * stride
+                corpus = make_stream(self.corpus, reader, self.columns, tokens, special_tokens=special_tokens)
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:
-            say_dimly(f"{corpus.name}: contexts of its first {corpus.selection['tokens_read']:,} tokens")
+            parts = "contexts" if stride is None else "windows"
+            say_dimly(f"{corpus.name}: {parts} of its first {corpus.selection['tokens_read']:,} tokens")
         if short := corpus.selection.get("too_short"):
             say_dimly(f"{corpus.name}: {counted(short, 'context')} of fewer than 4 tokens left out")
-        if passed_over := corpus.selection.get("files_passed_over"):
-            say_dimly(f"{corpus.name}: {counted(passed_over, 'file')} not named as images are, passed over")
+        for why, files in corpus.selection.get("files_passed_over", {}).items():
+            shown = [visible(name, 80) for name in files["names"][:5]]
+            more = files["count"] - len(shown)
+            names = listed([*shown, f"{more:,} more"] if more else shown, 6)
+            say_dimly(f"{corpus.name}: {counted(files['count'], 'file')} passed over ({why}): {names}")
+        for what in ("text", "label"):
+            if rows := corpus.selection.get(f"rows_without_{what}"):
+                say_dimly(f"{corpus.name}: {counted(rows, 'document')} without a {what}")
         if self.per_label is not None:
             say_dimly(_labels_line(corpus))
         return corpus
@@ -309,7 +350,7 @@ class Text:
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         from theodolite.corpus.named import make_corpus
 
-        every = self.per_label is not None and not self.label_rows
+        every = self.per_label is not None and not self.columns.rows
         contexts, length = self.contexts, self.length
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
@@ -325,8 +366,8 @@ class Text:
             "--length": self.length,
             "--contexts": self.contexts,
             "--per-label": self.per_label,
-            "--label-column": self.label_column,
-            "--label-rows": self.label_rows or None,
+            "--label-by": self.label_by,
+            "--encoding": self.encoding,
             "--no-pack": self.no_pack or None,
         }
 

@@ -149,7 +149,7 @@ def prune_command(
         from theodolite.prune import prune_model
         from theodolite.report.pruned_model import page_at, write_page
 
-        opened = opening.open_streamed(model, stopped) if stream else opening.open(model)
+        opened = opening.open_streamed(model, stopped, text) if stream else opening.open(model, text)
         corpus = text.read(opened, stopped)
         with bars(stopped) as show:
 

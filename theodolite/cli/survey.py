@@ -188,7 +188,7 @@ def _survey_one(
     from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
-    opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
+    opened = opening.open_streamed(model, stopped, text) if stream else opening.open(model, text)
     corpus = text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     how: dict[str, Any] = {"batch": batch, "seed": text.seed}

@@ -35,12 +35,13 @@ from theodolite.corpus.documents import (
     printable,
     read_path,
     streamed_rows,
+    with_text,
 )
 from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
-from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_TEXTS, RANDOM
+from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -70,10 +71,10 @@ class Corpus:
     Contexts of unlike lengths are not in reading order: the longest first, in each eighth of the corpus.
 
     `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
-    was asked of labels: `label_column`, `label_rows`, `per_label`, and then `labels_too_short` and
-    `labels_not_drawn`, how many were left out for either reason; empty where nothing was. `tokens_read` is there where
-    a text was not read to its end, `too_short` where contexts had too few tokens to be measured, `files_passed_over`
-    where a folder of images has other files.
+    was asked of labels: `label_by`, `per_label`, and then `labels_too_short` and `labels_not_drawn`, how many were left
+    out for either reason; and what they are, `labels_are`; empty where nothing was. `tokens_read` is there where a text
+    was not read to its end, `too_short` where contexts had too few tokens to be measured, `files_passed_over` (by the
+    reason), `rows_without_text` and `rows_without_label` where there were such.
 
     `text_bytes` says how many bytes of the text each token stands for (`cutting.tokenized`); None where no text was
     read.
@@ -165,10 +166,10 @@ class Corpus:
         contexts: int | None = None,
         seed: int = 0,
         text_column: str = "text",
-        label_column: str | None = None,
-        label_rows: bool = False,
+        label_by: str | None = None,
         per_label: int | None = None,
         *,
+        encoding: str | None = None,
         pack: bool = True,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
@@ -178,25 +179,27 @@ class Corpus:
         or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
 
         Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes texts.
-        Labels of a table's rows are in `label_column` (None: `label` or `topic`, if there is one); with `label_rows`
-        each row is a document with a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left out.
+        `label_by` says what labels a document: "file", "folder" (its path below the folder read), "column:NAME" of a
+        table, or "row" (each row has a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left
+        out). None: the column `label` or `topic` of a table that has one, and titles of articles. Rows and files
+        without a label have none: no `per_label` counts them.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
-        out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document.
+        out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document, or one for each 16
+        million characters. `encoding` is that of files that are not UTF-8 and have no byte order mark.
 
         `show_tokens` is told how many tokens, or images, were read so far; it may raise to stop.
         """
-        columns = Columns(text_column, label_column, label_rows, tokenizer)
-        choice = Choice(contexts, seed, per_label, label_rows)
+        columns = Columns(text_column, label_by, encoding, tokenizer)
+        columns.check()
+        choice = Choice(contexts, seed, per_label, columns.rows)
         name = printable(path)
         if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
-            pictures, passed_over = pictures_at(path, columns)
-            selection = columns.described() | ({"files_passed_over": passed_over} if passed_over else {})
-            return cls._of_images(name, pictures, tokenizer, choice, selection, show_tokens)
+            return cls._of_images(name, pictures_at(path, columns), tokenizer, choice, columns, show_tokens)
         read = (read_path(path, columns), tokenizer, length, choice, pack)
-        return cls.from_documents(name, *read, columns.described(), show_tokens)
+        return cls.from_documents(name, *read, columns, show_tokens)
 
     @classmethod
     def from_texts(
@@ -231,8 +234,7 @@ class Corpus:
         split: str = "train",
         text_column: str = "text",
         seed: int = 0,
-        label_column: str | None = None,
-        label_rows: bool = False,
+        label_by: str | None = None,
         per_label: int | None = None,
         *,
         pack: bool = True,
@@ -247,15 +249,15 @@ class Corpus:
         in place of a tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset
         cannot be opened.
         """
-        columns = Columns(text_column, label_column, label_rows, tokenizer)
-        choice = Choice(contexts, seed, per_label, label_rows, streamed=True)
+        columns = Columns(text_column, label_by, None, tokenizer)
+        columns.check()
+        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
         if isinstance(tokenizer, TransformedImages):
             refuse_length(length)
             images = pictures_of_dataset(name, config, split, columns)
-            return cls._of_images(name, images, tokenizer, choice, columns.described(), show_tokens)
-        documents = joined_articles(streamed_rows(name, config, split, columns))
-        read = (documents, tokenizer, length, choice, pack)
-        return cls.from_documents(name, *read, columns.described(), show_tokens)
+            return cls._of_images(name, images, tokenizer, choice, columns, show_tokens)
+        documents = with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
+        return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
 
     @classmethod
     def python_docs(
@@ -367,17 +369,18 @@ class Corpus:
         length: int | None,
         choice: Choice,
         pack: bool = True,
-        selection: dict[str, Any] | None = None,
+        columns: Columns | None = None,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
-        """Cut documents, and choose contexts; `selection` is what the provenance says of it beforehand."""
+        """Cut documents, and choose contexts; `columns` has what the provenance says of how they were read."""
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         cutter = Cutter(tokenizer, length, choice, pack, show_tokens)
         sample = choose(cutter.cut(documents), choice)
         if not sample.bodies:
             raise cutter.nothing_chosen(name, sample)
-        selection = (selection or {}) | ({"too_short": cutter.too_short} if cutter.too_short else {})
+        selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
+        selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
         if cutter.stopped:
             selection |= {"tokens_read": cutter.tokens}
         labels = [label for label, _ in sample.bodies]
@@ -409,14 +412,15 @@ class Corpus:
         pictures: Iterable[Picture],
         reader: TransformedImages,
         choice: Choice,
-        selection: dict[str, Any],
+        columns: Columns,
         show_images: ShowTokens,
     ) -> Corpus:
         """Choose pictures, and read what was chosen."""
         images, sample = choose_images(name, pictures, reader, choice, show_images)
         contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
         labels, names = _numbered([picture.label for picture in images.pictures])
-        return cls(name, contexts, labels, names, choice.seed, selection | sample.balance(choice), images)
+        selection = columns.described() | sample.balance(choice)
+        return cls(name, contexts, labels, names, choice.seed, selection, images)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

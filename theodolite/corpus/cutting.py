@@ -115,8 +115,7 @@ class Cutter:
             )
         if self.cuts:
             return UsageError(
-                f"{name} has no labels: leave out --per-label, or give a folder of files or a table with a "
-                "--label-column"
+                f"{name} has no labels: leave out --per-label, or give a --label-by (file, folder, row, column:NAME)"
             )
         if not self.longest:
             return UsageError(f"{name} holds no text; give a text of at least {self.length} tokens.")

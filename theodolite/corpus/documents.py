@@ -6,21 +6,31 @@ where rows have columns. Files are read in sorted order, so that the same place 
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
 import io
 import json
+import lzma
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
+BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
+LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
+
+NAMED = 100
+"""Files of a folder that the provenance names at most, of those that were passed over for one reason."""
 
 ROLES = {"human": "user", "gpt": "assistant"}
 """Of ShareGPT's rows, `{"from": "human", "value": …}`: what templates call them."""
@@ -36,35 +46,69 @@ class EmptyFileError(UsageError):
         super().__init__(f"{path} is empty; give a file with text in it.")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a table that are read.
+@dataclass
+class Notes:
+    """What was met while documents were read.
 
     Attributes:
-        text: the column of the text.
-        label: the column of the label; None: `label` or `topic`, if there is one.
-        rows: each row is a document with a label of its own instead, `row 1`, `row 2`, ….
-        tokenizer: whose chat template makes a text of a conversation; None: it is refused.
+        labels: what the labels are, as "column topic"; a dict for its order.
+        rows_without_text, rows_without_label: how many documents had none.
+        passed_over: files of a folder that are not read, by the reason.
+    """
+
+    labels: dict[str, None] = field(default_factory=dict)
+    rows_without_text: int = 0
+    rows_without_label: int = 0
+    passed_over: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How files and tables are read.
+
+    Attributes:
+        text: a table's column of the text.
+        label_by: what labels a document: `file` or `folder` (its path below the folder that is read), `row` (each row
+            is a label of its own, `row 1`, `row 2`, …) or `column:NAME`; None: a table's column `label` or `topic` and
+            WikiText's titles, where there are any.
+        encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
+        tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
+        notes: what was met while reading.
     """
 
     text: str = "text"
-    label: str | None = None
-    rows: bool = False
+    label_by: str | None = None
+    encoding: str | None = None
     tokenizer: Any = None
+    notes: Notes = field(default_factory=Notes, compare=False, repr=False)
+
+    @property
+    def column(self) -> str | None:
+        """The column of labels that was asked for."""
+        by = self.label_by or ""
+        return by.removeprefix(BY_COLUMN) if by.startswith(BY_COLUMN) else None
+
+    @property
+    def rows(self) -> bool:
+        """Whether each row is a label of its own."""
+        return self.label_by == BY_ROW
 
     @property
     def option(self) -> str:
-        """The command line's option that was used to choose columns; "" for none."""
-        if self.label is not None:
-            return "--label-column"
-        return "--label-rows" if self.rows else "--text-column" if self.text != Columns.text else ""
+        """The command line's option that only a table has; "" for none."""
+        if self.rows or self.column:
+            return f"--label-by {self.label_by}"
+        return "--text-column" if self.text != Columns.text else ""
 
-    def described(self) -> dict[str, object]:
-        """Describe for the provenance where labels come from; `UsageError` where a row would have two."""
-        if self.label is not None and self.rows:
-            raise UsageError("give --label-column or --label-rows, not both: a row has one label")
-        column = {} if self.label is None else {"label_column": self.label}
-        return column | ({"label_rows": True} if self.rows else {})
+    @property
+    def by_place(self) -> bool:
+        """Whether a label is the place of a file."""
+        return self.label_by in (BY_FILE, BY_FOLDER)
+
+    @property
+    def of_files(self) -> str:
+        """The command line's option that only files have; "" for none."""
+        return f"--label-by {self.label_by}" if self.by_place else "--encoding" if self.encoding else ""
 
     @cached_property
     def around(self) -> tuple[str, str]:
@@ -78,9 +122,53 @@ class Columns:
     @property
     def of_labels(self) -> list[str]:
         """The columns in which a label is looked for."""
-        if self.label is not None:
-            return [self.label]
-        return [] if self.rows else [name for name in LABEL_COLUMNS if name != self.text]
+        if self.label_by is not None:
+            return [self.column] if self.column else []
+        return [name for name in LABEL_COLUMNS if name != self.text]
+
+    def check(self) -> None:
+        """Raise `UsageError` where labels or encoding are none of those there are."""
+        if self.label_by is not None and not self.column and self.label_by not in LABELS_BY[:3]:
+            raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
+        try:
+            io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
+        except (LookupError, ValueError):
+            raise UsageError(
+                f"there is no encoding {self.encoding!r}: give --encoding latin-1, say"
+            ) from None
+
+    def described(self) -> dict[str, Any]:
+        """Describe for the provenance what was asked for, and what has been met so far."""
+        notes = self.notes
+        entries = {
+            "label_by": self.label_by,
+            "encoding": self.encoding,
+            "labels_are": " and ".join(notes.labels),
+            "rows_without_text": notes.rows_without_text,
+            "rows_without_label": notes.rows_without_label if notes.labels else 0,
+            "files_passed_over": {
+                why: {"count": len(files), "names": files[:NAMED]} for why, files in notes.passed_over.items()
+            },
+        }
+        return {name: value for name, value in entries.items() if value}
+
+    def pass_over(self, file: Path, folder: Path, why: str) -> None:
+        """Note that a file of a folder is not read."""
+        self.notes.passed_over.setdefault(why, []).append(printable(file.relative_to(folder).as_posix()))
+
+    def labelled(self, kind: str, label: str) -> str:
+        """Note what a label is, and return it."""
+        self.notes.labels[kind] = None
+        return label
+
+    def label_of_file(self, file: Path, folder: Path) -> str | None:
+        """Return the label of all that is in a file; None: it has none, or labels do not go by files."""
+        inside = file.relative_to(folder) if file != folder else Path(file.name)
+        if self.label_by == BY_FILE:
+            return self.labelled("files", printable(inside.as_posix()))
+        if self.label_by == BY_FOLDER and inside.parent != Path():
+            return self.labelled("folders", printable(inside.parent.as_posix()))
+        return None
 
 
 TEXT_COLUMN = Columns()
@@ -99,42 +187,69 @@ def printable(path: str | Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
-def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Document]:
+def read_path(path: str | Path, columns: Columns | None = None) -> Iterator[Document]:
     """Read the documents of a file, or of every readable file of a folder and its subfolders in sorted order.
 
-    A document's label is its row's where the table has labels, or its WikiText article's title, otherwise its file's
-    path relative to the folder. In a folder, hidden files, empty files and other suffixes are passed over. `UsageError`
-    where a path, a column or the text itself is missing or unreadable.
+    Labels are as `columns` says. In a folder, hidden files are not looked at; empty files and other suffixes are passed
+    over and noted. `UsageError` where a path, a column or the text itself is missing or unreadable.
     """
+    columns = Columns() if columns is None else columns
     path = Path(path)
-    for file in files_at(path, columns):
-        label = printable(file.relative_to(path).as_posix() if path.is_dir() else file.name)
-        row_of = f"{label} " if path.is_dir() and columns.rows else ""
+    yield from with_text(_documents_in(files_at(path, columns), path, columns), columns)
+
+
+def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterator[Document]:
+    for file in files:
+        label = columns.label_of_file(file, path)
+        row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         try:
-            for document in joined_articles(documents_of(file, columns)):
-                yield Document(document.text, row_of + document.label if document.label else label)
+            for document in joined_articles(documents_of(file, columns), columns):
+                own = None if document.label is None else row_of + document.label
+                yield Document(document.text, label if columns.by_place else own)
         except EmptyFileError:
             if not path.is_dir():
                 raise
+            columns.pass_over(file, path, "empty")
         except OSError as error:
             raise UsageError(
                 f"{file} cannot be read ({error.strerror or error}); check its permissions."
             ) from error
 
 
-def files_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> list[Path]:
+def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Document]:
+    """Leave out what has no text, and note how many have none, and how many no label."""
+    for document in documents:
+        if not document.text or document.text.isspace():
+            columns.notes.rows_without_text += 1
+            continue
+        columns.notes.rows_without_label += document.label is None
+        yield document
+
+
+def check_path(path: Path, columns: Columns) -> None:
+    """Raise `UsageError` where the first document of a file, or of a folder's first file of each kind, is none."""
+    for file in {kind_of(file): file for file in reversed(files_at(path, columns))}.values():
+        documents = with_text(_documents_in([file], path, columns), columns)
+        if next(documents, None) is None and file == path:
+            raise UsageError(f"{path} holds no text: none of its rows has any")
+
+
+def files_at(path: str | Path, columns: Columns) -> list[Path]:
     """List the files that `read_path` reads, without opening any; `UsageError` where there is none."""
-    path = Path(path)
+    path, kinds = Path(path), " ".join(READERS)
     if path.is_dir():
-        files = [file for file in files_of_folder(path) if kind_of(file) in READERS]
+        files = []
+        for file in files_of_folder(path):
+            if kind_of(file) in READERS:
+                files.append(file)
+            else:
+                columns.pass_over(file, path, f"none of {kinds}")
         if not files:
-            raise UsageError(f"{path} holds no file of {' '.join(READERS)}; give another folder.")
+            raise UsageError(f"{path} holds no file of {kinds}; give another folder.")
     elif path.is_file():
         files = [path]
         if kind_of(path) not in READERS:
-            raise UsageError(
-                f"{path} is not one of {' '.join(READERS)}; convert it, or rename it if it is plain text."
-            )
+            raise UsageError(f"{path} is not one of {kinds}; convert it, or rename it if it is plain text.")
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
     if columns.option and not any(kind_of(file) in TABLES for file in files):
@@ -166,7 +281,30 @@ def kind_of(file: Path) -> str:
 
 # Files: a reader of each kind.
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+
+def _open_zstandard(path: Path, mode: str) -> Any:
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise UsageError(f"{path} is compressed by Zstandard: pip install backports.zstd") from None
+    return zstd.open(path, mode)
+
+
+COMPRESSED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+COMPRESSED[".zst"] = _open_zstandard
+
+PIECE = 1 << 20  # bytes decoded at a time
+PART = 1 << 24
+"""Characters that a document of a text file has at most: a longer file is several, so that memory is bounded."""
+
+LONGEST_LINE = 1 << 26
+"""Characters of a line of `.jsonl`, some 15 million tokens."""
+
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # one begins as one of UTF-16 does
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
 
 @contextmanager
@@ -176,13 +314,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         with path.open("rb") as file:
             yield file
         return
-    import fsspec
-
-    compression = fsspec.utils.infer_compression(str(path))
-    if compression is None:
-        raise UsageError(f"{path} is compressed by what is not installed: pip install zstandard")
     try:
-        with fsspec.open(str(path), "rb", compression=compression) as file:
+        with COMPRESSED[path.suffix.lower()](path, "rb") as file:
             yield file
     except UsageError:
         raise
@@ -194,46 +327,108 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def text_of(path: Path) -> str:
-    """Read a whole text file; `UsageError` where it is not UTF-8."""
+def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
+    """Yield a file's text piece by piece, with `\n` line ends; `UsageError` where it is none."""
     with opened(path) as file:
-        return _decode(file.read(), path)
+        piece, offset, line = file.read(PIECE), 0, 1
+        marked = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), None)
+        encoding = marked or columns.encoding or "utf-8"
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
+        while True:
+            try:
+                text = decoder.decode(piece, final=not piece)
+            except UnicodeError as error:
+                where = first_line(error)
+                if isinstance(
+                    error, UnicodeDecodeError
+                ):  # `object` is what was left of the last piece, and this one
+                    where = f"at byte {offset + len(piece) - len(error.object) + error.start}"
+                raise UsageError(
+                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding (latin-1, say), or "
+                    "convert it"
+                ) from None
+            if (nul := text.find("\0")) >= 0:
+                line += text.count("\n", 0, nul)
+                raise UsageError(
+                    f"{path} is binary (NUL in line {line}); give text, or its --encoding (utf-16-le, say)"
+                )
+            yield text
+            if not piece:
+                return
+            offset, line = offset + len(piece), line + text.count("\n")
+            piece = file.read(PIECE)
 
 
-def text_and_articles(path: Path) -> tuple[str, list[Document]]:
-    """Read a text file, and its articles where it has two or more titles in WikiText's format."""
-    text = text_of(path)
-    if not text.strip():
+def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
+    """Read a text file, in parts of `PART` characters, and tell whether the first has two titles in WikiText's format.
+
+    Parts end behind a line, or a word, where there is one. `EmptyFileError` where the first holds no text.
+    """
+    parts = _parts(path, columns)
+    first = next(parts, "")
+    if not first or first.isspace():
         raise EmptyFileError(path)
-    articles = list(_articles(io.StringIO(text)))
-    titled = sum(article.label is not None for article in articles)
-    return text, articles if titled >= 2 else []
+    lines = io.StringIO(first if "\n = " in first else "")  # there is no second title otherwise
+    titled = (article for article in _articles(lines, Columns()) if article.label is not None)
+    return chain([first], parts), len(list(islice(titled, 2))) == 2
+
+
+def _parts(path: Path, columns: Columns) -> Iterator[str]:
+    pieces: list[str] = []
+    for piece in pieces_of(path, columns):
+        pieces.append(piece)
+        if sum(map(len, pieces)) >= PART:
+            text = "".join(pieces)
+            end = text.rfind("\n") + 1 or text.rfind(" ") + 1 or len(text)
+            yield text[:end]
+            pieces = [text[end:]]
+    if any(pieces):
+        yield "".join(pieces)
 
 
 def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
-    text, articles = text_and_articles(path)
-    yield from articles or [Document(text)]
+    parts, titled = text_parts(path, columns)
+    if titled:
+        yield from _articles(chain.from_iterable(map(io.StringIO, parts)), columns)
+    else:
+        yield from map(Document, parts)
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
-    offset = rows = 0
-    with opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            text = _decode(line, path, offset).strip()
-            offset += len(line)
-            if not text:
-                continue
-            rows += 1
-            source = f"{path} line {number}"
-            if document := document_of_row(_json_object(text, source), columns, source, rows):
-                yield document
+    rows = 0
+    for number, line in enumerate(_lines(path, columns), start=1):
+        if not line or line.isspace():
+            continue
+        rows += 1
+        source = f"{path} line {number}"
+        if document := document_of_row(_json_object(line, source), columns, source, rows):
+            yield document
     if not rows:
         raise EmptyFileError(path)
 
 
+def _lines(path: Path, columns: Columns) -> Iterator[str]:
+    rest = ""
+    for piece in pieces_of(path, columns):
+        *lines, rest = (rest + piece).split("\n")
+        yield from lines
+        if len(rest) > LONGEST_LINE:
+            raise UsageError(
+                f"{path} has a line of more than {LONGEST_LINE:,} characters; give one object a line, or plain text"
+            )
+    yield rest
+
+
 def _json_object(text: str, source: str) -> dict[str, object]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        row = dict(pairs)
+        if len(row) < len(pairs):
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+            raise UsageError(f"{source} has the key '{twice}' twice; give each once.")
+        return row
+
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=once)
     except RecursionError:
         raise UsageError(f"{source} is not JSON (nested too deeply); give one object a line.") from None
     except ValueError as error:  # of numbers with thousands of digits, too
@@ -257,7 +452,9 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
                 raise EmptyFileError(path)
             document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
             wanted = [name for name in (columns.text, *columns.of_labels) if name in names]
-            batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
+            if twice := [name for name in wanted if names.count(name) > 1]:
+                raise UsageError(f"{path} has two columns '{twice[0]}'; rename one.")
+            batches = file.iter_batches(batch_size=128, columns=list(dict.fromkeys(wanted)))
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, start=1):
                 if document := document_of_row(row, columns, str(path), number):
@@ -267,19 +464,6 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             raise  # of the disk; those of the decoder have no number
         why = first_line(error)
         raise UsageError(f"{path} is not a Parquet file that can be read ({why}); write it anew.") from None
-
-
-def _decode(data: bytes, path: Path, offset: int = 0) -> str:
-    """Decode UTF-8 bytes to text with `\n` line ends; `offset` is where `data` begins in the file."""
-    if (nul := data.find(b"\0")) >= 0:
-        raise UsageError(f"{path} is binary (byte {offset + nul} is NUL); give a UTF-8 text file.")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 (at byte {offset + error.start}); convert it to UTF-8."
-        ) from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 Reader = Callable[[Path, Columns], Iterator[Document]]
@@ -299,16 +483,17 @@ READERS = TEXTS | TABLES
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
     """Make a document of a table's row, with its text (or conversation) and its label; None when the text is null.
 
-    `source` names the row in errors, `number` counts it from 1. `UsageError` where it has no such column, or no text
-    there.
+    `source` names the row in errors, `number` counts it from 1 (0: it has columns only). `UsageError` where it has no
+    such column, or no text there.
     """
-    for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
+    for wanted, option in ((columns.text, "--text-column"), (columns.column, "--label-by column:NAME")):
         if wanted is not None and wanted not in row:
             raise UsageError(
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
     text = row[columns.text]
-    if text is None:
+    if text is None or text == []:
+        columns.notes.rows_without_text += number > 0
         return None
     if isinstance(text, list):
         text = as_text(text, columns, f"{source}: column '{columns.text}'")
@@ -318,16 +503,19 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
             f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
         )
     if columns.rows:
-        return Document(text, f"row {number}")
-    label = next((row[name] for name in columns.of_labels if row.get(name) is not None), None)
-    return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
+        return Document(text, columns.labelled("rows", f"row {number}"))
+    column = next((name for name in columns.of_labels if row.get(name) not in (None, "")), None)
+    if column is None:
+        return Document(text)
+    label = str(row[column]).encode("utf-8", "replace").decode()
+    return Document(text, columns.labelled(f"column {column}", label))
 
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
     """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway.
 
     Turns are `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; `source` says where they stand, for
-    the `UsageError` of what is no conversation or has no template.
+    the `UsageError` of what is no conversation or has no template. Without a tokenizer, turns are joined by lines.
     """
     messages = [_message(turn) for turn in turns]
     if not messages or None in messages:
@@ -335,6 +523,8 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
             f'{source} is neither text nor a conversation: give a text, or a list of {{"role": …, "content": …}}'
         )
     tokenizer = columns.tokenizer
+    if tokenizer is None:
+        return "\n".join(str(message.get("content")) for message in messages if message)
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             f"{source} is a conversation, and the tokenizer has no chat template: give that of a model that chats, "
@@ -370,7 +560,7 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
         for number, row in enumerate(dataset, start=1):
             for column, feature in features.items():
                 if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
-                    row[column] = feature.int2str(row[column])
+                    row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
 
@@ -395,7 +585,7 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
 # Articles of WikiText.
 
 
-def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
+def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Document]:
     """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
 
     They are when the first one with any text is a title and has no label. A title stands between empty lines, opens an
@@ -410,11 +600,11 @@ def joined_articles(rows: Iterable[Document]) -> Iterator[Document]:
             break
     every = chain(opening, rows)
     if opening and opening[-1].label is None and ARTICLE_TITLE.fullmatch(opening[-1].text):
-        return _articles(row.text for row in every)
+        return _articles((row.text for row in every), columns)
     return every
 
 
-def _articles(lines: Iterable[str]) -> Iterator[Document]:
+def _articles(lines: Iterable[str], columns: Columns) -> Iterator[Document]:
     title: str | None = None
     body: list[str] = []
     occurrences: Counter[str] = Counter()
@@ -428,6 +618,8 @@ def _articles(lines: Iterable[str]) -> Iterator[Document]:
             title = opens[1]
             occurrences[title] += 1
             title = title if occurrences[title] == 1 else f"{title} ({occurrences[title]})"
+            if not columns.by_place:
+                columns.labelled("titles of articles", title)
         body.append(line if line.endswith("\n") else line + "\n")
         before = line
     if any(map(str.strip, body)):

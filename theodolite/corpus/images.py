@@ -130,7 +130,7 @@ def choose_images(
     """Choose pictures of the corpus `name` and read them, in the order of the seed; `UsageError` where none is kept."""
     choice.check()
     if choice.rows:
-        raise UsageError(f"{name} holds images, each a context of its own: leave out --label-rows")
+        raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
     seen: list[Picture] = []
 
     def numbered() -> Iterable[tuple[str | None, list[int]]]:

@@ -13,10 +13,10 @@ import torch
 from theodolite.corpus import documents
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
-from theodolite.corpus.cutting import no_text, tokenized
+from theodolite.corpus.cutting import Cutter, no_text, tokenized
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import TransformedImages, refuse_length
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice, Sample
 from theodolite.corpus.spec import (
     DOCS,
     FEW_SHOT,
@@ -35,6 +35,9 @@ DRAWN_AT_ONCE = 1000
 
 BETWEEN = "\n\n"
 """What joins the rows of a text that is one sequence, as the literature reads WikiText-2."""
+
+CHARACTERS, AT_THE_CUT = 6, 64
+"""Characters that are first read for each token wanted; tokens beside a cut, which may be others in the whole text."""
 
 
 def make_corpus(
@@ -80,20 +83,42 @@ def make_corpus(
             return few_shot_corpus(tokenizer, length, some, seed)
         if (digits := digits_of(name)) is not None:
             return addition_corpus(tokenizer, length, some, seed, digits)
-    labels = (columns.label, columns.rows, per_label)
+    labels = (columns.label_by, per_label)
     more: dict[str, Any] = {"pack": pack, "show_tokens": show_tokens}
     dataset = dataset_of(name)
     if dataset is None:
-        return Corpus.from_path(name, tokenizer, length, contexts, seed, columns.text, *labels, **more)
+        of_path = (name, tokenizer, length, contexts, seed, columns.text, *labels)
+        return Corpus.from_path(*of_path, encoding=columns.encoding, **more)
     of, config, split = dataset
     place = (config, split, columns.text, seed)
     return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
+
+
+def check_first_context(
+    spec: str | Path | None, tokenizer: Tokenizer, length: int, columns: documents.Columns, pack: bool
+) -> None:
+    """Raise `UsageError` where a text has no context of so many tokens; it is read up to its first one."""
+    name = DOCS if spec is None else str(spec)
+    columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
+    texts: Iterable[documents.Document]
+    if is_drawn(name):
+        return
+    if name in PYTHON_TEXTS:
+        texts = PYTHON_TEXTS[name]()
+    elif (dataset := dataset_of(name)) is not None:
+        texts = documents.joined_articles(documents.streamed_rows(*dataset, columns), columns)
+    else:
+        texts = documents.read_path(name, columns)
+    cutter = Cutter(tokenizer, length, Choice(1, rows=columns.rows), pack, lambda tokens: None)
+    if next(cutter.cut(texts), None) is None:
+        raise cutter.nothing_chosen(name, Sample([]))
 
 
 def make_stream(
     spec: str | Path | None,
     tokenizer: Tokenizer,
     columns: documents.Columns = documents.TEXT_COLUMN,
+    tokens: int | None = None,
     *,
     special_tokens: bool = True,
 ) -> Corpus:
@@ -107,6 +132,7 @@ def make_stream(
             part of the raw WikiText-2 of the hub.
         tokenizer: the model's own.
         columns: the text column of tables.
+        tokens: at most so many, from the beginning; no more is read than they need.
         special_tokens: begin as the tokenizer begins a text (with its beginning-of-sequence token, if it has one).
 
     Raises:
@@ -114,21 +140,53 @@ def make_stream(
     """
     check_spec(spec, columns)
     name = DOCS if spec is None else str(spec)
-    text = BETWEEN.join(_rows(name, replace(columns, tokenizer=tokenizer)))
+    columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
+    pieces = _pieces(name, columns)
+    text = "".join(pieces) if tokens is None else _beginning(pieces, tokenizer, tokens)
     before = no_text(frame_of(tokenizer).before if special_tokens else [])
-    ids, sizes = torch.from_numpy(np.concatenate([before, tokenized(tokenizer, text)], axis=1))
+    whole = torch.from_numpy(np.concatenate([before, tokenized(tokenizer, text)], axis=1))
+    ids, sizes = whole[:, :tokens]
     if len(ids) < LEAST_LENGTH:
         raise UsageError(f"{name} has {len(ids)} tokens: give a text with {LEAST_LENGTH} or more")
-    return replace(Corpus.from_ids(ids), name=documents.printable(name), text_bytes=sizes[None])
+    cut = {"tokens_read": tokens} if len(ids) < whole.shape[1] else {}
+    return replace(
+        Corpus.from_ids(ids),
+        name=documents.printable(name),
+        selection=columns.described() | cut,
+        text_bytes=sizes[None],
+    )
 
 
-def _rows(name: str, columns: documents.Columns) -> Iterator[str]:
+def _beginning(pieces: Iterator[str], tokenizer: Tokenizer, tokens: int) -> str:
+    """Join so many pieces of a text that they give more than so many tokens, or all."""
+    parts: list[str] = []
+    length, size = 0, CHARACTERS * tokens
+    for piece in pieces:
+        parts.append(piece)
+        length += len(piece)
+        while length >= size:
+            beginning = "".join(parts)[:size].encode("utf-8", "replace").decode()
+            ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) > tokens + AT_THE_CUT:
+                return beginning
+            size *= 2
+    return "".join(parts)
+
+
+def _pieces(name: str, columns: documents.Columns) -> Iterator[str]:
+    """Yield a text piece by piece, with what joins its rows."""
+    for number, row in enumerate(_rows(name, columns)):
+        yield BETWEEN if number else ""
+        yield from row
+
+
+def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
     if is_drawn(name):
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
     if name in PYTHON_TEXTS:
-        yield from (document.text for document in PYTHON_TEXTS[name]())
+        yield from ([document.text] for document in PYTHON_TEXTS[name]())
     elif (dataset := dataset_of(name)) is not None:
-        yield from (document.text for document in documents.streamed_rows(*dataset, columns))
+        yield from ([document.text] for document in documents.streamed_rows(*dataset, columns))
     else:
         for file in documents.files_at(name, columns):
             try:
@@ -136,16 +194,18 @@ def _rows(name: str, columns: documents.Columns) -> Iterator[str]:
             except documents.EmptyFileError:
                 if not Path(name).is_dir():
                     raise
+                columns.pass_over(file, Path(name), "empty")
 
 
-def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[str]:
-    """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text whole."""
+def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[Iterable[str]]:
+    """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text in its parts."""
     if documents.kind_of(file) not in documents.TEXTS:
-        return (document.text for document in documents.documents_of(file, columns))
-    text, articles = documents.text_and_articles(file)
-    if not articles:
-        return [text]
-    return (f"{line}\n" if line.strip() else "" for line in text.removesuffix("\n").split("\n"))
+        return ([document.text] for document in documents.documents_of(file, columns))
+    parts, titled = documents.text_parts(file, columns)
+    if not titled:
+        return [parts]
+    lines = (line for part in parts for line in part.removesuffix("\n").split("\n"))
+    return ([f"{line}\n" if line.strip() else ""] for line in lines)
 
 
 def addition_corpus(

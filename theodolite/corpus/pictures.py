@@ -8,11 +8,11 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from theodolite.corpus.documents import TEXT_COLUMN, Columns, files_of_folder, printable, streamed_dataset
+from theodolite.corpus.documents import BY_FOLDER, Columns, files_of_folder, printable, streamed_dataset
 from theodolite.errors import UsageError, first_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -74,10 +74,11 @@ def holds_images(path: Path) -> bool:
     return is_image(path) and path.is_file()
 
 
-def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[Picture], int]:
-    """List the images of a file, a folder or a saved data set, sorted, and count the files that were passed over.
+def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
+    """List the images of a file, a folder or a saved data set, sorted; other files are passed over, and noted.
 
-    The label of a file is its folder's path below `path`; directly in it, there is none. Hidden files do not count.
+    The label of a file is its folder's path below `path`; directly in it, there is none; or, with labels by file, its
+    own path. Hidden files do not count.
     `UsageError` where there is no image, or columns of what is no table are asked for.
     """
     path = Path(path)
@@ -86,19 +87,22 @@ def pictures_at(path: str | Path, columns: Columns = TEXT_COLUMN) -> tuple[list[
             f"{printable(path)} is no table but images, each a context of its own: leave out {columns.option}"
         )
     if path.is_file() and is_image(path):
-        return [Picture(printable(path), path)], 0
+        return [Picture(printable(path), path)]
     if not path.is_dir():
         why = f"is not one of {' '.join(SUFFIXES)}" if path.exists() else "does not exist"
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
     if is_saved_dataset(path):
-        return list(_saved(path, columns)), 0
-    files = files_of_folder(path)
-    images = [file for file in files if is_image(file)]
-    if not images:
+        return list(_saved(path, columns))
+    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
+    pictures = []
+    for file in files_of_folder(path):
+        if is_image(file):
+            pictures.append(Picture(printable(file), file, by_place.label_of_file(file, path)))
+        else:
+            columns.pass_over(file, path, "not named as images are")
+    if not pictures:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
-    labels = [None if file.parent == path else printable(file.parent.relative_to(path)) for file in images]
-    pictures = [Picture(printable(file), file, label) for file, label in zip(images, labels, strict=True)]
-    return pictures, len(files) - len(images)
+    return pictures
 
 
 def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
@@ -128,15 +132,15 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
 
     features = dataset.features or {}
     chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if columns.text != TEXT_COLUMN.text:
+    if columns.text != Columns.text:
         chosen = [name for name in chosen if name == columns.text]
     if not chosen:
         raise UsageError(
             f"{source} has no column of images (it has: {', '.join(features)}); choose with --text-column"
         )
-    if columns.label is not None and columns.label not in features:
+    if columns.column is not None and columns.column not in features:
         raise UsageError(
-            f"{source} has no column '{columns.label}' (it has: {', '.join(features)}); choose with --label-column"
+            f"{source} has no column '{columns.column}' (it has: {', '.join(features)}); choose with --label-by"
         )
     label = next((name for name in columns.of_labels if name in features), None)
     named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None
@@ -145,8 +149,11 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
         image, value = row[chosen[0]], None if label is None else row[label]
         if image is None:
             continue
-        name = named.int2str(value) if named is not None and value is not None else value
-        yield Picture(f"{source} row {number}", _source_of(image), None if name is None else str(name))
+        if named is not None and value is not None:
+            value = named.int2str(value) if value >= 0 else None
+        name = None if value is None else columns.labelled(f"column {label}", str(value))
+        columns.notes.rows_without_label += name is None
+        yield Picture(f"{source} row {number}", _source_of(image), name)
 
 
 def _source_of(image: dict[str, Any]) -> Path | bytes:

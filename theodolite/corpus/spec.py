@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from theodolite.corpus.addition_task import NAME as ADDITION
 from theodolite.corpus.addition_task import digits_of
-from theodolite.corpus.documents import Columns, files_at
+from theodolite.corpus.documents import Columns, Notes, check_path
 from theodolite.corpus.pictures import holds_images
 from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
 from theodolite.errors import UsageError
@@ -20,6 +21,9 @@ PRESETS = {WIKITEXT_2: "hf:Salesforce/wikitext:wikitext-2-raw-v1:test"}
 
 PYTHON_TEXTS = {DOCS: python_topics, HELD_OUT: held_out_topics, CODE: stdlib_sources}
 """Texts that every Python has, and what reads their documents."""
+
+PYTHON_LABELS = {DOCS: {"labels_are": "topics of the manual"}, CODE: {"labels_are": "files of the library"}}
+"""What the provenance says of their labels."""
 
 DRAWN = (RANDOM, ADDITION, FEW_SHOT)
 """What `named.make_corpus` draws by a seed."""
@@ -46,17 +50,19 @@ def dataset_of(name: str) -> tuple[str, str | None, str] | None:
 
 
 def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None = None) -> None:
-    """Raise `UsageError` for a corpus that does not exist, or options (columns, `per_label`) that do not go with it."""
-    columns.described()
+    """Raise `UsageError` for a corpus whose beginning cannot be read, or options that do not go with it."""
+    columns.check()
     name = DOCS if spec is None else str(spec)
     if dataset_of(name) is not None:
+        if columns.of_files:
+            raise UsageError(f"{name} has rows and no files: leave out {columns.of_files}")
         return
     documents_of = PYTHON_TEXTS.get(name)
     if documents_of or is_drawn(name):
         if per_label is not None and not (documents_of and any(one.label for one in documents_of())):
             raise UsageError(f"{name} has no labels: leave out --per-label")
-        if columns.option:
-            raise UsageError(f"{name} is no table: leave out {columns.option}")
+        if option := columns.option or columns.of_files:
+            raise UsageError(f"{name} is no {'table' if columns.option else 'file'}: leave out {option}")
         return
     if holds_images(Path(name)):
         return  # whether images or texts are read is the model's to say
@@ -64,4 +70,4 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
         raise UsageError(
             f"There is no file or folder {name}; give a path, or {', '.join(KEYWORDS)} or hf:NAME."
         )
-    files_at(name, columns)
+    check_path(Path(name), replace(columns, notes=Notes()))

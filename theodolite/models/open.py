@@ -97,6 +97,22 @@ def open_model(
     return OpenModel.of(source, *parts, tokenizer=tokenizer, **checkpoint.identity())
 
 
+def tokenizer_alone(path_or_id: str | Path | None, revision: str | None) -> tuple[Any, int | None]:
+    """Load a checkpoint's tokenizer, and bound its positions from below; (None, None): `open_model` says why."""
+    try:
+        checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
+        config = loading.config_of(checkpoint.place, checkpoint.revision)
+        tokenizer = loading.load_tokenizer(checkpoint.place, checkpoint.revision)
+    except (TheodoliteError, *loading.LOADING_ERRORS):
+        return None, None
+    names = ("max_target_positions", "max_position_embeddings")
+    limits = [getattr(of, name, None) for of in (config, config.get_text_config()) for name in names]
+    # Half of them, since some are not counted, as those up to RoBERTa's padding index.
+    return tokenizer, min(
+        (limit // 2 for limit in limits if isinstance(limit, int) and limit >= 8), default=None
+    )
+
+
 def _in_memory(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -399,9 +399,11 @@ def text_line(provenance: dict[str, Any]) -> str:
     if grid := grid_described(corpus):
         before = f" and {listed(list(grid.before))} before" if grid.before else ""
         tokens = f"{grid.rows} × {grid.columns} patches{before}"
-        return f"on {number(corpus['contexts'])} images of {tokens} from {visible(corpus['name'], 80)}"
-    size = f"{number(corpus['contexts'])} contexts of {tokens_of(corpus)} tokens"
-    return f"on {size} from {visible(corpus['name'], 80)}"
+        size = f"{number(corpus['contexts'])} images of {tokens}"
+    else:
+        size = f"{number(corpus['contexts'])} contexts of {tokens_of(corpus)} tokens"
+    labels = f" (labels: {visible(corpus['labels_are'], 80)})" if corpus.get("labels_are") else ""
+    return f"on {size} from {visible(corpus['name'], 80)}{labels}"
 
 
 def _short_count(amount: float) -> str:

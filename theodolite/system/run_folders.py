@@ -22,7 +22,7 @@ UNTRAINED = "untrained"
 """The baseline of a survey, and the folder within its run folder that keeps it."""
 
 OPTIONS = (
-    *("length", "contexts", "seed", "label_column", "label_rows", "per_label", "batch", "dtype", "device"),
+    *("length", "contexts", "seed", "label_by", "encoding", "per_label", "batch", "dtype", "device"),
     *("attention", "local_sinks", "method", "sparsity", "pattern", "rank_ratio", "damping", "exact"),
     *("skip", "errors"),
 )

@@ -211,10 +211,10 @@ class InlineReader:
                     with torch.enable_grad():
                         source.run(source.sample(LEAST_LENGTH))
                 except (NotImplementedError, UsageError) as error:  # flex_attention, before the first step
-                    reason = first_line(error.__cause__ or error)
-                    raise UsageError(f"{source.name} cannot be trained on a CPU: {reason}") from error
-            if error := self._unlike_a_look():
-                raise UsageError(f"the attention of {source.name} cannot be observed: {error}; {INSTEAD}")
+                    why = first_line(error.__cause__ or error)
+                    raise UsageError(f"{source.name} cannot be trained on a CPU: {why}") from error
+            if reason := self._unlike_a_look():
+                raise UsageError(f"the attention of {source.name} cannot be observed: {reason}; {INSTEAD}")
         self.given_up = 0
         self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
 
