@@ -133,10 +133,13 @@ def evaluate_command(
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []
+        how: dict[str, Any] = {"stopped": stopped, "stream": stride is not None}
         for name in names:
+            corpus = opening.read_first(name, read if reads else None, check=asked.check_model, **how)
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            corpus = read.read(model, stopped, stream=stride is not None) if reads else None
+            if reads and corpus is None:
+                corpus = read.read(model, **how)
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
         evaluation.finish()

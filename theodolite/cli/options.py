@@ -117,6 +117,37 @@ class Opening:
             if name is not None and options["revision"] is None:
                 local_checkpoint(name)
 
+    def read_first(
+        self,
+        model: str | None,
+        text: Text | None,
+        stopped: Callable[[], bool] = lambda: False,
+        batch: int | None = None,
+        check: Callable[[OpenModel, Corpus | None], object] = lambda model, corpus: None,
+        *,
+        stream: bool = False,
+    ) -> Corpus | None:
+        """Read the text by configuration and tokenizer alone, to tell before weights are read what does not fit.
+
+        `check` gets a model that cannot run. None: no text, or one (images, say) for the opened model to read.
+        """
+        from theodolite.models.open import before_weights
+        from theodolite.passes.corpus_pass import batch_of, check_fit
+
+        name, options = self._options(model)
+        tower: Any = "vision" if text is not None and text.of_images else None
+        known = before_weights(name, options["attention"], options["revision"], tower)
+        if known is None:
+            return None
+        corpus = None
+        if text is not None and known.vocabulary is not None:
+            corpus = text.read(known, stopped, stream=stream)
+            if not stream:
+                check_fit(known, corpus, least_contexts=1)
+                batch_of(corpus, batch)
+        check(known, corpus)
+        return corpus
+
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 

@@ -210,9 +210,9 @@ class InlineReader:
                 try:
                     with torch.enable_grad():
                         source.run(source.sample(LEAST_LENGTH))
-                except (NotImplementedError, UsageError) as error:  # flex_attention, before the first step
-                    reason = first_line(error.__cause__ or error)
-                    raise UsageError(f"{source.name} cannot be trained on a CPU: {reason}") from error
+                except (NotImplementedError, UsageError) as failure:  # flex_attention, before the first step
+                    reason = first_line(failure.__cause__ or failure)
+                    raise UsageError(f"{source.name} cannot be trained on a CPU: {reason}") from failure
             if error := self._unlike_a_look():
                 raise UsageError(f"the attention of {source.name} cannot be observed: {error}; {INSTEAD}")
         self.given_up = 0
