@@ -9,7 +9,7 @@ import pytest
 
 from theodolite.corpus import documents, named
 from theodolite.corpus.documents import Columns, Document
-from theodolite.corpus.named import check_first_context, make_stream
+from theodolite.corpus.named import make_stream
 from theodolite.corpus.python_texts import HELD_OUT_TOPICS
 from theodolite.corpus.spec import PRESETS, dataset_of
 from theodolite.errors import UsageError
@@ -70,22 +70,6 @@ def test_a_stream_is_read_no_further_than_its_tokens(opened, monkeypatch, charac
     assert stream.contexts.tolist() == [tokenizer(text)["input_ids"][:200]]
     assert stream.selection == {"tokens_read": 200}
     assert len(read) < 100
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_a_text_that_is_shorter_than_a_context_is_told_from_its_beginning(opened, tmp_path, pack):
-    """Oracle: that the contexts themselves can be cut; a file behind the first context is not looked at."""
-    tokenizer, length = opened("llama3").tokenizer, 16
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"row {row}"}) + "\n" for row in range(9)))
-    (tmp_path / "b.txt").write_bytes(b"\0")
-    short = json.dumps({"text": "row 1"})
-    (tmp_path / "short.jsonl").write_text(short)
-    for path, fits in ((tmp_path, True), (tmp_path / "a.jsonl", True), (tmp_path / "short.jsonl", not pack)):
-        if fits:
-            check_first_context(path, tokenizer, length, Columns(), pack)
-            continue
-        with pytest.raises(UsageError, match="is shorter than one context of 16 tokens"):
-            check_first_context(path, tokenizer, length, Columns(), pack)
 
 
 def test_other_texts_are_whole(opened, tmp_path):

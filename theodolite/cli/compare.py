@@ -97,6 +97,15 @@ def compare_command(
         if all(runs):
             compared = command.compare_folders(models)
         else:
+            places = ((layer, head or 0), (without_low_rank, 0))
+
+            def check(model: OpenModel, _: Corpus | None) -> None:
+                for at_layer, at_head in places if model.source.attention is None else ():
+                    if at_layer is not None:
+                        model.check_place(at_layer, at_head)
+
+            for model in dict.fromkeys(models):
+                opening.read_first(model, text, stopped, batch, check)
             work = _Passes(folder, text, batch, opening, stopped)
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)

@@ -157,11 +157,15 @@ def evaluate_command(
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []
+        how: dict[str, Any] = {"stride": stride, "special_tokens": not no_special_tokens}
         for name in names:
-            model = opening.open(name, read if reads and stride is None else None)
+            corpus = opening.read_first(
+                name, read if reads else None, stopped, check=asked.check_model, **how
+            )
+            model = opening.open(name)
             described.append(describe_model(model)["model"])
-            how: dict[str, Any] = {"stride": stride, "special_tokens": not no_special_tokens}
-            corpus = read.read(model, stopped, **how) if reads else None
+            if reads and corpus is None:
+                corpus = read.read(model, stopped, **how)
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
         evaluation.finish()

@@ -90,15 +90,22 @@ def explore_command(
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
             from theodolite.explore.page import application, listen, serve
             from theodolite.explore.subject import Subject, check_pair
+            from theodolite.logits.constituents import check_run as check_run_of
+            from theodolite.passes.run import Run
 
             ended = threading.Event()
             with listen(port) as listening:
-                opened = [opening.open(name, None if runs else text) for name in names]
+                finished = list(map(Run.load, runs or ()))
+                for name in names:
+                    opening.read_first(name, None if runs else text)
+                opened = [opening.open(name) for name in names]
                 called = _display_names(opened)
                 check_pair(list(zip(called, opened, strict=True)))
                 surveys: list[Run] | list[PlannedSurvey]
                 if runs:
-                    surveys = list(map(_loaded, opened, runs))
+                    surveys = finished
+                    for each, run in zip(opened, finished, strict=True):
+                        check_run_of(each, run)
                 else:
                     with interruptible(say_stopping) as stopped:
                         surveys = [_planned(each, text, stopped, ended) for each in opened]
@@ -110,15 +117,6 @@ def _display_names(opened: list[OpenModel]) -> list[str]:
     """Shorten the names of the models; where short ones coincide, keep the full ones."""
     short = [short_name(model.id) for model in opened]
     return short if len(set(short)) == len(short) else [model.id for model in opened]
-
-
-def _loaded(model: OpenModel, folder: Path) -> Run:
-    from theodolite.logits.constituents import check_run
-    from theodolite.passes.run import Run
-
-    run = Run.load(folder)
-    check_run(model, run)
-    return run
 
 
 def _planned(

@@ -36,20 +36,6 @@ def _said_how_stored(model: OpenModel) -> OpenModel:
     return model
 
 
-def _tokenizer_first(model: str | None, revision: str | None, text: Text | None) -> Any:
-    """Load the tokenizer, and see that the text has a first context for it, before weights are read; None: no text."""
-    from theodolite.corpus.named import check_first_context
-    from theodolite.models.open import tokenizer_alone
-
-    if text is None or text.of_images:
-        return None
-    tokenizer, longest = tokenizer_alone(model, revision)
-    if tokenizer is not None:
-        length = text.length or min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        check_first_context(text.corpus, tokenizer, length, text.columns, not text.no_pack)
-    return tokenizer
-
-
 def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Return a completion function that offers these words as values of an option."""
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
@@ -131,6 +117,37 @@ class Opening:
             if name is not None and options["revision"] is None:
                 local_checkpoint(name)
 
+    def read_first(
+        self,
+        model: str | None,
+        text: Text | None,
+        stopped: Callable[[], bool] = lambda: False,
+        batch: int | None = None,
+        check: Callable[[OpenModel, Corpus | None], object] = lambda model, corpus: None,
+        **how: Any,
+    ) -> Corpus | None:
+        """Read the text by configuration and tokenizer alone, to tell before weights are read what does not fit.
+
+        `check` gets a model that cannot run, `how` is what `Text.read` takes. None: no text, or one (images, say) for
+        the opened model to read.
+        """
+        from theodolite.models.open import before_weights
+        from theodolite.passes.corpus_pass import batch_of, check_fit
+
+        name, options = self._options(model)
+        tower: Any = "vision" if text is not None and text.of_images else None
+        known = before_weights(name, options["attention"], options["revision"], tower)
+        if known is None:
+            return None
+        corpus = None
+        if text is not None and known.vocabulary is not None:
+            corpus = text.read(known, stopped, **how)
+            if how.get("stride") is None:
+                check_fit(known, corpus, least_contexts=1)
+                batch_of(corpus, batch)
+        check(known, corpus)
+        return corpus
+
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
@@ -149,7 +166,6 @@ class Opening:
         with screen.status(f"opening {model or 'the embedded model'}"):
             opened = open_model(
                 model,
-                tokenizer=_tokenizer_first(model, options["revision"], text),
                 device=self.device,
                 device_map=self.device_map,
                 tower="vision" if text is not None and text.of_images else None,
@@ -158,12 +174,9 @@ class Opening:
             )
         return _said_how_stored(opened)
 
-    def open_streamed(self, model: str | None, stopped: Callable[[], bool], text: Text) -> OpenModel:
+    def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
         """Open the model so that its blocks are read as they run."""
         from theodolite.models import open_streamed
-
-        name, options = self._options(model)
-        _tokenizer_first(name, options["revision"], text)
 
         unread = {"--device-map": self.device_map, "--attention": self.attention}
         refuse_unread("a streamed model has no such option", unread)

@@ -18,6 +18,8 @@ from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refus
 from theodolite.system.choices import refuse_unread
 
 if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
     from theodolite.prune import Pruned
 
 WRITING = "writing the checkpoint and its report"
@@ -147,10 +149,17 @@ def prune_command(
         is_done = (out / SETTINGS).is_file()  # or it is refused, once the model and the text are known
 
         from theodolite.prune import prune_model
+        from theodolite.prune.methods import pattern_of
+        from theodolite.prune.model import check_shares
         from theodolite.report.pruned_model import page_at, write_page
 
-        opened = opening.open_streamed(model, stopped, text) if stream else opening.open(model, text)
-        corpus = text.read(opened, stopped)
+        def check(known: OpenModel, _: Corpus | None) -> None:
+            check_shares(options.sparsity, known.layers)
+            pattern_of(options.pattern, 0 if options.skip else known.hf.config.get_text_config().hidden_size)
+
+        corpus = opening.read_first(model, text, stopped, batch, check)
+        opened = opening.open_streamed(model, stopped) if stream else opening.open(model)
+        corpus = corpus or text.read(opened, stopped)
         with bars(stopped) as show:
 
             def show_progress(done: int, total: int) -> None:

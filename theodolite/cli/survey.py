@@ -188,8 +188,9 @@ def _survey_one(
     from theodolite.passes.survey import survey
     from theodolite.report.page import write_report
 
-    opened = opening.open_streamed(model, stopped, text) if stream else opening.open(model, text)
-    corpus = text.read(opened, stopped)
+    corpus = opening.read_first(model, text, stopped, batch)
+    opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
+    corpus = corpus or text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     how: dict[str, Any] = {"batch": batch, "seed": text.seed}
     with bars(stopped, of=of) as show:
@@ -319,8 +320,9 @@ def trace_command(
         from theodolite.system.processor import keep_pages
 
         keep_pages()
+        corpus = opening.read_first(model, text, stopped, batch)
         opened = opening.open(model, text)
-        corpus = text.read(opened, stopped)
+        corpus = corpus or text.read(opened, stopped)
         folder = out or default_folder(opened, corpus, "-local-sinks" if local_sinks else "-sinks")
         with bars(stopped) as show:
             run = trace_sinks(

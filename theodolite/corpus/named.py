@@ -13,10 +13,10 @@ import torch
 from theodolite.corpus import documents
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
-from theodolite.corpus.cutting import Cutter, no_text, tokenized
+from theodolite.corpus.cutting import no_text, tokenized
 from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import TransformedImages, refuse_length
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, Sample
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice
 from theodolite.corpus.spec import (
     DOCS,
     FEW_SHOT,
@@ -92,26 +92,6 @@ def make_corpus(
     of, config, split = dataset
     place = (config, split, columns.text, seed)
     return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
-
-
-def check_first_context(
-    spec: str | Path | None, tokenizer: Tokenizer, length: int, columns: documents.Columns, pack: bool
-) -> None:
-    """Raise `UsageError` where a text has no context of so many tokens; it is read up to its first one."""
-    name = DOCS if spec is None else str(spec)
-    columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
-    texts: Iterable[documents.Document]
-    if is_drawn(name):
-        return
-    if name in PYTHON_TEXTS:
-        texts = PYTHON_TEXTS[name]()
-    elif (dataset := dataset_of(name)) is not None:
-        texts = documents.joined_articles(documents.streamed_rows(*dataset, columns), columns)
-    else:
-        texts = documents.read_path(name, columns)
-    cutter = Cutter(tokenizer, length, Choice(1, rows=columns.rows), pack, lambda tokens: None)
-    if next(cutter.cut(texts), None) is None:
-        raise cutter.nothing_chosen(name, Sample([]))
 
 
 def make_stream(

@@ -24,8 +24,14 @@ from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import answer_rows, few_shot_scores
-from theodolite.evaluate.harness import BATCH, harness
-from theodolite.evaluate.perplexity import loss_rows, perplexity_in, perplexity_scores, window_length
+from theodolite.evaluate.harness import BATCH, check_tasks, harness
+from theodolite.evaluate.perplexity import (
+    check_predicts,
+    loss_rows,
+    perplexity_in,
+    perplexity_scores,
+    window_length,
+)
 from theodolite.evaluate.scores import Evaluation, Score, score_as_json, score_of_json
 from theodolite.jobs.job import Steps
 from theodolite.jobs.unfinished import Notes, Tensors
@@ -72,6 +78,18 @@ class Questions:
         """Raise `UsageError` where a task of this package cannot be asked so."""
         if NAME in self.tasks and max(self.shots) > RULES.shots:
             raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
+        of_lm_eval = [task for task in self.tasks if task != NAME]
+        if of_lm_eval or self.folder:
+            check_tasks(of_lm_eval, self.shots, self.folder, self.batch, self.limit)
+
+    def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
+        """Raise `UsageError` where a model cannot be asked; it does not run."""
+        check_predicts(model)
+        if corpus is not None:
+            length = None if self.stride is None else window_length(model, self.length)
+            loss_rows(model, corpus, stride=self.stride, length=length, batch=self.batch)
+        if NAME in self.tasks:
+            answer_rows(model, rules=RULES, prompts=self.prompts, seed=self.seed, batch=self.batch)
 
 
 BEGINNINGS = {

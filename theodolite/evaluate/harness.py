@@ -75,15 +75,9 @@ def harness(
     """
     check_predicts(model)
     tokenizer = copy.deepcopy(model.required_tokenizer())  # lm-eval may add a padding token
-    numbers = (("batch", batch, 1), ("shots", min(shots, default=-1), 0), ("limit", limit, 1))
-    for what, number, least in numbers:
-        if number is not None and number < least:
-            raise UsageError(f"{what} is {number}: use {least} or more")
-    try:
-        import lm_eval
-        import lm_eval.models.huggingface
-    except ImportError as error:
-        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
+    check_tasks(tasks, shots, folder, batch, limit)
+    import lm_eval
+
     scores: list[Score] = []
     with _quiet_and_offline(download) as cut:
         manager, names = _task_manager(tasks, folder)
@@ -104,6 +98,26 @@ def harness(
             shared = {"model": model.id, "shots": count, "batch": batch, "cut": len(cut)}
             scores += _scores(names, loaded, results, shared)
     return scores
+
+
+def check_tasks(
+    tasks: Sequence[str],
+    shots: Sequence[int],
+    folder: str | Path | None,
+    batch: int | None,
+    limit: int | None,
+) -> None:
+    """Raise `UsageError` for numbers out of range and unknown tasks, and where lm-eval is not installed."""
+    numbers = (("batch", batch, 1), ("shots", min(shots, default=-1), 0), ("limit", limit, 1))
+    for what, number, least in numbers:
+        if number is not None and number < least:
+            raise UsageError(f"{what} is {number}: use {least} or more")
+    try:
+        import lm_eval.models.huggingface  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
+    with _quiet_and_offline(download=False):
+        _task_manager(tasks, folder)
 
 
 def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:

@@ -7,11 +7,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
@@ -97,20 +99,33 @@ def open_model(
     return OpenModel.of(source, *parts, tokenizer=tokenizer, **checkpoint.identity())
 
 
-def tokenizer_alone(path_or_id: str | Path | None, revision: str | None) -> tuple[Any, int | None]:
-    """Load a checkpoint's tokenizer, and bound its positions from below; (None, None): `open_model` says why."""
+def before_weights(
+    path_or_id: str | Path | None,
+    attention: Attention | None,
+    revision: str | None,
+    tower: loading.Tower | None,
+) -> OpenModel | None:
+    """Describe a checkpoint by configuration and tokenizer: a model that cannot run, to refuse what does not fit it.
+
+    Arguments are those of `open_model`. None: the configuration does not say enough, or `open_model` says why.
+    """
+    checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
+    place, revision = checkpoint.place, checkpoint.revision
     try:
-        checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
-        config = loading.config_of(checkpoint.place, checkpoint.revision)
-        tokenizer = loading.load_tokenizer(checkpoint.place, checkpoint.revision)
-    except (TheodoliteError, *loading.LOADING_ERRORS):
-        return None, None
-    names = ("max_target_positions", "max_position_embeddings")
-    limits = [getattr(of, name, None) for of in (config, config.get_text_config()) for name in names]
-    # Half of them, since some are not counted, as those up to RoBERTa's padding index.
-    return tokenizer, min(
-        (limit // 2 for limit in limits if isinstance(limit, int) and limit >= 8), default=None
-    )
+        config = loading.tower_of(loading.config_of(place, revision), tower, lambda line: None)
+        skeleton = loading.on_meta(place, loading.architecture_of(place, config), config)
+        source, text = Source.of_transformers(skeleton, attention), config.get_text_config()
+        heads = (text.num_attention_heads,) * text.num_hidden_layers
+    except loading.LOADING_ERRORS:
+        return None
+    structure: Any = SimpleNamespace(attention=heads, heads_of=heads, attention_at=lambda layer: None)
+    name = type(skeleton).__name__  # classes that fill in words read those after them, too
+    fills_in = name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    causal = not fills_in or name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    loading.HANDED_ON.clear()
+    tokenizer = None if source.vocabulary is None else loading.load_tokenizer(place, revision)
+    loading.HANDED_ON[place, revision] = tokenizer
+    return OpenModel(source, structure, 0, causal, "unknown", checkpoint.id, {}, tokenizer)
 
 
 def _in_memory(

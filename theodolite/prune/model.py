@@ -155,6 +155,16 @@ def prune_model(
         return written
 
 
+def check_shares(sparsity: Sparsity, blocks: int) -> None:
+    """Raise `UsageError` where sparsities are out of range, or of other blocks; those by a function are not asked."""
+    shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
+    if len(shares) != blocks:
+        raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
+    for share in shares:
+        if share is not None and not callable(share):
+            check_sparsity(share)
+
+
 class _Pruning:
     """A pruning of a model, every argument checked before anything is pruned.
 
@@ -202,10 +212,7 @@ class _Pruning:
     def _set_shares(self) -> None:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
-        if isinstance(sparsity, Sequence) and len(sparsity) != len(self.matrices):
-            raise UsageError(
-                f"{len(sparsity)} sparsities for {len(self.matrices)} blocks: give one, or one per block"
-            )
+        check_shares(sparsity, len(self.matrices))
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
             ratio = rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio

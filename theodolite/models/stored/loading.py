@@ -367,12 +367,18 @@ def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[st
         )
 
 
+HANDED_ON: dict[tuple[str | Path, str | None], PreTrainedTokenizerBase | None] = {}
+"""The tokenizer that was read before weights, for who opens the same checkpoint next: one in GGUF takes seconds."""
+
+
 def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
     """Load the checkpoint's tokenizer: of a GGUF file its own, else the one saved beside it. None where there is none.
 
     Raises:
         UsageError: it is not known how a GGUF file's vocabulary splits a text, and no tokenizer is beside it.
     """
+    if handed_on := HANDED_ON.pop((source, revision), None):
+        return handed_on
     refused = None
     for place in (source, Path(source).parent) if is_gguf(source) else (source,):
         try:
