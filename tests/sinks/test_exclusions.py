@@ -18,6 +18,7 @@ from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.exclusions import Exclusions, Rule
 from theodolite.sinks.outliers import Outliers, find_outliers
+from theodolite.sinks.trace import trace_sinks
 
 PROVENANCE = {
     "schema_version": 3,
@@ -257,3 +258,32 @@ def test_refusals(tmp_path):
         Exclusions.of(SURVEYED).save(tmp_path / "other.json" / "exclusions.json")
     Exclusions.of(SURVEYED).save(tmp_path / "new" / "exclusions.json")
     assert Exclusions.load(tmp_path / "new" / "exclusions.json") == Exclusions.of(SURVEYED)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_precision_and_recall_on_real_models(real, name):
+    """Oracle: eager attention and hidden states of transformers; sinks and massive activations by their definitions."""
+    model = open_model(real(name))
+    corpus = Corpus.python_docs(model.tokenizer, 96, 8)
+    exclusions = [Exclusions.of(run(model, corpus)) for run in (trace_sinks, find_outliers)]
+    model.hf.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model.hf(corpus.contexts, output_attentions=True, output_hidden_states=True)
+    sees = torch.arange(96, 0, -1)
+    received = (attention.double().sum(2) / sees for attention in found.attentions)
+    sinks = sum(((mean > 0.3) & (sees > 16)).any(1) for mean in received) > 0
+    sizes = (hidden.abs() for hidden in found.hidden_states[:-1])
+    massive = (
+        sum(((x > 100) & (x > 1000 * x.flatten(1).median(1).values[:, None, None])).any(-1) for x in sizes)
+        > 0
+    )
+    for of, true in zip(exclusions, (sinks, massive), strict=True):
+        mask, by_rules = of.mask(corpus.contexts), of.tokens(corpus.contexts)
+        assert (mask & true).sum() == true.sum() > 0
+        if true is sinks:
+            for name, flagged in (("mask", mask), ("tokens", by_rules)):
+                right = int((flagged & true).sum())
+                assert of.accuracy[name].precision == pytest.approx(right / int(flagged.sum()))
+                assert of.accuracy[name].recall == pytest.approx(right / int(true.sum()))
+        assert of.accuracy["mask"].precision > 0.9
