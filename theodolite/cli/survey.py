@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import (
+    DEFAULT_LENGTH,
     AsJson,
     Batch,
     Model,
@@ -296,6 +297,12 @@ def trace_command(
     local_sinks: Annotated[
         bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the model writes behind every context, greedily; they are traced with it."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -308,6 +315,8 @@ def trace_command(
 ) -> None:
     """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
 
+    With --generate, contexts are of the text and of what the model writes on: attention as it is while it writes.
+
     Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
     """
     with stoppable() as stopped:
@@ -315,14 +324,23 @@ def trace_command(
         text.check()
         check_out(out)
 
+        from theodolite.models import continued
+        from theodolite.models.generation import check_writes
         from theodolite.sinks.trace import trace_sinks
         from theodolite.system.processor import keep_pages
 
         keep_pages()
         opened = opening.open(model, text)
+        if generate is not None:
+            check_writes(opened, text.length or 1, generate)  # before the text is read
+            longest = DEFAULT_LENGTH if opened.longest is None else opened.longest - generate
+            text = replace(text, length=text.length or min(DEFAULT_LENGTH, longest))
         corpus = text.read(opened, stopped)
-        folder = out or default_folder(opened, corpus, "-local-sinks" if local_sinks else "-sinks")
+        kind = ("-local-sinks" if local_sinks else "-sinks") + ("" if generate is None else "-written")
+        folder = out or default_folder(opened, corpus, kind)
         with bars(stopped) as show:
+            if generate is not None:
+                corpus = continued(opened, corpus, generate, batch, functools.partial(show, "writing on"))
             run = trace_sinks(
                 opened, corpus, folder, local_sinks=local_sinks, batch=batch, show_progress=show
             )
