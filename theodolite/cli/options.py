@@ -5,7 +5,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -116,6 +116,18 @@ class Opening:
                 raise UsageError(f"{name or embedded.NAME} is no model of the hub: it has no --revision")
             if name is not None and options["revision"] is None:
                 local_checkpoint(name)
+
+    def check_chat_templates(self, models: Sequence[str | None], system: str | None) -> None:
+        """Raise `UsageError` where a tokenizer has no chat template for this; the models are not read."""
+        from theodolite.evaluate.harness import check_chat_template
+        from theodolite.models.stored.loading import Checkpoint, load_tokenizer
+
+        for model in models:
+            name, options = self._options(model)
+            checkpoint = Checkpoint.at(name, options["revision"])
+            tokenizer = load_tokenizer(checkpoint.place, checkpoint.revision)
+            if tokenizer is not None:  # else the model is refused as it is opened
+                check_chat_template(checkpoint.id, tokenizer, system)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
