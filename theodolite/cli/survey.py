@@ -18,9 +18,9 @@ from theodolite.cli.options import (
     Model,
     Models,
     Opening,
+    PairedText,
     RunFolder,
     Stream,
-    Text,
     default_folder,
     finish,
     finish_trace,
@@ -85,7 +85,7 @@ class Cluster:
 def survey_command(
     *,
     models: Models = None,
-    text: Text,
+    text: PairedText,
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -175,7 +175,7 @@ def _survey_one(
     model: str | None,
     out: Path | None,
     *,
-    text: Text,
+    text: PairedText,
     batch: int | None,
     stream: bool,
     opening: Opening,
@@ -293,7 +293,7 @@ def spectra_command(
 def trace_command(
     *,
     model: Model = None,
-    text: Text,
+    text: PairedText,
     local_sinks: Annotated[
         bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,

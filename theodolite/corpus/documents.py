@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -44,18 +44,20 @@ class Columns:
         label: the column of the label; None: `label` or `topic`, if there is one.
         rows: each row is a document with a label of its own instead, `row 1`, `row 2`, ….
         tokenizer: whose chat template makes a text of a conversation; None: it is refused.
+        source: the column of what an encoder reads, beside the `text` of its decoder; None: there is none.
     """
 
     text: str = "text"
     label: str | None = None
     rows: bool = False
     tokenizer: Any = None
+    source: str | None = None
 
     @property
     def option(self) -> str:
         """The command line's option that was used to choose columns; "" for none."""
-        if self.label is not None:
-            return "--label-column"
+        if self.label is not None or self.source is not None:
+            return "--source-column" if self.label is None else "--label-column"
         return "--label-rows" if self.rows else "--text-column" if self.text != Columns.text else ""
 
     def described(self) -> dict[str, object]:
@@ -78,10 +80,11 @@ TEXT_COLUMN = Columns()
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the label it belongs to (a topic, a file, a column's value; None: no label)."""
+    """One text and the label it belongs to (a topic, a file, a column's value; None: no label); its source, if any."""
 
     text: str
     label: str | None = None
+    source: str | None = None
 
 
 def printable(path: str | Path) -> str:
@@ -102,7 +105,7 @@ def read_path(path: str | Path, columns: Columns = TEXT_COLUMN) -> Iterator[Docu
         row_of = f"{label} " if path.is_dir() and columns.rows else ""
         try:
             for document in joined_articles(documents_of(file, columns)):
-                yield Document(document.text, row_of + document.label if document.label else label)
+                yield replace(document, label=row_of + document.label if document.label else label)
         except EmptyFileError:
             if not path.is_dir():
                 raise
@@ -246,7 +249,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             if not file.metadata.num_rows:
                 raise EmptyFileError(path)
             document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
-            wanted = [name for name in (columns.text, *columns.of_labels) if name in names]
+            wanted = [name for name in (columns.text, columns.source, *columns.of_labels) if name in names]
             batches = file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted)))
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, start=1):
@@ -292,13 +295,18 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     `source` names the row in errors, `number` counts it from 1. `UsageError` where it has no such column, or no text
     there.
     """
-    for wanted, option in ((columns.text, "--text-column"), (columns.label, "--label-column")):
+    named = (
+        (columns.text, "--text-column"),
+        (columns.label, "--label-column"),
+        (columns.source, "--source-column"),
+    )
+    for wanted, option in named:
         if wanted is not None and wanted not in row:
             raise UsageError(
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
-    text = row[columns.text]
-    if text is None:
+    text, source_text = row[columns.text], None if columns.source is None else row[columns.source]
+    if text is None or (columns.source is not None and source_text is None):
         return None
     if isinstance(text, list):
         text = as_text(text, columns.tokenizer, f"{source}: column '{columns.text}'")
@@ -307,10 +315,13 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
         raise UsageError(
             f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
         )
+    if not (source_text is None or isinstance(source_text, str)):
+        raise UsageError(f"{source}: column '{columns.source}' holds no text; choose with --source-column.")
     if columns.rows:
-        return Document(text, f"row {number}")
+        return Document(text, f"row {number}", source_text)
     label = next((row[name] for name in columns.of_labels if row.get(name) is not None), None)
-    return Document(text, None if label is None else str(label).encode("utf-8", "replace").decode())
+    name = None if label is None else str(label).encode("utf-8", "replace").decode()
+    return Document(text, name, source_text)
 
 
 def as_text(turns: Sequence[Any], tokenizer: Any, source: str) -> str:

@@ -158,8 +158,7 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    contexts, labels = tensors["contexts"], tensors["labels"]
-    corpus = Corpus(contexts=contexts, labels=labels, lengths=tensors.get("lengths"), **notes["text"])
+    corpus = Corpus(**tensors, **notes["text"])
     chunks, shards = chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"]
     missing = [
         f"{number}/{shards}"
@@ -342,6 +341,7 @@ class SurveyPlan:
         corpus = self.corpus
         tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
         tensors |= {} if corpus.lengths is None else {"lengths": corpus.lengths}
+        tensors |= {} if corpus.sources is None else {"sources": corpus.sources}
         text = {name: getattr(corpus, name) for name in ("name", "label_names", "seed", "selection")}
         how = {"batch": self.batch, "seed": self.seed, "shards": shards}
         return tensors, {"text": text, "opening": opening_of(self.model), **how}

@@ -172,6 +172,8 @@ class _Pruning:
         check_fit(model, corpus, least_contexts=1)
         if corpus.images is not None:
             raise UsageError(f"{model.id} reads images: only models of text are pruned")
+        if corpus.sources is not None:
+            raise UsageError("pruning reads one text in encoder and decoder: give a corpus without sources")
         options = options.checked(streamed=model.streamed is not None)
         self.model, self.corpus, self.options, self.show_progress = model, corpus, options, show_progress
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)
