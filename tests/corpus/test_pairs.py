@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 import transformers
 
 from tests.calls import call, same_bytes
-from theodolite import Corpus, Run, open_model, survey
+from theodolite import Corpus, Run, open_model, survey, trace_sinks
 from theodolite.attention.inputs import attend, softmax
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.models.hooks import Hooks, hooked
 
@@ -93,6 +95,40 @@ def test_the_encoder_reads_the_source_and_the_decoder_the_target(family, startin
     assert torch.equal(alike.inputs(slice(0, 1)), corpus.inputs(slice(0, 1)))
 
 
+def test_sinks_of_cross_attention_are_tokens_of_the_source(starting, table):
+    """Oracle: cross-attentions of transformers, averaged over queries, key by key."""
+    folder = starting("t5")
+    hf = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
+    for name, parameter in hf.named_parameters():
+        parameter.data *= 6 if "EncDecAttention.q" in name else 1  # else attention is uniform
+    hf.save_pretrained(folder)
+    model = open_model(folder, attention="cross")
+    start = model.source.target_start
+    with pytest.raises(UsageError, match="alike=True"):
+        survey(model, Corpus.from_pairs(table, model.tokenizer, 16, "en", start, text_column="de"))
+    corpus = Corpus.from_pairs(table, model.tokenizer, 16, "en", start, text_column="de", alike=True)
+    wanted: Counter[tuple[int, int, str, int]] = Counter()
+    for ids, source in zip(corpus.contexts, corpus.sources, strict=True):
+        ids, source = ids[ids != -1], source[source != -1]
+        assert len(ids) == len(source)
+        with torch.no_grad():
+            own = hf(input_ids=source[None], decoder_input_ids=ids[None], output_attentions=True)
+        sinks = {
+            (layer, int(head), *(("later", int(source[key])) if key else ("first", -1)))
+            for layer, weights in enumerate(own.cross_attentions)
+            for head, key in (weights[0].mean(dim=1) > SINK_THRESHOLD).nonzero()
+        }
+        wanted.update(sinks)
+    traces = trace_sinks(model, corpus).traces
+    columns = traces[["layer", "head", "kind", "token_id", "contexts"]].itertuples(index=False)
+    found = {tuple(row[:4]): row[4] for row in columns}
+    assert len({token for *_, token in wanted}) > 3
+    assert found == wanted
+    table_of_sinks = survey(model, corpus).sinks
+    assert set(table_of_sinks["token_id"]) <= {token for *_, token in wanted}
+    assert len(table_of_sinks)
+
+
 def test_surveys_of_pairs_by_the_command(starting, table, tmp_path):
     """Oracle: a survey in Python; of the encoder, that of the source column alone; shards that are merged."""
     t5 = starting("t5")
@@ -123,13 +159,9 @@ def test_surveys_of_pairs_by_the_command(starting, table, tmp_path):
 
 def test_what_has_no_source_is_refused(checkpoint, starting, opened, table):
     options = ("--corpus", table, "--source-column", "en", "--text-column", "de")
-    for more, words in (
-        ((checkpoint("gpt2"),), "reads one text: a source beside the text is for the decoder"),
-        ((checkpoint("t5"), "--attention", "cross"), "the cross is measured: a source beside"),
-    ):
-        status, _, stderr = call("survey", *more, *options)
-        assert status == 2
-        assert words in " ".join(stderr.split())
+    status, _, stderr = call("survey", checkpoint("gpt2"), *options)
+    assert status == 2
+    assert "reads one text: a source beside the text is for the decoder" in " ".join(stderr.split())
     status, _, stderr = call("survey", starting("t5"), *options[:3], "fr", *options[4:])
     assert "no column 'fr'" in " ".join(stderr.split())
     corpus = Corpus.from_pairs(table, opened("t5").tokenizer, 16, "en", 0, text_column="de")

@@ -378,6 +378,7 @@ class PairedText(Text):
             self.label_column,
             self.label_rows,
             self.per_label,
+            alike=model.source.attention == "cross",
             show_tokens=show,
         )
 

@@ -103,6 +103,11 @@ class Corpus:
             return padded(both)[0].unflatten(0, (2, -1)).transpose(0, 1)
         return self.ids(rows) if self.images is None else self.images.pixels(rows)
 
+    def keys(self, rows: slice, cross: bool) -> Int[Tensor, "some positions"]:
+        """Give the ids of what some contexts of one length attend to: their own, or `cross`, those of the sources."""
+        ids = self.ids(rows)
+        return self.sources[rows, : ids.shape[1]] if cross and self.sources is not None else ids
+
     def ids(self, rows: slice | Tensor) -> Int[Tensor, "some positions"]:
         """Give the token ids of some contexts, which have one length."""
         ids = self.contexts[rows]
@@ -266,13 +271,15 @@ class Corpus:
         label_rows: bool = False,
         per_label: int | None = None,
         *,
+        alike: bool = False,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """Read a table of sources and targets (`text_column`), as an encoder-decoder is trained on them.
 
         Each row is a context: the decoder's, `start` (`model.source.target_start`) and all tokens of the target but the
         last, cut to `length`; beside it the tokens of the source, cut to `length`, too. The path, or hf:NAME…, labels
-        and numbers are as in `from_path`. Rows of fewer than 4 tokens are left out. Neither is packed.
+        and numbers are as in `from_path`. Rows of fewer than 4 tokens are left out. Neither is packed. `alike`: both
+        are cut to the length of the shorter one, as numbers by the position of a key and of a query need (cross).
         """
         check_length(length)
         columns = Columns(text_column, label_column, label_rows, tokenizer, source_column)
@@ -291,7 +298,9 @@ class Corpus:
                 for text in (target, source):
                     refuse_growth(tokenizer, text)
                 ids = [start, *tokenizer(text_target=target, verbose=False)["input_ids"][:-1]][:length]
-                of_source = tokenizer(source, truncation=True, max_length=length, verbose=False)["input_ids"]
+                most = len(ids) if alike else length
+                of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]
+                ids = ids[: len(of_source)] if alike else ids
                 read += len(ids) + len(of_source)
                 show_tokens(read)
                 if min(len(ids), len(of_source)) < LEAST_LENGTH:

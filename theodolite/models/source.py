@@ -171,7 +171,7 @@ class Source:
     @property
     def target_start(self) -> int:
         """The token that the decoder's text begins with, where the encoder may read another one; or `UsageError`."""
-        if self.attention != DECODER or self.root.main_input_name != "input_ids":
+        if self.attention not in (DECODER, "cross") or self.root.main_input_name != "input_ids":
             what = f"of {self.name} " + (
                 f"the {self.attention} is measured" if self.attention else "reads one text"
             )

@@ -134,6 +134,10 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
     if corpus.sources is not None:
         _ = model.source.target_start  # or it reads no sources
         model.check_tokens(corpus.sources[corpus.sources != NO_TOKEN])
+        if model.structure.cross and not torch.equal(corpus.contexts == NO_TOKEN, corpus.sources == NO_TOKEN):
+            raise UsageError(
+                "keys are counted by the positions of queries: give Corpus.from_pairs(…, alike=True)"
+            )
 
 
 def _check_images(model: OpenModel, images: Images) -> None:

@@ -289,6 +289,8 @@ class SurveyPlan:
             "split_contexts": len(sample_of(corpus, seed)),
         }
         examples, pictures = corpus.contexts[:EXAMPLES], None
+        if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
+            examples = corpus.sources[:EXAMPLES]
         if corpus.images is not None:
             pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
         text = text_of_tokens(model, corpus)
