@@ -112,7 +112,7 @@ def evaluate_command(
         few_shot = FEW_SHOT in (task or ())
         of_lm_eval = tasks is not None or any(name != FEW_SHOT for name in task or ())
         if not of_lm_eval:
-            of_tasks = {"--limit": limit, "--download": download or None}
+            of_tasks: dict[str, object] = {"--limit": limit, "--download": download or None}
             of_tasks |= {"--chat-template": chat_template or None, "--system": system}
             refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
         if not (few_shot or of_lm_eval):

@@ -260,7 +260,7 @@ class Corpus:
     def from_pairs(
         cls,
         path: str | Path,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         length: int,
         source_column: str,
         start: int,

@@ -158,7 +158,8 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    corpus = Corpus(**tensors, **notes["text"])
+    parts: dict[str, Any] = {**tensors, **notes["text"]}
+    corpus = Corpus(**parts)
     chunks, shards = chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"]
     missing = [
         f"{number}/{shards}"

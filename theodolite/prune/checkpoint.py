@@ -72,16 +72,20 @@ WEIGHTS = "weights"
 SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
 
-COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.md", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "README*")
-COMPANIONS += ("additional_chat_templates/*.jinja", "[0-9]_*/*")
+COMPANIONS = (
+    *("*.json", "*.jinja", "*.txt", "*.md", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "README*"),
+    *("additional_chat_templates/*.jinja", "[0-9]_*/*"),
+)
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
 REWRITTEN = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", "trainer_state.json", SETTINGS)
 """But for these, which are of the weights that they lie beside, or of their training."""
 
-OF_TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json")
-OF_TOKENIZER += ("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken")
+OF_TOKENIZER = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken"),
+)
 """And for these where another tokenizer was opened with the model, or its own was changed."""
 
 LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
