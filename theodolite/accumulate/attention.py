@@ -49,7 +49,12 @@ class Tokens:
     repeated: Int[Tensor, " batch"]
 
     @classmethod
-    def of(cls, ids: Tensor, device: torch.device, keys: Tensor | None = None) -> Tokens:
+    def of(
+        cls,
+        ids: Int[Tensor, "batch positions"],
+        device: torch.device,
+        keys: Int[Tensor, "batch positions"] | None = None,
+    ) -> Tokens:
         """Find the pairs, a block of queries at a time; `keys`: ids of other tokens that these attend to."""
         keys = ids if keys is None else keys
         length = ids.shape[1]

@@ -116,10 +116,11 @@ class Corpus:
 
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
-        alike = self.lengths
-        if self.sources is not None:
-            alike = _lengths_of_both(self.contexts, self.sources)
-        yield from [slice(first, last)] if alike is None else runs(alike, first, last)
+        yield from [slice(first, last)] if self._sizes is None else runs(self._sizes, first, last)
+
+    @cached_property
+    def _sizes(self) -> Int[Tensor, " contexts"] | None:
+        return self.lengths if self.sources is None else _lengths_of_both(self.contexts, self.sources)
 
     def batches(self, batch: int) -> Iterator[slice]:
         """Yield all contexts, at most `batch` at a time."""
@@ -295,8 +296,7 @@ class Corpus:
                 target, source = (
                     text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
                 )
-                for text in (target, source):
-                    refuse_growth(tokenizer, text)
+                refuse_growth(tokenizer, target + source)
                 ids = [start, *tokenizer(text_target=target, verbose=False)["input_ids"][:-1]][:length]
                 most = len(ids) if alike else length
                 of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]

@@ -172,12 +172,8 @@ class Source:
     def target_start(self) -> int:
         """The token that the decoder's text begins with, where the encoder may read another one; or `UsageError`."""
         if self.attention not in (DECODER, "cross") or self.root.main_input_name != "input_ids":
-            what = f"of {self.name} " + (
-                f"the {self.attention} is measured" if self.attention else "reads one text"
-            )
-            raise UsageError(
-                f"{what}: a source beside the text is for the decoder of an encoder-decoder of texts"
-            )
+            line = "reads one text: a source beside the text is for the decoder of an encoder-decoder"
+            raise UsageError(f"{self.name} {line}")
         configs = (self.root.config, getattr(self.root, "generation_config", None))
         starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
         start = next((start for start in starts if isinstance(start, int)), None)
