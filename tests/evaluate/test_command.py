@@ -104,6 +104,37 @@ def test_one_number_of_shots_after_the_other_is_kept(checkpoint, tmp_path, monke
     assert [row["shots"] for row in json.loads(stdout)["scores"]] == [0, 1, 2]
 
 
+def test_scores_in_conversations_are_kept_apart(copied, tmp_path, monkeypatch):
+    """Oracle: which calls lm-eval gets, by template and system text; without a template no model is opened."""
+    asked: list[object] = []
+
+    def measured(model, tasks, shots, *, chat_template=False, system=None, **_):
+        asked.append((chat_template, system))
+        how = {"chat_template": "x" * chat_template, "system": system or ""}
+        return [Score(model.id, "sums", 0, "acc", 0.5, 0.1, 2, 8, "q", np.array([0.0, 1]), **how)]
+
+    monkeypatch.setattr(command, "harness", measured)
+    folder = copied("gpt2")
+    options = (folder, "--task", "sums", "--shots", 0, "--out", tmp_path / "s.json")
+    status, _, stderr = call(folder.with_name("no"), *options, "--chat-template")
+    assert (status, "no" in stderr) == (2, True)
+    with monkeypatch.context() as patched:
+        patched.setattr("theodolite.models.open_model", lambda *_, **__: pytest.fail("opened"))
+        status, _, stderr = call(*options, "--chat-template")
+    assert status == 2
+    assert "has no chat template: leave out --chat-template" in stderr
+    status, _, stderr = call(*options[:2], "few-shot", "--system", "Add.")
+    assert "leave out --system" in stderr
+    for template in ("{{ messages[0].content }}?", "{{ messages[0].content }}!"):
+        (folder / "chat_template.jinja").write_text(template)
+        for more in ((), ("--chat-template",), ("--chat-template", "--system", "Add.")):
+            status, stdout, stderr = call(*options, *more)
+            assert status == 0, stderr
+            assert ("by each model's chat template" in " ".join(stdout.split())) == bool(more)
+    chats = [(True, None), (True, "Add.")]
+    assert asked == [(False, None), *chats, *chats]  # the first is kept, whatever the template
+
+
 def test_an_interrupted_text_goes_on_where_it_stopped(checkpoint, text, tmp_path, monkeypatch):
     """Oracle: the file of an evaluation in one go; how many contexts the model reads after the interrupt."""
     options = (checkpoint("gpt2"), "--corpus", text, "--length", 32, "--contexts", 6, "--batch", 2)

@@ -108,6 +108,41 @@ def test_values_are_those_of_plain_transformers(opened, folder):
         assert score.model == model.id
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def test_questions_in_conversations_are_those_of_the_tokenizers_template(anew, folder):
+    """Oracle: log-likelihoods behind what `apply_chat_template` of transformers writes, examples as turns."""
+    model = anew("llama3")
+    with pytest.raises(UsageError, match=f"of {model.id} has no chat template: leave out --chat-template"):
+        harness(model, ["sums"], [0], folder=folder, chat_template=True)
+    model.tokenizer.chat_template = TEMPLATE
+    asked = {"folder": folder, "batch": 4, "limit": 8}
+    (score, _) = harness(model, ["sums"], [2], **asked, chat_template=True, system="Add.")
+    examples = [
+        turn
+        for text, choices, answer in DEV[:2]
+        for turn in (("user", f"{text}="), ("assistant", choices[answer]))
+    ]
+    wanted = []
+    for text, choices, answer in TEST[:8]:
+        turns = [("system", "Add."), *examples, ("user", f"{text}=")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        written = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        wanted.append(
+            float(np.argmax([log_likelihood(model, written, choice) for choice in choices]) == answer)
+        )
+    assert score.each.tolist() == wanted
+    assert (len(score.chat_template), score.system) == (64, "Add.")
+    (plain, _) = harness(model, ["sums"], [2], **asked)
+    assert (plain.chat_template, plain.system) == ("", "")
+    assert plain.questions != score.questions  # so that they are never paired
+    model.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UsageError, match="leaves out the system's text: leave out --system"):
+        harness(model, ["sums"], [0], **asked, chat_template=True, system="Add.")
+
+
 def test_a_group_is_the_mean_over_all_its_documents(opened, folder):
     """Oracle: both tasks' answers side by side; its parts are not shown, those asked for by name are."""
     model = opened("gpt2")

@@ -38,18 +38,25 @@ GRAM_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of token ids, and for every block of queries the pairs of equal tokens, the earlier one first.
+    """A batch of token ids, of the keys too, and for every block of queries the pairs of equal tokens, the key earlier.
 
     `pairs[b][c]` holds (query − block start, key) for block b of context c; `repeated`: queries of it that have one.
     """
 
     ids: Int[Tensor, "batch positions"]
+    keys: Int[Tensor, "batch positions"]
     pairs: list[list[tuple[Tensor, Tensor]]]
     repeated: Int[Tensor, " batch"]
 
     @classmethod
-    def of(cls, ids: Int[Tensor, "batch positions"], device: torch.device) -> Tokens:
-        """Find the pairs, a block of queries at a time."""
+    def of(
+        cls,
+        ids: Int[Tensor, "batch positions"],
+        device: torch.device,
+        keys: Int[Tensor, "batch positions"] | None = None,
+    ) -> Tokens:
+        """Find the pairs, a block of queries at a time; `keys`: ids of other tokens that these attend to."""
+        keys = ids if keys is None else keys
         length = ids.shape[1]
         positions = torch.arange(length)
         pairs = []
@@ -58,13 +65,13 @@ class Tokens:
             rows = slice(start, min(start + BLOCK, length))
             earlier = positions[: rows.stop] < positions[rows, None]
             of_contexts = []
-            for place, context in enumerate(ids.cpu()):
-                equal = (context[rows, None] == context[: rows.stop]) & earlier
+            for place, (context, own_keys) in enumerate(zip(ids.cpu(), keys.cpu(), strict=True)):
+                equal = (context[rows, None] == own_keys[: rows.stop]) & earlier
                 repeated[place] += equal.any(dim=1).sum()
                 row, column = equal.nonzero(as_tuple=True)
                 of_contexts.append((row.to(device), column.to(device)))
             pairs.append(of_contexts)
-        return cls(ids, pairs, repeated)
+        return cls(ids, keys, pairs, repeated)
 
 
 class AttentionStatistics(LayerSums):
@@ -144,7 +151,7 @@ class AttentionStatistics(LayerSums):
             for name, sum_ in of_group.items():
                 self.add(name, layer, sum_, group)
         self.add("received", layer, received.mean.sum(dim=0))
-        self._sinks(layer, received.sinks, tokens.ids, first_context)
+        self._sinks(layer, received.sinks, tokens.keys, first_context)
         self._examples(layer, received.mean * received.candidate, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         return output

@@ -82,6 +82,14 @@ def evaluate_command(
     download: Annotated[
         bool, typer.Option("--download", help="Let lm-eval download data that are not on this machine.")
     ] = False,
+    chat_template: Annotated[
+        bool,
+        typer.Option("--chat-template", help="Ask lm-eval's tasks in conversations, by the chat template."),
+    ] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(help="Text of the system's turn, or before every prompt, in lm-eval's tasks."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="JSON file of results; those already in it are not measured again."),
@@ -127,7 +135,8 @@ def evaluate_command(
         few_shot = FEW_SHOT in (task or ())
         of_lm_eval = tasks is not None or any(name != FEW_SHOT for name in task or ())
         if not of_lm_eval:
-            of_tasks = {"--limit": limit, "--download": download or None}
+            of_tasks: dict[str, object] = {"--limit": limit, "--download": download or None}
+            of_tasks |= {"--chat-template": chat_template or None, "--system": system}
             refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
         if not (few_shot or of_lm_eval):
             refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
@@ -152,8 +161,12 @@ def evaluate_command(
             stride,
             text.length,
             "none" if no_special_tokens else "text" if as_published else "windows",
+            chat_template,
+            system,
         )
         asked.check()
+        if chat_template:
+            opening.check_chat_templates(names, system)
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []

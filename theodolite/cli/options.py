@@ -5,8 +5,8 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -147,6 +147,18 @@ class Opening:
                 batch_of(corpus, batch)
         check(known, corpus)
         return corpus
+
+    def check_chat_templates(self, models: Sequence[str | None], system: str | None) -> None:
+        """Raise `UsageError` where a tokenizer has no chat template for this; the models are not read."""
+        from theodolite.evaluate.harness import check_chat_template
+        from theodolite.models.stored.loading import Checkpoint, load_tokenizer
+
+        for model in models:
+            name, options = self._options(model)
+            checkpoint = Checkpoint.at(name, options["revision"])
+            tokenizer = load_tokenizer(checkpoint.place, checkpoint.revision)
+            if tokenizer is not None:  # else the model is refused as it is opened
+                check_chat_template(checkpoint.id, tokenizer, system)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
@@ -383,6 +395,47 @@ class Text:
             "--encoding": self.encoding,
             "--no-pack": self.no_pack or None,
         }
+
+
+@dataclass(frozen=True)
+class PairedText(Text):
+    """Options of a text that may have a source beside it, for an encoder-decoder."""
+
+    source_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of tables that an encoder reads; its decoder reads --text-column [default: both read that]."
+        ),
+    ] = None
+
+    @property
+    def columns(self) -> Columns:
+        """The table columns to read."""
+        return replace(super().columns, source=self.source_column)
+
+    def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
+        if self.source_column is None:
+            return super()._read(model, reader, show)
+        if model.source.attention == "encoder":  # which reads nothing else
+            return replace(self, text_column=self.source_column, source_column=None)._read(
+                model, reader, show
+            )
+        from theodolite.corpus.corpus import Corpus
+
+        return Corpus.from_pairs(
+            str(self.corpus),
+            reader,
+            self.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH),
+            self.source_column,
+            model.source.target_start,
+            self.contexts or max(self.default_contexts, self.per_label or 0),
+            self.seed,
+            self.text_column,
+            self.label_by,
+            self.per_label,
+            alike=model.source.attention == "cross",
+            show_tokens=show,
+        )
 
 
 def _labels_line(corpus: Corpus) -> str:

@@ -12,14 +12,15 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import (
+    DEFAULT_LENGTH,
     AsJson,
     Batch,
     Model,
     Models,
     Opening,
+    PairedText,
     RunFolder,
     Stream,
-    Text,
     default_folder,
     finish,
     finish_trace,
@@ -33,6 +34,8 @@ from theodolite.system.run_folders import UNTRAINED, check_out, is_run
 from theodolite.system.wording import visible
 
 if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
+    from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
 Baseline = Annotated[
@@ -84,7 +87,7 @@ class Cluster:
 def survey_command(
     *,
     models: Models = None,
-    text: Text,
+    text: PairedText,
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -174,7 +177,7 @@ def _survey_one(
     model: str | None,
     out: Path | None,
     *,
-    text: Text,
+    text: PairedText,
     batch: int | None,
     stream: bool,
     opening: Opening,
@@ -293,10 +296,16 @@ def spectra_command(
 def trace_command(
     *,
     model: Model = None,
-    text: Text,
+    text: PairedText,
     local_sinks: Annotated[
         bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the model writes behind every context, greedily; they are traced with it."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -309,6 +318,8 @@ def trace_command(
 ) -> None:
     """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
 
+    With --generate, contexts are of the text and of what the model writes on: attention as it is while it writes.
+
     Example: theodolite trace gpt2 --corpus notes.txt --length 256 --out runs/gpt2-sinks
     """
     with stoppable() as stopped:
@@ -316,15 +327,28 @@ def trace_command(
         text.check()
         check_out(out)
 
+        from theodolite.models import continued
+        from theodolite.models.generation import check_writes
         from theodolite.sinks.trace import trace_sinks
         from theodolite.system.processor import keep_pages
 
         keep_pages()
-        corpus = opening.read_first(model, text, stopped, batch)
+
+        def check(known: OpenModel, _: Corpus | None) -> None:
+            if generate is not None:
+                check_writes(known, text.length or 1, generate)
+
+        corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)
+        if generate is not None:
+            longest = DEFAULT_LENGTH if opened.longest is None else opened.longest - generate
+            text = replace(text, length=text.length or min(DEFAULT_LENGTH, longest))
         corpus = corpus or text.read(opened, stopped)
-        folder = out or default_folder(opened, corpus, "-local-sinks" if local_sinks else "-sinks")
+        kind = ("-local-sinks" if local_sinks else "-sinks") + ("" if generate is None else "-written")
+        folder = out or default_folder(opened, corpus, kind)
         with bars(stopped) as show:
+            if generate is not None:
+                corpus = continued(opened, corpus, generate, batch, functools.partial(show, "writing on"))
             run = trace_sinks(
                 opened, corpus, folder, local_sinks=local_sinks, batch=batch, show_progress=show
             )

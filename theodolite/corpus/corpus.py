@@ -41,8 +41,8 @@ from theodolite.corpus.images import Images, TransformedImages, choose_images, r
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
-from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
-from theodolite.corpus.special_tokens import Tokenizer, drawable_ids
+from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -81,6 +81,9 @@ class Corpus:
 
     `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
     positions. `inputs` gives what the model reads.
+
+    `sources`, where an encoder reads another text beside each context, which is its decoder's: their tokens, and behind
+    them none (`from_pairs`).
     """
 
     name: str
@@ -92,6 +95,7 @@ class Corpus:
     images: Images | None = None
     lengths: Int[Tensor, " contexts"] | None = None
     text_bytes: Int[Tensor, "contexts length"] | None = None
+    sources: Int[Tensor, "contexts source_length"] | None = None
 
     @property
     def grid(self) -> PatchGrid | None:
@@ -104,8 +108,19 @@ class Corpus:
         return 1 if self.grid is None else self.grid.leading
 
     def inputs(self, rows: slice | Tensor) -> Tensor:
-        """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width)."""
+        """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
+
+        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none.
+        """
+        if self.sources is not None:
+            both = [*self.ids(rows), *self.sources[rows]]
+            return padded(both)[0].unflatten(0, (2, -1)).transpose(0, 1)
         return self.ids(rows) if self.images is None else self.images.pixels(rows)
+
+    def keys(self, rows: slice, cross: bool) -> Int[Tensor, "some positions"]:
+        """Give the ids of what some contexts of one length attend to: their own, or `cross`, those of the sources."""
+        ids = self.ids(rows)
+        return self.sources[rows, : ids.shape[1]] if cross and self.sources is not None else ids
 
     def ids(self, rows: slice | Tensor) -> Int[Tensor, "some positions"]:
         """Give the token ids of some contexts, which have one length."""
@@ -122,7 +137,11 @@ class Corpus:
 
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
-        yield from [slice(first, last)] if self.lengths is None else runs(self.lengths, first, last)
+        yield from [slice(first, last)] if self._sizes is None else runs(self._sizes, first, last)
+
+    @cached_property
+    def _sizes(self) -> Int[Tensor, " contexts"] | None:
+        return self.lengths if self.sources is None else _lengths_of_both(self.contexts, self.sources)
 
     def batches(self, batch: int) -> Iterator[slice]:
         """Yield all contexts, at most `batch` at a time."""
@@ -138,11 +157,11 @@ class Corpus:
         """Make a corpus of some of the contexts."""
         images = None if self.images is None else self.images.of(rows)
         lengths = None if self.lengths is None else self.lengths[rows]
+        sources = None if self.sources is None else self.sources[rows]
         contexts, labels = self.ids(rows), self.labels[rows]
         sizes = None if self.text_bytes is None else self.text_bytes[rows][:, : contexts.shape[1]]
-        return replace(
-            self, contexts=contexts, labels=labels, images=images, lengths=lengths, text_bytes=sizes
-        )
+        more: dict[str, Any] = {"images": images, "lengths": lengths, "text_bytes": sizes, "sources": sources}
+        return replace(self, contexts=contexts, labels=labels, **more)
 
     @cached_property
     def sha256(self) -> str:
@@ -153,7 +172,8 @@ class Corpus:
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if self.images is not None:
             digest.update(self.images.sha256.encode())
-        for tensor in (self.contexts, self.labels):  # what is no token says where a context ends
+        tensors = (self.contexts, self.labels, *(() if self.sources is None else (self.sources,)))
+        for tensor in tensors:  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
 
@@ -258,6 +278,80 @@ class Corpus:
             return cls._of_images(name, images, tokenizer, choice, columns, show_tokens)
         documents = with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
         return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
+
+    @classmethod
+    def from_pairs(
+        cls,
+        path: str | Path,
+        tokenizer: Any,
+        length: int,
+        source_column: str,
+        start: int,
+        contexts: int | None = None,
+        seed: int = 0,
+        text_column: str = "text",
+        label_by: str | None = None,
+        per_label: int | None = None,
+        *,
+        alike: bool = False,
+        show_tokens: ShowTokens = lambda tokens: None,
+    ) -> Corpus:
+        """Read a table of sources and targets (`text_column`), as an encoder-decoder is trained on them.
+
+        Each row is a context: the decoder's, `start` (`model.source.target_start`) and all tokens of the target but the
+        last, cut to `length`; beside it the tokens of the source, cut to `length`, too. The path, or hf:NAME…, labels
+        and numbers are as in `from_path`. Rows of fewer than 4 tokens are left out. Neither is packed. `alike`: both
+        are cut to the length of the shorter one, as numbers by the position of a key and of a query need (cross).
+        """
+        check_length(length)
+        columns = Columns(text_column, label_by, tokenizer=tokenizer, source=source_column)
+        dataset = dataset_of(str(path))
+        rows = read_path(path, columns) if dataset is None else streamed_rows(*dataset, columns)
+        choice = Choice(contexts, seed, per_label, columns.rows, streamed=dataset is not None)
+        choice.check()
+        read = too_short = 0
+
+        def bodies() -> Iterator[tuple[str | None, list[int]]]:
+            nonlocal read, too_short
+            for row in rows:
+                target, source = (
+                    text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
+                )
+                refuse_growth(tokenizer, target + source)
+                ids = [start, *tokenizer(text_target=target, verbose=False)["input_ids"][:-1]][:length]
+                most = len(ids) if alike else length
+                of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]
+                ids = ids[: len(of_source)] if alike else ids
+                read += len(ids) + len(of_source)
+                show_tokens(read)
+                if min(len(ids), len(of_source)) < LEAST_LENGTH:
+                    too_short += 1
+                else:
+                    yield row.label, [*ids, NO_TOKEN, *of_source]
+
+        sample = choose(bodies(), choice)
+        if not sample.bodies:
+            raise UsageError(
+                f"no row of {printable(path)} has a source and a target of {LEAST_LENGTH} tokens, or its label has "
+                "too few: give a table of longer ones, or a smaller --per-label"
+            )
+        pairs = [body.tolist() for _, body in sample.bodies]
+        cuts = [pair.index(NO_TOKEN) for pair in pairs]
+        targets, _, lengths = padded([no_text(pair[:cut]) for pair, cut in zip(pairs, cuts, strict=True)])
+        sources, _, _ = padded([no_text(pair[cut + 1 :]) for pair, cut in zip(pairs, cuts, strict=True)])
+        labels, names = _numbered([label for label, _ in sample.bodies])
+        order = read_order(_lengths_of_both(targets, sources))
+        selection = columns.described() | {"source_column": source_column} | sample.balance(choice)
+        return cls(
+            printable(path),
+            targets[order],
+            labels[order],
+            names,
+            seed,
+            selection | ({"too_short": too_short} if too_short else {}),
+            lengths=None if lengths is None else lengths[order],
+            sources=sources[order],
+        )
 
     @classmethod
     def python_docs(
@@ -421,6 +515,12 @@ class Corpus:
         labels, names = _numbered([picture.label for picture in images.pictures])
         selection = columns.described() | sample.balance(choice)
         return cls(name, contexts, labels, names, choice.seed, selection, images)
+
+
+def _lengths_of_both(targets: Tensor, sources: Tensor) -> Int[Tensor, " contexts"]:
+    """Give contexts a number that is the same where targets have one length, and sources have, too; by target first."""
+    of_target, of_source = ((ids != NO_TOKEN).sum(dim=1) for ids in (targets, sources))
+    return of_target * (1 + sources.shape[1]) + of_source
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

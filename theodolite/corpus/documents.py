@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -73,6 +73,7 @@ class Columns:
             WikiText's titles, where there are any.
         encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
+        source: a table's column of what an encoder reads, beside the `text` of its decoder; None: there is none.
         notes: what was met while reading.
     """
 
@@ -80,6 +81,7 @@ class Columns:
     label_by: str | None = None
     encoding: str | None = None
     tokenizer: Any = None
+    source: str | None = None
     notes: Notes = field(default_factory=Notes, compare=False, repr=False)
 
     @property
@@ -98,6 +100,8 @@ class Columns:
         """The command line's option that only a table has; "" for none."""
         if self.rows or self.column:
             return f"--label-by {self.label_by}"
+        if self.source is not None:
+            return "--source-column"
         return "--text-column" if self.text != Columns.text else ""
 
     @property
@@ -176,10 +180,11 @@ TEXT_COLUMN = Columns()
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the label it belongs to (a topic, a file, a column's value; None: no label)."""
+    """One text and the label it belongs to (a topic, a file, a column's value; None: no label); its source, if any."""
 
     text: str
     label: str | None = None
+    source: str | None = None
 
 
 def printable(path: str | Path) -> str:
@@ -205,7 +210,7 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         try:
             for document in joined_articles(documents_of(file, columns), columns):
                 own = None if document.label is None else row_of + document.label
-                yield Document(document.text, label if columns.by_place else own)
+                yield replace(document, label=label if columns.by_place else own)
         except EmptyFileError:
             if not path.is_dir():
                 raise
@@ -451,7 +456,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             if not file.metadata.num_rows:
                 raise EmptyFileError(path)
             document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
-            wanted = [name for name in (columns.text, *columns.of_labels) if name in names]
+            wanted = [name for name in (columns.text, columns.source, *columns.of_labels) if name in names]
             if twice := [name for name in wanted if names.count(name) > 1]:
                 raise UsageError(f"{path} has two columns '{twice[0]}'; rename one.")
             batches = file.iter_batches(batch_size=128, columns=list(dict.fromkeys(wanted)))
@@ -486,13 +491,18 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
     `source` names the row in errors, `number` counts it from 1 (0: it has columns only). `UsageError` where it has no
     such column, or no text there.
     """
-    for wanted, option in ((columns.text, "--text-column"), (columns.column, "--label-by column:NAME")):
+    named = (
+        (columns.text, "--text-column"),
+        (columns.column, "--label-by column:NAME"),
+        (columns.source, "--source-column"),
+    )
+    for wanted, option in named:
         if wanted is not None and wanted not in row:
             raise UsageError(
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
-    text = row[columns.text]
-    if text is None or text == []:
+    text, source_text = row[columns.text], None if columns.source is None else row[columns.source]
+    if text is None or text == [] or (columns.source is not None and source_text is None):
         columns.notes.rows_without_text += number > 0
         return None
     if isinstance(text, list):
@@ -502,13 +512,15 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
         raise UsageError(
             f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
         )
+    if not (source_text is None or isinstance(source_text, str)):
+        raise UsageError(f"{source}: column '{columns.source}' holds no text; choose with --source-column.")
     if columns.rows:
-        return Document(text, columns.labelled("rows", f"row {number}"))
+        return Document(text, columns.labelled("rows", f"row {number}"), source_text)
     column = next((name for name in columns.of_labels if row.get(name) not in (None, "")), None)
     if column is None:
-        return Document(text)
+        return Document(text, source=source_text)
     label = str(row[column]).encode("utf-8", "replace").decode()
-    return Document(text, columns.labelled(f"column {column}", label))
+    return Document(text, columns.labelled(f"column {column}", label), source_text)
 
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:

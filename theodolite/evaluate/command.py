@@ -24,7 +24,7 @@ from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import answer_rows, few_shot_scores
-from theodolite.evaluate.harness import BATCH, check_tasks, harness
+from theodolite.evaluate.harness import BATCH, check_tasks, harness, template_sha256
 from theodolite.evaluate.perplexity import (
     check_predicts,
     loss_rows,
@@ -58,6 +58,7 @@ class Questions:
         prompts, seed: of the few-shot task; limit: documents per lm-eval task.
         batch: of a forward pass; None: the default of each task.
         download: whether lm-eval may fetch data.
+        chat_template: whether lm-eval asks in conversations; system: the text of the system's turn.
         stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
         beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
     """
@@ -73,6 +74,8 @@ class Questions:
     stride: int | None = None
     length: int | None = None
     beginnings: str = "windows"
+    chat_template: bool = False
+    system: str | None = None
 
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
@@ -169,11 +172,16 @@ def evaluate(
     of_lm_eval, folder = [task for task in questions.tasks if task != NAME], questions.folder
     if of_lm_eval or folder:
         how: dict[str, Any] = {"batch": BATCH if batch is None else batch, "limit": questions.limit}
-        key = {
+        key: dict[str, Any] = {
             "tasks": sorted(of_lm_eval),
             "folder": folder and _folder_hash(folder),
             "limit": questions.limit,
         }
+        if questions.chat_template:
+            how["chat_template"] = True
+            key["chat_template"] = template_sha256(model.required_tokenizer())
+        if questions.system is not None:
+            how["system"] = key["system"] = questions.system
         ask = partial(harness, model, of_lm_eval, folder=folder, download=questions.download, **how)
         for shots in questions.shots:  # each saved as soon as it is measured
             scores += measured(
@@ -254,6 +262,10 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts truncated at the start: {rows['cut'].max()}"
+    if rows["chat_template"].any():
+        caption += "; in conversations, by each model's chat template"
+    if rows["system"].any():
+        caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
     if (text := READ_BY_EMBEDDED.get(task.partition(", windows of ")[0])) is not None:
         caption += f"; {text}"
     title = escape(visible(f"{task}: {metric}"))

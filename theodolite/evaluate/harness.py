@@ -49,6 +49,8 @@ def harness(
     batch: int = BATCH,
     limit: int | None = None,
     download: bool = False,
+    chat_template: bool = False,
+    system: str | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> list[Score]:
     """Evaluate a model on lm-eval tasks with 0, 1, … examples in the prompt.
@@ -62,6 +64,8 @@ def harness(
         batch: requests per forward pass.
         limit: use only the first documents of each task; None: all.
         download: whether missing data may be downloaded; otherwise no connection is attempted.
+        chat_template: ask in a conversation, as the tokenizer's chat template writes it: examples are earlier turns.
+        system: text for the system's turn; without `chat_template`, before every prompt.
         show_progress: told (done, total) requests of a number of shots, before each forward pass and at the end; it may
             raise to stop.
 
@@ -71,10 +75,12 @@ def harness(
 
     Raises:
         UsageError: lm-eval is not installed, a task is unknown, fixes its own number of examples or lacks its data, or
-            the model cannot be evaluated.
+            the model cannot be evaluated, or its tokenizer has no chat template, or none that takes the `system` text.
     """
     check_predicts(model)
     tokenizer = copy.deepcopy(model.required_tokenizer())  # lm-eval may add a padding token
+    if chat_template:
+        check_chat_template(model.id, tokenizer, system)
     check_tasks(tasks, shots, folder, batch, limit)
     import lm_eval
 
@@ -93,9 +99,20 @@ def harness(
             with _seeded(), asked.reporting():
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
-                    asked, loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
+                    asked,
+                    loaded,
+                    limit=limit,
+                    bootstrap_iters=BOOTSTRAPS,
+                    log_samples=True,
+                    system_instruction=system,
+                    apply_chat_template=chat_template,
+                    fewshot_as_multiturn=chat_template,
                 )
             shared = {"model": model.id, "shots": count, "batch": batch, "cut": len(cut)}
+            shared |= {
+                "chat_template": template_sha256(tokenizer) if chat_template else "",
+                "system": system or "",
+            }
             scores += _scores(names, loaded, results, shared)
     return scores
 
@@ -118,6 +135,30 @@ def check_tasks(
         raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
     with _quiet_and_offline(download=False):
         _task_manager(tasks, folder)
+
+
+def check_chat_template(name: str, tokenizer: Any, system: str | None) -> None:
+    """Raise `UsageError` where a tokenizer has no chat template, or one that leaves out the system's text.
+
+    lm-eval would leave it out, too, and ask without it.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(f"the tokenizer of {name} has no chat template: leave out --chat-template")
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": "?"})
+    try:
+        written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the template raises
+        raise UsageError(
+            f"the chat template of {name} takes no such conversation: {first_line(error)}"
+        ) from error
+    if system and system.strip() not in written:
+        raise UsageError(f"the chat template of {name} leaves out the system's text: leave out --system")
+
+
+def template_sha256(tokenizer: Any) -> str:
+    """Hash a tokenizer's chat template, or all of its templates by name."""
+    return hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
 
 
 def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:

@@ -33,7 +33,7 @@ Z95 = 1.96
 
 COLUMNS = (
     *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
-    *("chance", "best", "count", "batch", "version", "cut"),
+    *("chance", "best", "count", "batch", "version", "cut", "chat_template", "system"),
 )
 
 
@@ -50,6 +50,7 @@ class Score:
         each: (count,) numbers whose mean is the value, or None.
         chance, best: value of guessing and of an optimal predictor; NaN where unknown.
         version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
+        chat_template: hash of the one that made conversations of the prompts; `system`: its text in these.
     """
 
     model: str
@@ -66,6 +67,8 @@ class Score:
     best: float = math.nan
     version: str = ""
     cut: int = 0
+    chat_template: str = ""
+    system: str = ""
 
 
 SCHEMA_VERSION = 1
@@ -161,9 +164,9 @@ def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
 def table(scores: Sequence[Score]) -> pd.DataFrame:
     """Tabulate the scores, a row each, in their order.
 
-    Columns: `model task shots metric value value_se difference difference_se chance best count batch version cut`.
-    The difference is to the first model with the same questions; its error is that of the mean paired difference.
-    Both are NaN for that model itself, and where the value is not a mean over questions.
+    Columns: `model task shots metric value value_se difference difference_se chance best count batch version cut
+    chat_template system`. The difference is to the first model with the same questions; its error is that of the mean
+    paired difference. Both are NaN for that model itself, and where the value is not a mean over questions.
     """
     rows: list[dict[str, Any]] = []
     first_of: dict[tuple[Any, ...], Score] = {}

@@ -36,7 +36,7 @@ from theodolite.measure.head_roles import (
     SINK_ROLES,
     HeadRole,
 )
-from theodolite.models import OpenModel
+from theodolite.models import OpenModel, continued
 from theodolite.models.guard import measures
 from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.corpus_pass import check_fit
@@ -468,10 +468,12 @@ class HeadFigure:
     Attributes:
         model: the model's name.
         view: the numbers: tokens, attention (T, T), sinks, what each token receives.
+        written: how many of the last tokens the model wrote.
     """
 
     model: str
     view: HeadView
+    written: int = 0
 
     def __repr__(self) -> str:
         name = head_name(self.view.layer, self.view.head)
@@ -483,7 +485,9 @@ class HeadFigure:
         view = self.view
         title = f"{head_name(view.layer, view.head)} of {visible(self.model, 80)}"
         sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
-        return style.alone(attention_map(view), title, f"{sinks or 'No sink'}.").update_layout(width=760)
+        written = f" The last {counted(self.written, 'token')} the model wrote." if self.written else ""
+        note = f"{sinks or 'No sink'}.{written}"
+        return style.alone(attention_map(view), title, note).update_layout(width=760)
 
     def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
         return self.figure._repr_mimebundle_(*args, **more)
@@ -504,6 +508,7 @@ def view_head(
     layer: int,
     head: int,
     *,
+    generate: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> HeadFigure:
@@ -513,13 +518,14 @@ def view_head(
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
         layer, head: which, both counted from 0.
+        generate: tokens that the model writes behind the prompt, the most probable each time, which are read with it.
         attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
 
     Returns:
         The figure: a notebook shows it, `.save("head.html")` writes it, and `.view` has the numbers.
 
     Raises:
-        UsageError: no such layer or head, or a prompt that the model cannot read.
+        UsageError: no such layer or head, or a prompt that the model cannot read, or continue.
         WorkError: attention became NaN or infinite.
     """
     ids = (
@@ -529,14 +535,18 @@ def view_head(
     )
     if attention_mask is not None or position_ids is not None:
         ids = contexts_of_one_length(ids, attention_mask, position_ids).squeeze(0)
-    check_fit(model, Corpus.from_ids(ids), least_contexts=1)
-    if ids.ndim != 1 or len(ids) > MOST_TOKENS:
+    prompt_alone = Corpus.from_ids(ids)
+    check_fit(model, prompt_alone, least_contexts=1)
+    if ids.ndim != 1 or len(ids) + generate > MOST_TOKENS:
         raise UsageError(
             f"token ids of shape {tuple(ids.shape)}: give those of one prompt, {MOST_TOKENS} at most"
+            + (f" with the {generate} that are written" if generate else "")
         )
     model.check_place(layer, head)
+    if generate:
+        ids = continued(model, prompt_alone, generate).contexts[0]
     view = head_view(read_prompt(model, ids), layer, head)
     if not np.isfinite(view.attention).any(axis=1).all():
         wider = wider_than(model.source.dtype)
         raise WorkError(f"attention holds NaN or infinite values on this prompt: {wider}")
-    return HeadFigure(model.id, view)
+    return HeadFigure(model.id, view, generate)

@@ -1,5 +1,6 @@
 """Checkpoints: opening and tapping them, and reading their weights. The only place that knows `transformers`."""
 
+from theodolite.models.generation import continued as continued
 from theodolite.models.image_reading import image_reader as image_reader
 from theodolite.models.open import open_model as open_model
 from theodolite.models.open import open_module as open_module

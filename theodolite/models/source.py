@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.errors import UsageError, first_line
 from theodolite.models.one_row import reading
 from theodolite.models.rotary import positions_by
@@ -169,6 +170,19 @@ class Source:
         return lambda: self.run(self.sample(length))
 
     @property
+    def target_start(self) -> int:
+        """The token that the decoder's text begins with, where the encoder may read another one; or `UsageError`."""
+        if self.attention not in (DECODER, "cross") or self.root.main_input_name != "input_ids":
+            line = "reads one text: a source beside the text is for the decoder of an encoder-decoder"
+            raise UsageError(f"{self.name} {line}")
+        configs = (self.root.config, getattr(self.root, "generation_config", None))
+        starts = [getattr(config, "decoder_start_token_id", None) for config in configs]
+        start = next((start for start in starts if isinstance(start, int)), None)
+        if start is None:
+            raise UsageError(f"the config.json of {self.name} has no decoder_start_token_id: add it")
+        return start
+
+    @property
     def name(self) -> str:
         """The class of the model."""
         return type(self.root).__name__
@@ -206,7 +220,9 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
     sample = _sampler(model, vocabulary, longest and longest - 1)
 
     def run(ids: Tensor, more: int = 0) -> Any:
-        ids = ids.to(device_of(model))
+        ids = source = ids.to(device_of(model))
+        if ids.ndim == 3:  # contexts with sources (`Corpus.inputs`)
+            ids, source = (of[:, of[0] != NO_TOKEN] for of in ids.unbind(dim=1))
         if attention == "encoder":
             return trunk(input_ids=ids)
         if hears:
@@ -214,7 +230,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
             silence = torch.zeros(len(ids), bins, frames)
             encoded = {"input_features": silence.to(device_of(model), model.dtype)}
         else:
-            encoded = {"input_ids": torch.cat([ids, ids[:, :more]], dim=1)}
+            encoded = {"input_ids": torch.cat([source, source[:, :more]], dim=1)}
         return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)
 
     of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.images import Images
 from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
@@ -130,6 +131,13 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
         )
     if corpus.images is None:
         model.check_tokens(corpus.tokens)
+    if corpus.sources is not None:
+        _ = model.source.target_start  # or it reads no sources
+        model.check_tokens(corpus.sources[corpus.sources != NO_TOKEN])
+        if model.structure.cross and not torch.equal(corpus.contexts == NO_TOKEN, corpus.sources == NO_TOKEN):
+            raise UsageError(
+                "keys are counted by the positions of queries: give Corpus.from_pairs(…, alike=True)"
+            )
 
 
 def _check_images(model: OpenModel, images: Images) -> None:

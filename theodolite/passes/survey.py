@@ -158,8 +158,8 @@ def merge(
     if surveyed is None:
         raise UsageError(f"no shards at {folder}: survey each with --shard K/N --out {folder} first")
     tensors, notes = surveyed
-    contexts, labels = tensors["contexts"], tensors["labels"]
-    corpus = Corpus(contexts=contexts, labels=labels, lengths=tensors.get("lengths"), **notes["text"])
+    parts: dict[str, Any] = {**tensors, **notes["text"]}
+    corpus = Corpus(**parts)
     chunks, shards = chunks_of(len(corpus.contexts), notes["batch"]), notes["shards"]
     missing = [
         f"{number}/{shards}"
@@ -290,6 +290,8 @@ class SurveyPlan:
             "split_contexts": len(sample_of(corpus, seed)),
         }
         examples, pictures = corpus.contexts[:EXAMPLES], None
+        if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
+            examples = corpus.sources[:EXAMPLES]
         if corpus.images is not None:
             pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
         text = text_of_tokens(model, corpus)
@@ -342,6 +344,7 @@ class SurveyPlan:
         corpus = self.corpus
         tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
         tensors |= {} if corpus.lengths is None else {"lengths": corpus.lengths}
+        tensors |= {} if corpus.sources is None else {"sources": corpus.sources}
         text = {name: getattr(corpus, name) for name in ("name", "label_names", "seed", "selection")}
         how = {"batch": self.batch, "seed": self.seed, "shards": shards}
         return tensors, {"text": text, "opening": opening_of(self.model), **how}

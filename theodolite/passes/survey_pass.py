@@ -108,7 +108,8 @@ class HeadsPass(MeansPass):
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""
         super().begin(first, ids)
-        self._tokens = Tokens.of(ids, self.model.device)
+        keys = self.corpus.keys(slice(first, first + len(ids)), self.model.structure.cross)
+        self._tokens = Tokens.of(ids, self.model.device, keys)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""

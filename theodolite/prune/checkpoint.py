@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import pandas as pd
 import pyarrow
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -42,9 +44,10 @@ from theodolite.models.stored.factored import (
     read_matrices,
     unpacked_block,
 )
-from theodolite.models.stored.loading import without_progress_bars
+from theodolite.models.stored.loading import load_tokenizer, without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
+from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already
 from theodolite.system.files import (
     CHECKSUMS,
@@ -68,6 +71,22 @@ WEIGHTS = "weights"
 
 SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
+
+COMPANIONS = (
+    *("*.json", "*.jinja", "*.txt", "*.md", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "README*"),
+    *("additional_chat_templates/*.jinja", "[0-9]_*/*"),
+)
+"""What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
+modules that sentence-transformers runs after the model."""
+
+REWRITTEN = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", "trainer_state.json", SETTINGS)
+"""But for these, which are of the weights that they lie beside, or of their training."""
+
+OF_TOKENIZER = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken"),
+)
+"""And for these where another tokenizer was opened with the model, or its own was changed."""
 
 LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -330,8 +349,7 @@ class UnfinishedPruning(Unfinished):
             if form == ADAPTER:
                 blocks = map(self.matrices, range(model.layers))
                 _write_adapter(folder / ADAPTER, model, blocks, self.out)
-            if model.tokenizer is not None:
-                model.tokenizer.save_pretrained(folder)
+            _copy_companions(model, folder)
             sizes = {
                 "format": form,
                 "bytes": sum(path.stat().st_size for path in _weight_files(folder)),
@@ -349,6 +367,35 @@ class UnfinishedPruning(Unfinished):
         self.remove()
         low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
+
+
+def _copy_companions(model: OpenModel, folder: Path) -> None:
+    """Copy what the model's checkpoint has beside its weights, byte for byte; a tokenizer of its own is saved instead.
+
+    A GGUF file has nothing beside it that is known to be of its model. No code is copied, since none is run.
+    """
+    source = embedded.FOLDER if model.id == embedded.NAME else Path(model.id).expanduser()
+    if model.revision is not None:
+        source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=[*COMPANIONS]))
+    of_files = (
+        model.sha256 is not None or model.revision is not None
+    )  # else its name may be that of any folder
+    tokenizer, stored = model.tokenizer, None
+    paths = [path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)]
+    if paths and tokenizer is not None:
+        stored = load_tokenizer(source if model.revision is None else model.id, model.revision)
+    unlike = tokenizer is not None and (
+        repr(stored) != repr(tokenizer)
+        or getattr(stored, "chat_template", None) != getattr(tokenizer, "chat_template", None)
+    )
+    left = REWRITTEN + (OF_TOKENIZER if unlike else ())
+    for path in paths:
+        name = path.relative_to(source)
+        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in left):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    if tokenizer is not None and unlike:
+        tokenizer.save_pretrained(folder)
 
 
 def _name(layer: int) -> str:

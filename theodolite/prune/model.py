@@ -180,8 +180,10 @@ class _Pruning:
         self, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
     ) -> None:
         check_fit(model, corpus, least_contexts=1)
-        if corpus.images is not None:
-            raise UsageError(f"{model.id} reads images: only models of text are pruned")
+        if corpus.images is not None or corpus.sources is not None:
+            raise UsageError(
+                f"{model.id} reads images, or sources beside a text: only models of text are pruned"
+            )
         options = options.checked(streamed=model.streamed is not None)
         self.model, self.corpus, self.options, self.show_progress = model, corpus, options, show_progress
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)

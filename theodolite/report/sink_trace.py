@@ -50,6 +50,8 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     """Fill the page of a trace: figures, the strongest sinks, and a verdict on each of the paper's claims."""
     traces, heads = run.traces, run.heads
     outcome.tables |= {"sinks": traces, "heads": heads}
+    if "written_from" in (corpus := run.provenance["corpus"]):
+        outcome.read("written by the model", f"positions {corpus['written_from']} to {corpus['length'] - 1}")
     if not len(traces):
         pays = f"no query pays one more than {SINK_THRESHOLD} on average"
         for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER):

@@ -63,7 +63,7 @@ class TracePass(CorpusPass):
         self._metric = metric
         self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
-        self._ids, self._first = torch.empty(0), 0
+        self._keys, self._first = torch.empty(0), 0
         self._entering = torch.empty(0)
         self._caught: list[list[_LayerCatch]] = []
 
@@ -74,7 +74,8 @@ class TracePass(CorpusPass):
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Start a batch with contexts `first …`."""
-        self._ids, self._first = ids, first
+        keys = self.corpus.keys(slice(first, first + len(ids)), self.model.structure.cross)
+        self._keys, self._first = keys, first
         self._caught = [[] for _ in ids]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -120,7 +121,7 @@ class TracePass(CorpusPass):
             if numbers is not None:
                 sums, tag, before = numbers
                 number = self._first + context
-                rows = self.tags.update(layer, catches, self._ids[context], sums, number)
+                rows = self.tags.update(layer, catches, self._keys[context], sums, number)
                 self.tags.add_place(rows, HEAD_OUTPUT, tag, number)
                 self.tags.add_place(rows, 1 + layer, before, number)
                 self._caught[context].append((catches, rows))
@@ -128,7 +129,7 @@ class TracePass(CorpusPass):
 
     def _each(self, work: Any) -> list[Any]:
         # One context at a time on every device: each has sinks of its own.
-        return each_part(work, len(self._ids), torch.device("cpu"))
+        return each_part(work, len(self._keys), torch.device("cpu"))
 
 
 @measures("model")
