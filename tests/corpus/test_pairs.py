@@ -88,7 +88,7 @@ def test_the_encoder_reads_the_source_and_the_decoder_the_target(family, startin
             for weights, expected in zip(tap.layers, own.decoder_attentions, strict=True):
                 torch.testing.assert_close(weights[place], expected[0], rtol=0, atol=1e-5)
     assert found == wanted
-    assert corpus.selection == {"source_column": "en", "too_short": 1}
+    assert corpus.selection == {"source_column": "en", "rows_without_text": 1, "too_short": 1}
     other = Corpus.from_pairs(table, model.tokenizer, 16, "de", start, text_column="de")
     assert other.sha256 != corpus.sha256
     alike = corpus.subset(torch.arange(2))

@@ -114,7 +114,8 @@ class Corpus:
         """
         if self.sources is not None:
             both = [*self.ids(rows), *self.sources[rows]]
-            return padded(both)[0].unflatten(0, (2, -1)).transpose(0, 1)
+            pairs = torch.nn.utils.rnn.pad_sequence(both, batch_first=True, padding_value=NO_TOKEN)
+            return pairs.unflatten(0, (2, -1)).transpose(0, 1)
         return self.ids(rows) if self.images is None else self.images.pixels(rows)
 
     def keys(self, rows: slice, cross: bool) -> Int[Tensor, "some positions"]:

@@ -118,7 +118,10 @@ def before_weights(
         heads = (text.num_attention_heads,) * text.num_hidden_layers
     except loading.LOADING_ERRORS:
         return None
-    structure: Any = SimpleNamespace(attention=heads, heads_of=heads, attention_at=lambda layer: None)
+    cross = source.attention == "cross"
+    structure: Any = SimpleNamespace(
+        attention=heads, heads_of=heads, attention_at=lambda layer: None, cross=cross
+    )
     name = type(skeleton).__name__  # classes that fill in words read those after them, too
     fills_in = name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
     causal = not fills_in or name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -51,10 +51,11 @@ def positions_by(config: Any) -> int | None:
     limits = (getattr(config, name, None) for name in names)
     longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if longest is None or not isinstance(factor := rope.get("factor"), int | float):
-        return longest
+    if longest is None or rope.get("rope_type") not in ("linear", "dynamic", "yarn"):
+        return longest  # which those of the other kinds give in full
     # The length that is scaled: most configs that name none give the original one for the longest.
-    return max(longest, int(factor * (rope.get("original_max_position_embeddings") or longest)))
+    original = rope.get("original_max_position_embeddings") or longest
+    return max(longest, int(rope.get("factor", 1.0) * original))
 
 
 def turned_alike_up_to(config: Any) -> int | None:
