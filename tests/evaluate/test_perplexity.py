@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ import torch
 from tokenizers import normalizers, processors
 
 from tests.checkpoints import byte_tokenizer
-from tests.models.test_token_texts import sentence_piece
-from tests.passes.test_end_tokens import WORDS, word_piece
+from tests.passes.test_end_tokens import WORDS
 from tests.slow import slow_but
 from tests.tokenizers import framed
 from theodolite import open_model
@@ -23,7 +21,6 @@ from theodolite.corpus.named import make_stream
 from theodolite.corpus.python_texts import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
-from theodolite.models.token_texts import token_bytes
 
 
 def corpus_of(model, contexts=7, length=12, seed=0):
@@ -96,16 +93,6 @@ def test_bits_per_byte_are_of_the_text_that_is_predicted(opened):
     assert np.array_equal(loss.each, found.losses)
     assert perplex.each is None
     assert (per_byte.metric, per_byte.value) == ("bits per byte", found.bits_per_byte)
-
-
-@pytest.mark.parametrize("tokenizer", [word_piece, sentence_piece], ids=["WordPiece", "SentencePiece"])
-def test_bytes_of_words_count_the_spaces_between_them(tokenizer):
-    """Oracle: the length of the text in UTF-8."""
-    tokenizer = tokenizer()
-    size = token_bytes(SimpleNamespace(tokenizer=tokenizer, required_tokenizer=lambda: tokenizer))
-    text = "as as a as"
-    ids = tokenizer(text)["input_ids"]
-    assert sum(map(size, ids)) == len((" " + text).encode())
 
 
 SPELLED = "x <|endoftext|> y <s> [UNK] caf\u00e9 \ufb01ne \U0001f600 a\u0300 Ab  \n"
@@ -209,9 +196,7 @@ def test_strided_windows_are_those_of_the_guide(tokens, window, stride, opened):
         assert found.tokens.sum() == count
         assert found.loss == pytest.approx(wanted, rel=1e-5)
         assert found.perplexity == pytest.approx(math.exp(wanted), rel=1e-5)
-        if count == tokens - 1:
-            sizes = map(token_bytes(model), corpus.contexts[0, 1:].tolist())
-            assert found.text_bytes.sum() == sum(sizes)
+        assert found.text_bytes is None
     short = opened("gpt2")  # of 128 positions, of which a window has no more
     corpus = corpus_of(short, 1, 300)
     found = perplexity(short, corpus, stride=128)

@@ -20,7 +20,6 @@ from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import token_bytes
 from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses, perplexity_of
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import ShowProgress
@@ -39,8 +38,8 @@ class Perplexity:
         loss, loss_se: that mean with its standard error over contexts.
         perplexity, perplexity_se: exp(loss), and its standard error to first order.
         batch: contexts per forward pass.
-        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None where no text was
-            read and there is no tokenizer.
+        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None of token ids that no
+            text was read for.
     """
 
     losses: Float[np.ndarray, " contexts"]
@@ -184,9 +183,8 @@ def loss_rows(
         if not losses.isfinite().all():
             raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
         columns = {"losses": losses, "tokens": torch.full((len(ids),), part.end - part.known)}
-        sizes = _estimated_bytes(model, ids) if part.sizes is None else part.sizes
-        if sizes is not None:
-            columns["text_bytes"] = sizes[:, part.known : part.end].sum(dim=1, dtype=torch.float64)
+        if part.sizes is not None:
+            columns["text_bytes"] = part.sizes[:, part.known : part.end].sum(dim=1, dtype=torch.float64)
         return columns
 
     rows = Rows(parts, read, lambda part: len(part.ids))
@@ -202,15 +200,6 @@ def perplexity_in(state: dict[str, Tensor], notes: dict[str, Any]) -> Perplexity
 def window_length(model: OpenModel, length: int | None) -> int:
     """Return the tokens of a strided window: `length`, or if None 2,048, or as many as the model has positions for."""
     return min(LITERATURE, model.longest or LITERATURE) if length is None else length
-
-
-def _estimated_bytes(model: OpenModel, ids: Int[Tensor, "contexts length"]) -> Tensor | None:
-    """Return the bytes of each token's own text, of ids that no text was read for; None without a tokenizer."""
-    if model.tokenizer is None:
-        return None
-    bytes_of = token_bytes(model)
-    unlike, places = ids.unique(return_inverse=True)
-    return torch.tensor([bytes_of(token) for token in unlike.tolist()])[places]
 
 
 def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Part]:
@@ -273,7 +262,7 @@ def _windows(
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
-    """Score loss, perplexity and, with a tokenizer, bits per byte of the model `name`.
+    """Score loss, perplexity and, where a text was read, bits per byte of the model `name`.
 
     `windows` says how a stream was read; scores are comparable where it is equal.
     """

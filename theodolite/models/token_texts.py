@@ -7,7 +7,6 @@ and drops the one in front of the first token that it is asked for. So a token i
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,6 @@ from theodolite.models.opened import OpenModel
 
 MOST_PARTS = 12
 """Tokens that are tried together until they are whole characters."""
-
-BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
@@ -68,27 +65,6 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
         if len(texts) == start:
             texts.append(alone(int(ids[start])))
     return texts
-
-
-def token_bytes(model: OpenModel) -> Callable[[int], int]:
-    """Count the bytes of UTF-8 that a token id stands for, the space in front of a word included; of special tokens 0.
-
-    A part of a character counts with its own: a byte-level vocabulary writes each as a letter, SentencePiece as <0x0A>.
-    """
-    tokenizer = model.required_tokenizer()
-    decoded = _decoder(model)
-
-    @functools.cache
-    def size(token: int) -> int:
-        if token in tokenizer.all_special_ids:
-            return 0
-        text = decoded([token])
-        if "\ufffd" not in text:
-            return len(text.encode())
-        raw = str(tokenizer.convert_ids_to_tokens(token))
-        return 1 if BYTE.fullmatch(raw) else len(raw)
-
-    return size
 
 
 def _decoder(model: OpenModel) -> Callable[[list[int]], str]:
