@@ -91,7 +91,7 @@ def test_what_cannot_write_is_refused_by_name(opened):
         with pytest.raises(UsageError, match=rf"{family} predicts no next token, so it writes none"):
             continued(opened(family), corpus, 4)
     model = open_model(writer(transformers.LlamaConfig(**SIZES)))
-    with pytest.raises(UsageError, match=r"12 tokens and 60 .* the 64 .*: give contexts of 4"):
+    with pytest.raises(UsageError, match=r"12 tokens and 60 .* the 64 .*: give a shorter --length"):
         continued(model, corpus, 60)
     ragged = Corpus.from_ids(corpus.contexts, attention_mask=torch.ones(2, LENGTH).tril(8))
     with pytest.raises(UsageError, match="leave out --no-pack"):

@@ -52,8 +52,8 @@ EMPTY = pd.DataFrame()
 
 
 def places_of(rows):
-    """Places as they are marked: layer, head or dimension, context's key, position, token, its occurrences."""
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+    """Places: layer, head or dimension, context, position, token, its occurrences, the context's key."""
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
 
 
 SURVEYED = Run(EMPTY, EMPTY, SINKS, OUTLIERS, EMPTY, {}, PROVENANCE)
@@ -71,7 +71,7 @@ TRACED = replace(
             "share": [0.5, 0.75, 1.0],
         }
     ),
-    arrays={"sink_places": places_of([(0, 1, 0, 4, 7, 2), (0, 1, 1, 5, 7, 2), (1, -1, 0, 0, 3, 0)])},
+    arrays={"sink_places": places_of([(0, 1, 0, 4, 7, 2, 0), (0, 1, 1, 5, 7, 2, 1), (1, -1, 0, 0, 3, 0, 0)])},
     provenance=PROVENANCE | {"fingerprint": {"trace": True}},
 )
 
@@ -139,8 +139,8 @@ def test_rules_of_outliers(tmp_path):
         }
     )
     numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
-    full_stop = [(1, 7, context, 5, 5, 3) for context in range(3)]
-    places = places_of([*full_stop, (1, 7, 3, 6, 9, 9), (2, 7, 0, 6, 3, 1)])
+    full_stop = [(1, 7, context, 5, 5, 3, context) for context in range(3)]
+    places = places_of([*full_stop, (1, 7, 3, 6, 9, 9, 3), (2, 7, 0, 6, 3, 1, 0)])
     found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, places, numbers)
     exclusions = Exclusions.of(found, 0.2)
     assert exclusions.rules == (
@@ -231,6 +231,12 @@ def test_a_token_is_a_rule_where_all_its_occurrences_are_sinks_and_else_an_occur
         assert accuracy.precision == pytest.approx(right / int(flagged.sum()))
         assert accuracy.recall == pytest.approx(right / 5)
     assert (exclusions.mask(TEXT, layer=0) == 0).all()
+    keys = marked.state()["keys"]
+    again = {"keys": torch.cat([keys, keys + torch.tensor([0, 0, 3, 0, 0])])}
+    arrays = {"sink_places": marked_places(again, TEXT.repeat(2, 1))}
+    provenance = TRACED.provenance | {"corpus": PROVENANCE["corpus"] | {"contexts": 6}}
+    twice = Exclusions.of(replace(run, traces=traces, arrays=arrays, provenance=provenance))
+    assert twice.accuracy == exclusions.accuracy
     unread = TEXT[:, :5]
     assert torch.equal(exclusions.mask(unread), exclusions.tokens(unread))
     padded = torch.cat([torch.zeros(3, 2, dtype=torch.int64), TEXT], dim=1)

@@ -114,7 +114,7 @@ class Activations(LargeValues):
                 self.marked.mark(layer, dimension, number, position, token)
             carriers.add(rows, sums)
             carriers.count_contexts(rows, context)
-            if max(len(carriers), len(self.marked)) > MOST_ROWS:
+            if len(carriers) > MOST_ROWS:
                 self._refuse(layer)
 
     def massive(

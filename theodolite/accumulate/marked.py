@@ -9,28 +9,42 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import KeyedSums, State
+from theodolite.accumulate.sums import Mergeable, State
 
 ANY = -1
 """The part (head or dimension) of what is marked at position 0, where nearly every part is."""
 
-COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences")
-"""Of `marked_places`: `part` is a head or a dimension, `context` the key of one (`context_key`)."""
+COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "key")
+"""Of `marked_places`: `part` is a head or a dimension, `key` what knows the context again (`context_key`)."""
 
 
-class Marked(KeyedSums):
-    """Occurrences by layer, part, number of the context, position and token; each counts once."""
+class Marked:
+    """Occurrences by layer, part, number of the context, position and token.
+
+    State: keys (marks, 5), each once, in ascending order.
+    """
 
     def __init__(self) -> None:
-        super().__init__(5, {"marks": ()})
+        self._keys = [torch.zeros(0, 5, dtype=torch.int64)]
 
     def mark(self, layer: int, part: Tensor, context: Tensor, position: Tensor, token: Tensor) -> None:
         """Mark occurrences, one a row of all tensors; of position 0 all parts are one."""
         part = torch.where(position == 0, ANY, part)
-        keys = torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1).unique(
-            dim=0
-        )
-        self.add(self.rows(keys), {"marks": torch.ones(len(keys))})
+        keys = torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1)
+        self._keys.append(keys.unique(dim=0))
+
+    def state(self) -> State:
+        """Return `keys`."""
+        self._keys = [torch.cat(self._keys).unique(dim=0)]
+        return {"keys": self._keys[0]}
+
+    def restore(self, state: State) -> None:
+        """Restore a state that `state` returned."""
+        self._keys = [state["keys"]]
+
+    def merge(self, other: Mergeable) -> None:
+        """Merge another one, or its saved state, into this one."""
+        self._keys.append(other.state()["keys"])
 
 
 def context_key(ids: Int[Tensor, " positions"]) -> int:
@@ -39,7 +53,7 @@ def context_key(ids: Int[Tensor, " positions"]) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 6"]:
+def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 7"]:
     """Tabulate by `COLUMNS` what was marked in these contexts, with how often its token stands in the text.
 
     Occurrences at position 0 are counted apart: 0 for what is marked there.
@@ -51,4 +65,4 @@ def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -
     )
     key = torch.tensor([context_key(ids) for ids in contexts])
     occurrences = torch.where(position == 0, 0, counts[token])
-    return torch.stack([layer, part, key[context], position, token, occurrences], dim=1)
+    return torch.stack([layer, part, context, position, token, occurrences, key[context]], dim=1)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -89,7 +89,7 @@ class LayerSums:
         layers: int,
         shapes: dict[str, tuple[int, ...]],
         maxima: tuple[str, ...] = (),
-        keyed: Mapping[str, KeyedSums] | None = None,
+        keyed: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layers = layers

@@ -413,6 +413,12 @@ class PairedText(Text):
         """The table columns to read."""
         return replace(super().columns, source=self.source_column)
 
+    def check(self) -> None:
+        """As of any text; pairs are not packed."""
+        super().check()
+        if self.source_column is not None:
+            refuse_unread("a row with a source is a context of its own", {"--no-pack": self.no_pack or None})
+
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         if self.source_column is None:
             return super()._read(model, reader, show)
@@ -433,6 +439,7 @@ class PairedText(Text):
             self.text_column,
             self.label_by,
             self.per_label,
+            encoding=self.encoding,
             alike=model.source.attention == "cross",
             show_tokens=show,
         )

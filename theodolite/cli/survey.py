@@ -327,6 +327,7 @@ def trace_command(
         text.check()
         check_out(out)
 
+        from theodolite.corpus.sampling import LEAST_LENGTH
         from theodolite.models import continued
         from theodolite.models.generation import check_writes
         from theodolite.sinks.trace import trace_sinks
@@ -336,7 +337,7 @@ def trace_command(
 
         def check(known: OpenModel, _: Corpus | None) -> None:
             if generate is not None:
-                check_writes(known, text.length or 1, generate)
+                check_writes(known, text.length or LEAST_LENGTH, generate)
 
         corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)

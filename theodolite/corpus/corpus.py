@@ -129,12 +129,9 @@ class Corpus:
         longest = [] if self.lengths is None else self.lengths[rows].tolist()
         return ids[:, : max(longest, default=ids.shape[1])]
 
-    def rows(self) -> Iterator[Int[Tensor, " tokens"]]:
-        """Yield the token ids of each context."""
-        lengths = (
-            [self.contexts.shape[1]] * len(self.contexts) if self.lengths is None else self.lengths.tolist()
-        )
-        yield from (ids[:length] for ids, length in zip(self.contexts, lengths, strict=True))
+    def rows(self, cross: bool = False) -> Iterator[Int[Tensor, " tokens"]]:
+        """Yield the `keys` of each context."""
+        yield from (self.keys(slice(row, row + 1), cross)[0] for row in range(len(self.contexts)))
 
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
@@ -294,6 +291,7 @@ class Corpus:
         label_by: str | None = None,
         per_label: int | None = None,
         *,
+        encoding: str | None = None,
         alike: bool = False,
         show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
@@ -305,7 +303,8 @@ class Corpus:
         are cut to the length of the shorter one, as numbers by the position of a key and of a query need (cross).
         """
         check_length(length)
-        columns = Columns(text_column, label_by, tokenizer=tokenizer, source=source_column)
+        columns = Columns(text_column, label_by, encoding, tokenizer, source_column)
+        columns.check()
         dataset = dataset_of(str(path))
         rows = read_path(path, columns) if dataset is None else streamed_rows(*dataset, columns)
         choice = Choice(contexts, seed, per_label, columns.rows, streamed=dataset is not None)

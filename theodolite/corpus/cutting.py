@@ -19,7 +19,7 @@ from theodolite.corpus.documents import Document, printable
 from theodolite.corpus.groups import Groups
 from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
 from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, first_line
 from theodolite.system.progress import ShowTokens
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
@@ -145,7 +145,10 @@ def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
     offsets = bool(getattr(tokenizer, "is_fast", False))
     asked: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
     # verbose=False: a text is longer than the model, which is why it is cut.
-    encoded = tokenizer(text, add_special_tokens=False, verbose=False, **asked)
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False, **asked)
+    except Exception as error:  # whatever it raises of characters that it does not have
+        raise UsageError(f"the tokenizer cannot read the text ({first_line(error)})") from error
     ids = np.array(encoded["input_ids"], dtype=np.int32)
     if not len(ids):
         return NO_TOKENS
@@ -283,8 +286,7 @@ def contexts_of_one_length(
 
 
 def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:
-    if given.ndim == 1:
-        given = given.unsqueeze(0)
+    given = given.reshape(-1, given.shape[-1])
     if given.shape != ids.shape:
         raise UsageError(
             f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"

@@ -134,6 +134,10 @@ class Columns:
         """Raise `UsageError` where labels or encoding are none of those there are."""
         if self.label_by is not None and not self.column and self.label_by not in LABELS_BY[:3]:
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
+        if self.column == self.text:
+            raise UsageError(
+                f"column '{self.text}' holds the texts: give another with --label-by column:NAME"
+            )
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
         except (LookupError, ValueError):
@@ -207,18 +211,25 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
     for file in files:
         label = columns.label_of_file(file, path)
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
-        try:
+        with reading(file, path, columns):
             for document in joined_articles(documents_of(file, columns), columns):
                 own = None if document.label is None else row_of + document.label
                 yield replace(document, label=label if columns.by_place else own)
-        except EmptyFileError:
-            if not path.is_dir():
-                raise
-            columns.pass_over(file, path, "empty")
-        except OSError as error:
-            raise UsageError(
-                f"{file} cannot be read ({error.strerror or error}); check its permissions."
-            ) from error
+
+
+@contextmanager
+def reading(file: Path, path: Path, columns: Columns) -> Iterator[None]:
+    """Note a file of a folder that is empty, and raise `UsageError` of one that cannot be read."""
+    try:
+        yield
+    except EmptyFileError:
+        if not path.is_dir():
+            raise
+        columns.pass_over(file, path, "empty")
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be read ({error.strerror or error}); check its permissions."
+        ) from error
 
 
 def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Document]:

@@ -119,6 +119,8 @@ def make_stream(
         UsageError: there is no such text, or it is none of rows, files or documents.
     """
     check_spec(spec, columns)
+    if tokens is not None and tokens < LEAST_LENGTH:
+        raise UsageError(f"{tokens} tokens of a text: give {LEAST_LENGTH} or more")
     name = DOCS if spec is None else str(spec)
     columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
     pieces = _pieces(name, columns)
@@ -169,12 +171,8 @@ def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
         yield from ([document.text] for document in documents.streamed_rows(*dataset, columns))
     else:
         for file in documents.files_at(name, columns):
-            try:
+            with documents.reading(file, Path(name), columns):
                 yield from _rows_of_file(file, columns)
-            except documents.EmptyFileError:
-                if not Path(name).is_dir():
-                    raise
-                columns.pass_over(file, Path(name), "empty")
 
 
 def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[Iterable[str]]:

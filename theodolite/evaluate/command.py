@@ -90,7 +90,8 @@ class Questions:
         check_predicts(model)
         if corpus is not None:
             length = None if self.stride is None else window_length(model, self.length)
-            loss_rows(model, corpus, stride=self.stride, length=length, batch=self.batch)
+            how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
+            loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
         if NAME in self.tasks:
             answer_rows(model, rules=RULES, prompts=self.prompts, seed=self.seed, batch=self.batch)
 

@@ -240,6 +240,7 @@ def _windows(
     tokenizer: Any = model.tokenizer
     special = [] if as_published or tokenizer is None else frame_of(tokenizer, window).before
     begin = torch.tensor(special, dtype=stream.dtype, device="cpu")
+    before, _ = special_ends(tokenizer, first)
     known = max(window - stride, len(begin), 1)
 
     def cut(of: Int[Tensor, " tokens"]) -> list[Int[Tensor, "windows length"]]:
@@ -258,7 +259,7 @@ def _windows(
     opening, *later = (
         _Part(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
     )
-    return [replace(opening, known=max(len(begin), 1)), *later], batch
+    return [replace(opening, known=max(len(begin), before, 1)), *later], batch
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:

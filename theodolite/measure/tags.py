@@ -219,9 +219,9 @@ _trace = partial(Column, "traces")
     *_release_arrays("", "rows of traces"),
     Array(
         "sink_places",
-        "(places, 6)",
-        "Where the sinks stand: layer, head (−1 at position 0, for any), key of the context, position, token id, and "
-        "how often that token stands in the text after position 0.",
+        "(places, 7)",
+        "Where the sinks stand: layer, head (−1 at position 0, for any), context, position, token id, how often that "
+        "token stands in the text after position 0, and the key by which the context is known again.",
     ),
 )
 def traces(

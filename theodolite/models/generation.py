@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from jaxtyping import Int
@@ -74,7 +74,7 @@ def check_writes(model: OpenModel, length: int, count: int) -> None:
     if not model.has_positions(length + count):
         raise UsageError(
             f"{length} tokens and {count} that are written are more than the {model.longest} that {model.id} has "
-            f"positions for: give contexts of {max(1, (model.longest or 0) - count)}"
+            "positions for: give a shorter --length, or write fewer"
         )
 
 
@@ -94,10 +94,10 @@ def _written(
 
     # A checkpoint may ask for sampling, for penalties of what was said, and for an end.
     plain = GenerationConfig(cache_implementation=own.generation_config.cache_implementation)
-    with (
-        patch.object(own, "generation_config", plain),
-        removed_on_leaving([own.register_forward_hook(keep)] if verify else []),
-    ):
+    with ExitStack() as undo:
+        undo.callback(setattr, own, "generation_config", own.generation_config)
+        own.generation_config = plain
+        undo.enter_context(removed_on_leaving([own.register_forward_hook(keep)] if verify else []))
         given = ids.to(model.device)
         written: Tensor = own.generate(
             given,

@@ -109,9 +109,10 @@ def before_weights(
 
     Arguments are those of `open_model`. None: the configuration does not say enough, or `open_model` says why.
     """
-    checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
-    place, revision = checkpoint.place, checkpoint.revision
+    checkpoint = loading.Checkpoint.at(path_or_id, revision)
     try:
+        checkpoint = checkpoint.of_one_commit()
+        place, revision = checkpoint.place, checkpoint.revision
         config = loading.tower_of(loading.config_of(place, revision), tower, lambda line: None)
         skeleton = loading.on_meta(place, loading.architecture_of(place, config), config)
         source, text = Source.of_transformers(skeleton, attention), config.get_text_config()

@@ -73,13 +73,25 @@ SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
 
 COMPANIONS = (
-    *("*.json", "*.jinja", "*.txt", "*.md", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "README*"),
+    *(
+        "*.json",
+        "*.jinja",
+        "vocab*",
+        "merges*",
+        "*.md",
+        "*.model",
+        "*.tiktoken",
+        "LICENSE*",
+        "NOTICE*",
+        "README*",
+    ),
     *("additional_chat_templates/*.jinja", "[0-9]_*/*"),
 )
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
-REWRITTEN = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", "trainer_state.json", SETTINGS)
+REWRITTEN: tuple[str, ...] = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", SETTINGS)
+REWRITTEN += ("trainer_state.json", "*_results.json")
 """But for these, which are of the weights that they lie beside, or of their training."""
 
 OF_TOKENIZER = (
@@ -380,22 +392,25 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     of_files = (
         model.sha256 is not None or model.revision is not None
     )  # else its name may be that of any folder
-    tokenizer, stored = model.tokenizer, None
     paths = [path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)]
-    if paths and tokenizer is not None:
-        stored = load_tokenizer(source if model.revision is None else model.id, model.revision)
-    unlike = tokenizer is not None and (
-        repr(stored) != repr(tokenizer)
-        or getattr(stored, "chat_template", None) != getattr(tokenizer, "chat_template", None)
-    )
-    left = REWRITTEN + (OF_TOKENIZER if unlike else ())
+    left, tokenizer = REWRITTEN, model.tokenizer
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        place = source if model.revision is None else model.id
+        if not paths or _known_by(load_tokenizer(place, model.revision)) != _known_by(tokenizer):
+            left += OF_TOKENIZER
     for path in paths:
         name = path.relative_to(source)
         if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in left):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-    if tokenizer is not None and unlike:
-        tokenizer.save_pretrained(folder)
+
+
+def _known_by(tokenizer: Any) -> tuple[Any, ...]:
+    """Return what is the same of tokenizers that are: all that they are made of."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    own = (getattr(tokenizer, name, None) for name in ("chat_template", "padding_side"))
+    return repr(tokenizer), *own, None if backend is None else backend.to_str()
 
 
 def _name(layer: int) -> str:

@@ -220,7 +220,7 @@ class Exclusions:
             rules, occurrences = values["rules"], values["occurrences"]
             return cls(
                 tuple(Rule(**rule) for rule in rules),
-                tuple(map(tuple, occurrences)),
+                tuple((int(layer), int(key), int(position)) for layer, key, position in occurrences),
                 accuracy,
                 values["model"],
                 values["corpus"],
@@ -305,7 +305,7 @@ def _remembered(
     first = places["position"] == 0
     named = pd.Series(list(zip(places["layer"], places["token_id"], strict=True)), index=places.index)
     left = places[~((first & places["layer"].isin(of_first)) | (~first & named.isin(of_tokens)))]
-    remembered = sorted(set(left[["layer", "context", "position"]].itertuples(index=False, name=None)))
+    remembered = sorted(set(left[["layer", "key", "position"]].itertuples(index=False, name=None)))
 
     true = places.drop_duplicates(["context", "position"])
     later = true[true["token_id"].isin({token for _, token in of_tokens}) & (true["position"] > 0)]

@@ -122,7 +122,7 @@ def ablate_direction(
         return output
 
     name = _described(
-        "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries
+        "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries, rows=rows
     )
     with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
@@ -177,7 +177,7 @@ def attention_knockout(
 
     attention = model.attention_alone(layer)
     name = _described(
-        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
+        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column, rows=rows
     )
     masking = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
     with model.intervention(name, masking):
@@ -248,6 +248,7 @@ def without_low_rank(
 def _described(name: str, **arguments: object) -> str:
     """Describe an intervention for the provenance of what is measured meanwhile; tensors by their hash."""
     parts = []
+    arguments = {name: value for name, value in arguments.items() if (name, value) != ("rows", None)}
     for key, value in arguments.items():
         if isinstance(value, Tensor):
             value = "sha256:" + hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -91,7 +91,7 @@ class Outliers:
     head_dimensions: pd.DataFrame
     head_massive: pd.DataFrame
     growth: pd.DataFrame
-    places: Int[Tensor, "places 6"]
+    places: Int[Tensor, "places 7"]
     numbers: dict[str, Any]
 
 

@@ -208,7 +208,7 @@ def trace_sinks(
         state, in_stream = states.of("trace.tags"), states.of("written")
         table, arrays = traces(state, in_stream, described["contexts"], length, text)
         heads, head_arrays = traced_heads(state, in_stream, described["contexts"])
-        places = marked_places(part_of(state, "marked"), corpus.rows())
+        places = marked_places(part_of(state, "marked"), corpus.rows(model.structure.cross))
         return Run(
             heads=heads,
             traces=table,
