@@ -99,14 +99,17 @@ def compare_command(
         else:
             places = ((layer, head or 0), (without_low_rank, 0))
 
-            def check(model: OpenModel, _: Corpus | None) -> None:
+            corpora: dict[str, Corpus | None] = {}
+
+            def check(model: OpenModel, corpus: Corpus | None) -> None:
+                corpora[model.id] = corpus
                 for at_layer, at_head in places if model.source.attention is None else ():
                     if at_layer is not None:
                         model.check_place(at_layer, at_head)
 
             for model in dict.fromkeys(models):
                 opening.read_first(model, text, stopped, batch, check)
-            work = _Passes(folder, text, batch, opening, stopped)
+            work = _Passes(folder, text, batch, opening, stopped, corpora)
             focus = Focus(prompt, layer, head)
             compared = command.compare_models(models, work, focus, without_low_rank, rank)
         with screen.status("writing the page"):
@@ -127,6 +130,7 @@ class _Passes:
     batch: int | None
     opening: Opening
     stopped: Callable[[], bool]
+    corpora: dict[str, Corpus | None]
 
     def opened(self, source: str) -> OpenModel:
         if self.stopped():
@@ -134,7 +138,7 @@ class _Passes:
         return self.opening.open(source, self.text)
 
     def read(self, model: OpenModel) -> Corpus:
-        return self.text.read(model, self.stopped)
+        return self.corpora.get(model.id) or self.text.read(model, self.stopped)
 
     def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
         from theodolite.comparison.outputs import read_outputs

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import threading
 import webbrowser
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +25,7 @@ from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
 
 if TYPE_CHECKING:
+    from theodolite.corpus.corpus import Corpus
     from theodolite.explore.subject import PlannedSurvey
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
@@ -96,8 +96,7 @@ def explore_command(
             ended = threading.Event()
             with listen(port) as listening:
                 finished = list(map(Run.load, runs or ()))
-                for name in names:
-                    opening.read_first(name, None if runs else text)
+                corpora = [opening.read_first(name, None if runs else text) for name in names]
                 opened = [opening.open(name) for name in names]
                 called = _display_names(opened)
                 check_pair(list(zip(called, opened, strict=True)))
@@ -108,7 +107,10 @@ def explore_command(
                         check_run_of(each, run)
                 else:
                     with interruptible(say_stopping) as stopped:
-                        surveys = [_planned(each, text, stopped, ended) for each in opened]
+                        surveys = [
+                            _planned(each, corpus or text.read(each, stopped), text.seed, ended)
+                            for each, corpus in zip(opened, corpora, strict=True)
+                        ]
                 app = application(list(map(Subject, called, opened, surveys)))
                 serve(app, listening, lambda address: _say(address, browser), ended)
 
@@ -119,24 +121,21 @@ def _display_names(opened: list[OpenModel]) -> list[str]:
     return short if len(set(short)) == len(short) else [model.id for model in opened]
 
 
-def _planned(
-    model: OpenModel, text: Text, stopped: Callable[[], bool], ended: threading.Event
-) -> PlannedSurvey:
-    """Read a text, and plan the survey of the model on it, which stops once the page has ended."""
+def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event) -> PlannedSurvey:
+    """Plan the survey of the model on a text, which stops once the page has ended."""
     from theodolite.explore.subject import PlannedSurvey
     from theodolite.passes.corpus_pass import check_fit
     from theodolite.passes.run import describe_model, describe_pass
     from theodolite.passes.survey import survey_heads
 
     model.check_weights()
-    corpus = text.read(model, stopped)
     check_fit(model, corpus)
 
     def make() -> Run:
         with bars(ended.is_set, of=short_name(model.id)) as show:
-            return survey_heads(model, corpus, seed=text.seed, show_progress=show)
+            return survey_heads(model, corpus, seed=seed, show_progress=show)
 
-    return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, text.seed, {}), make)
+    return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, seed, {}), make)
 
 
 def _say(address: str, browser: bool) -> None:
