@@ -163,8 +163,7 @@ class Opening:
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
-        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images. A
-        text that is shorter than a context is refused before weights are read.
+        Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
 
         `embedded` names it too, where no file is called so.
 
@@ -372,15 +371,19 @@ class Text:
             say_dimly(_labels_line(corpus))
         return corpus
 
+    def length_for(self, model: OpenModel, written: int = 0) -> int:
+        """Return the tokens of a context, behind which the model may have to write some."""
+        longest = DEFAULT_LENGTH if model.longest is None else model.longest - written
+        return self.length or min(DEFAULT_LENGTH, longest)
+
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         from theodolite.corpus.named import make_corpus
 
         every = self.per_label is not None and not self.columns.rows
-        contexts, length = self.contexts, self.length
+        contexts = self.contexts
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
-        if length is None and model.vocabulary is not None:
-            length = min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
+        length = self.length if model.vocabulary is None else self.length_for(model)
         choice = (contexts, self.seed, self.columns, self.per_label)
         return make_corpus(self.corpus, reader, length, *choice, pack=not self.no_pack, show_tokens=show)
 
@@ -431,7 +434,7 @@ class PairedText(Text):
         return Corpus.from_pairs(
             str(self.corpus),
             reader,
-            self.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH),
+            self.length_for(model),
             self.source_column,
             model.source.target_start,
             self.contexts or max(self.default_contexts, self.per_label or 0),

@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import (
-    DEFAULT_LENGTH,
     AsJson,
     Batch,
     Model,
@@ -342,8 +341,7 @@ def trace_command(
         corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)
         if generate is not None:
-            longest = DEFAULT_LENGTH if opened.longest is None else opened.longest - generate
-            text = replace(text, length=text.length or min(DEFAULT_LENGTH, longest))
+            text = replace(text, length=text.length_for(opened, generate))
         corpus = corpus or text.read(opened, stopped)
         kind = ("-local-sinks" if local_sinks else "-sinks") + ("" if generate is None else "-written")
         folder = out or default_folder(opened, corpus, kind)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.accumulate.sums import State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows
@@ -167,8 +167,10 @@ class GeometryReader:
                     error = failure
                 self.ranks.raise_any(error)
                 for name, value in own.state(counts).items():
-                    add = torch.maximum if name in own.maxima else torch.add
-                    sums[name] = add(sums[name], value) if name in sums else value
+                    if name in sums:
+                        include(sums[name], value, maximum=name in own.maxima)
+                    else:
+                        sums[name] = value
             totals = self.ranks.totals(sums, own.maxima)
             of_weights = _spectra(self.model, self.ranks) if spectra else None
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
