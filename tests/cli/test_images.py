@@ -96,7 +96,7 @@ def test_models_are_compared_on_images(model, images, tmp_path):
         (("survey", "MODEL", "--corpus", "IMAGES", "--length", 8), "leave out --length"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--label-by", "row"), "leave out --label-by row"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--ray"), "workers read text, not images"),
-        (("prune", "MODEL", "--corpus", "IMAGES", "--sparsity", 0.5), "only models of text are pruned"),
+        (("prune", "MODEL", "--corpus", "IMAGES", "--sparsity", 0.5), "pruning reads a text alone"),
         (
             ("reproduce", "geometry", "MODEL", "--corpus", "IMAGES"),
             "reads no text, which all experiments are on",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -65,14 +67,51 @@ def test_attention_while_it_writes_is_that_of_the_finished_text(config, cache):
             if model.hf.config.model_type == "gemma2" and layer
             else getattr(config, "sliding_window", None)
         )
+        weights = model.attention(ids, layer, [3, 0, 1, 2], generate=WRITTEN)[0].roll(-1, dims=0)
         for head in range(4):
             rows = torch.from_numpy(head_view(read, layer, head).attention).nan_to_num(0.0)
+            torch.testing.assert_close(weights[head], rows.to(weights), rtol=0, atol=1e-12)
             for number, attentions in enumerate(steps.attentions[1:]):
                 query = LENGTH + number
                 seen = query + 1 if window is None else min(window, query + 1)
                 row = attentions[layer][0, head, 0]
                 own = row[row.nonzero().flatten()][-seen:]  # behind them a static cache is empty
                 torch.testing.assert_close(rows[query, query + 1 - seen : query + 1], own, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "albert", "t5", "gpt_oss"])
+def test_attention_of_padded_and_packed_rows_is_that_of_each_context(family, opened):
+    """Oracle: eager attention of transformers, context by context; ALBERT runs one module in every layer."""
+    model = opened(family)
+    contexts = torch.randint(1, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+    rows = torch.zeros(2, 18, dtype=torch.int64)
+    mask, positions = torch.zeros(2, 18), torch.zeros(2, 18, dtype=torch.int64)
+    rows[0], mask[0], positions[0] = contexts[:2].flatten(), 1, torch.arange(18) % 9
+    rows[1, 5:14], mask[1, 5:14], positions[1, 5:14] = contexts[2], 1, torch.arange(9)
+    hf = copy.deepcopy(model.hf)
+    hf.set_attn_implementation("eager")
+    more = {"decoder_input_ids": contexts} if family == "t5" else {}
+    with torch.no_grad():
+        own = hf(input_ids=contexts, output_attentions=True, **more)
+    expected = own.decoder_attentions if family == "t5" else own.attentions
+    for layer in model.attending:
+        weights = model.attention(rows, layer, attention_mask=mask, position_ids=positions)
+        torch.testing.assert_close(weights, expected[layer].to(weights), rtol=0, atol=1e-5)
+
+
+def test_attention_says_what_it_cannot_give(opened):
+    model = opened("gpt2")
+    ids = torch.ones(1, 8, dtype=torch.int64)
+    for given, said in (
+        ({"layer": 9}, "layer 9 does not exist"),
+        ({"layer": 0, "heads": [99]}, "head 99 does not exist"),
+        ({"layer": 0, "attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]])}, "has a hole"),
+        ({"layer": 0, "generate": -1}, "give 1 or more"),
+        ({"layer": 0, "ids": ids * 10**6}, "token id 1000000"),
+        ({"layer": 0, "ids": ids.repeat(1, 900)}, "are longer than the"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            model.attention(**({"ids": ids} | given))
 
 
 def test_a_head_is_shown_on_what_the_model_writes():

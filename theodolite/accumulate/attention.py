@@ -7,7 +7,7 @@ on a CUDA device, where no weights are ever written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -41,12 +41,14 @@ class Tokens:
     """A batch of token ids, of the keys too, and for every block of queries the pairs of equal tokens, the key earlier.
 
     `pairs[b][c]` holds (query − block start, key) for block b of context c; `repeated`: queries of it that have one.
+    `of_picture` marks the tokens of pictures in a text; None where it has none.
     """
 
     ids: Int[Tensor, "batch positions"]
     keys: Int[Tensor, "batch positions"]
     pairs: list[list[tuple[Tensor, Tensor]]]
     repeated: Int[Tensor, " batch"]
+    of_picture: Bool[Tensor, "batch positions"] | None = None
 
     @classmethod
     def of(
@@ -85,7 +87,8 @@ class AttentionStatistics(LayerSums):
 
     By group of contexts, of which numbers have their errors: contexts, queries, previous_queries and same_queries
     (L, G), how many queries there are, with a token before them, and with an earlier equal one; previous and same
-    (L, G, H), what these pay; total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
+    (L, G, H), what these pay; with `pictured` text_queries (L, G) of text behind a picture, and what these pay to it,
+    picture (L, G, H); total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
     sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last, with more than one leading
     token sink_registers; sink_tokens, keyed by layer, head, token and whether it is first: contexts (G), sinks and the
     sum of their positions; a token may be a sink at several positions of a context.
@@ -105,16 +108,20 @@ class AttentionStatistics(LayerSums):
         examples: int,
         trailing: int = 0,
         leading: int = 1,
+        *,
+        pictured: bool = False,
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
         by_group = ["total_entropy", "total_propagates", "total_last_sees", "learned", *SCORES]
         by_group += ["sink_first", "sink_later"]
         by_group += ["sink_last"] if trailing else []
         by_group += ["sink_registers"] if leading > 1 else []
+        by_group += ["picture"] if pictured else []
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(by_position, (heads, length))
         shapes |= dict.fromkeys(("largest_logit", "log_sum_exp"), (heads,))
         shapes |= dict.fromkeys(by_group, (GROUPS, heads))
         shapes |= dict.fromkeys(("contexts", "queries", *(f"{name}_queries" for name in SCORES)), (GROUPS,))
+        shapes |= {"text_queries": (GROUPS,)} if pictured else {}
         self._of_heads = frozenset((*by_position, *by_group, "largest_logit", "log_sum_exp"))
         self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
@@ -239,7 +246,8 @@ def _statistics(
         if summary.learned is None
         else summary.learned.double().sum(dim=(0, 2))
     )
-    of_group = {
+    of_group = {} if tokens.of_picture is None else _paid_to_pictures(inputs, tokens.of_picture[part])
+    of_group |= {
         "contexts": contexts,
         "queries": contexts * length,
         "previous_queries": contexts * (length - 1),
@@ -249,6 +257,15 @@ def _statistics(
         **dict(zip(SCORES, scores.sums.sum(dim=0).unbind(dim=-1), strict=True)),
     }
     return sums, of_group
+
+
+def _paid_to_pictures(inputs: AttentionInputs, picture: Bool[Tensor, "batch positions"]) -> dict[str, Tensor]:
+    """Sum what queries of text behind a picture pay to its tokens, by head, and count these queries."""
+    value, picture = inputs.value, picture.to(inputs.value.device)
+    is_picture = picture[:, None, :, None].to(value.dtype).expand(-1, value.shape[1], -1, 1)
+    paid = summarise(replace(inputs, value=is_picture)).output[..., 0].double()
+    behind = (picture.cumsum(dim=1) > 0) & ~picture
+    return {"picture": (paid * behind[:, :, None]).sum(dim=(0, 1)), "text_queries": behind.sum().double()}
 
 
 @dataclass(frozen=True)

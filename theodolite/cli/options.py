@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
-from theodolite.corpus.documents import LABELS_BY, READERS, TABLES, Columns
+from theodolite.corpus.documents import IMAGE_COLUMN, LABELS_BY, READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
@@ -364,7 +364,15 @@ class Text:
             more = files["count"] - len(shown)
             names = listed([*shown, f"{more:,} more"] if more else shown, 6)
             say_dimly(f"{corpus.name}: {counted(files['count'], 'file')} passed over ({why}): {names}")
-        for what in ("text", "label"):
+        if pictures := corpus.selection.get("picture_cut"):
+            say_dimly(f"{corpus.name}: {counted(pictures, 'image')} larger than --length left out")
+        if corpus.selection.get("unread_images") and hasattr(
+            getattr(model.root, "config", None), "image_token_id"
+        ):
+            say_dimly(
+                f"{corpus.name}: only its texts are read; its images too with --image-column {IMAGE_COLUMN}"
+            )
+        for what in ("text", "label", "image"):
             if rows := corpus.selection.get(f"rows_without_{what}"):
                 say_dimly(f"{corpus.name}: {counted(rows, 'document')} without a {what}")
         if self.per_label is not None:
@@ -401,8 +409,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class PairedText(Text):
-    """Options of a text that may have a source beside it, for an encoder-decoder."""
+class TextBeside(Text):
+    """Options of a text that may have a source beside it, for an encoder-decoder, or images in it."""
 
     source_column: Annotated[
         str | None,
@@ -410,42 +418,51 @@ class PairedText(Text):
             help="Column of tables that an encoder reads; its decoder reads --text-column [default: both read that]."
         ),
     ] = None
+    image_column: Annotated[
+        str | None,
+        typer.Option(
+            help="Column of images (paths or bytes) of tables whose texts have an image each, for a model of both."
+        ),
+    ] = None
 
     @property
     def columns(self) -> Columns:
         """The table columns to read."""
-        return replace(super().columns, source=self.source_column)
+        return replace(super().columns, source=self.source_column, image=self.image_column)
 
     def check(self) -> None:
-        """As of any text; pairs are not packed."""
+        """As of any text; rows with a source or an image are not packed."""
         super().check()
-        if self.source_column is not None:
-            refuse_unread("a row with a source is a context of its own", {"--no-pack": self.no_pack or None})
+        for option, beside in (
+            ("--source-column", self.source_column),
+            ("--image-column", self.image_column),
+        ):
+            if beside is not None:
+                others: dict[str, object] = {"--no-pack": self.no_pack or None}
+                others |= {"--image-column": self.image_column} if option == "--source-column" else {}
+                refuse_unread(f"with {option} each row is a context of its own", others)
 
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
+        from theodolite.corpus.corpus import Corpus
+
+        contexts = self.contexts or max(self.default_contexts, self.per_label or 0)
+        how: Any = (contexts, self.seed, self.text_column, self.label_by, self.per_label)
+        more: dict[str, Any] = {"encoding": self.encoding, "show_tokens": show}
+        length = self.length_for(model)
+        if self.image_column is not None:
+            from theodolite.models import pictured_text_reader
+
+            reader = pictured_text_reader(model)
+            return Corpus.from_pictured(str(self.corpus), reader, length, self.image_column, *how, **more)
         if self.source_column is None:
             return super()._read(model, reader, show)
         if model.source.attention == "encoder":  # which reads nothing else
             return replace(self, text_column=self.source_column, source_column=None)._read(
                 model, reader, show
             )
-        from theodolite.corpus.corpus import Corpus
-
-        return Corpus.from_pairs(
-            str(self.corpus),
-            reader,
-            self.length_for(model),
-            self.source_column,
-            model.source.target_start,
-            self.contexts or max(self.default_contexts, self.per_label or 0),
-            self.seed,
-            self.text_column,
-            self.label_by,
-            self.per_label,
-            encoding=self.encoding,
-            alike=model.source.attention == "cross",
-            show_tokens=show,
-        )
+        more["alike"] = model.source.attention == "cross"
+        pairs: Any = (self.source_column, model.source.target_start)
+        return Corpus.from_pairs(str(self.corpus), reader, length, *pairs, *how, **more)
 
 
 def _labels_line(corpus: Corpus) -> str:

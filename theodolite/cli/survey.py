@@ -17,9 +17,9 @@ from theodolite.cli.options import (
     Model,
     Models,
     Opening,
-    PairedText,
     RunFolder,
     Stream,
+    TextBeside,
     default_folder,
     finish,
     finish_trace,
@@ -86,7 +86,7 @@ class Cluster:
 def survey_command(
     *,
     models: Models = None,
-    text: PairedText,
+    text: TextBeside,
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -176,7 +176,7 @@ def _survey_one(
     model: str | None,
     out: Path | None,
     *,
-    text: PairedText,
+    text: TextBeside,
     batch: int | None,
     stream: bool,
     opening: Opening,
@@ -295,7 +295,7 @@ def spectra_command(
 def trace_command(
     *,
     model: Model = None,
-    text: PairedText,
+    text: TextBeside,
     local_sinks: Annotated[
         bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,
@@ -328,7 +328,6 @@ def trace_command(
 
         from theodolite.corpus.sampling import LEAST_LENGTH
         from theodolite.models import continued
-        from theodolite.models.generation import check_writes
         from theodolite.sinks.trace import trace_sinks
         from theodolite.system.processor import keep_pages
 
@@ -336,7 +335,7 @@ def trace_command(
 
         def check(known: OpenModel, _: Corpus | None) -> None:
             if generate is not None:
-                check_writes(known, text.length or LEAST_LENGTH, generate)
+                known.check_writes(text.length or LEAST_LENGTH, generate)
 
         corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)

@@ -27,6 +27,7 @@ from theodolite.jobs.job import Rows, Stage, States
 from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
+from theodolite.models.source import Inputs
 from theodolite.passes.corpus_pass import (
     CorpusPass,
     batch_of,
@@ -84,7 +85,7 @@ class OutputsPass(CorpusPass):
             model.layers, model.heads, len(self._context), weights.shape[-1]
         )
         self._loss: Float[Tensor, " contexts"] = torch.full((self.total,), torch.nan, dtype=torch.float64)
-        self._predicts = model.causal and model.source.predict is not None
+        self._predicts = model.causal and model.source.predict is not None and corpus.text_alone
         self._weights = weights
         self._places: list[Int[Tensor, "sinks place"]] = [torch.empty(0, len(PLACE), dtype=torch.int64)]
 
@@ -120,13 +121,13 @@ class OutputsPass(CorpusPass):
         self._written[layer, :heads][:, chosen] = torch.einsum("thv,hvd->htd", rows, weights).float().cpu()
         return output
 
-    def forward(self, ids: Tensor) -> None:
+    def forward(self, inputs: Inputs) -> None:
         """Run the model, with its head where it predicts next tokens."""
-        if self._predicts:
-            losses = next_token_losses(self.model.logits(ids), ids)
+        if self._predicts and isinstance(inputs, Tensor):
+            losses = next_token_losses(self.model.logits(inputs), inputs)
             self._loss[self._first : self._last] = losses.mean(dim=1)
         else:
-            self.model.forward(ids)
+            self.model.forward(inputs)
 
 
 def _directions(width: int) -> Float[Tensor, "width directions"]:

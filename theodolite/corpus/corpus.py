@@ -29,6 +29,7 @@ from theodolite.corpus.cutting import (
     runs,
 )
 from theodolite.corpus.documents import (
+    IMAGE_COLUMN,
     Columns,
     Document,
     joined_articles,
@@ -39,6 +40,7 @@ from theodolite.corpus.documents import (
 )
 from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
+from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader, read_pictured
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
@@ -82,6 +84,9 @@ class Corpus:
     `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
     positions. `inputs` gives what the model reads.
 
+    `pictured`, where each context has a picture in its text (`from_pictured`): the picture's tokens have ids in the
+    corpus that no token of a text has, `pictured.first`, the next one, …, so that tables tell them apart.
+
     `sources`, where an encoder reads another text beside each context, which is its decoder's: their tokens, and behind
     them none (`from_pairs`).
     """
@@ -96,6 +101,7 @@ class Corpus:
     lengths: Int[Tensor, " contexts"] | None = None
     text_bytes: Int[Tensor, "contexts length"] | None = None
     sources: Int[Tensor, "contexts source_length"] | None = None
+    pictured: Pictured | None = None
 
     @property
     def grid(self) -> PatchGrid | None:
@@ -107,11 +113,14 @@ class Corpus:
         """The number of first tokens measured apart: 1 (position 0), or all before an image's patches."""
         return 1 if self.grid is None else self.grid.leading
 
-    def inputs(self, rows: slice | Tensor) -> Tensor:
+    def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
         """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
 
-        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none.
+        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none. With
+        pictures in the text token ids and what is read of the pictures.
         """
+        if self.pictured is not None:
+            return self.pictured.inputs(rows, self.ids(rows))
         if self.sources is not None:
             both = [*self.ids(rows), *self.sources[rows]]
             pairs = torch.nn.utils.rnn.pad_sequence(both, batch_first=True, padding_value=NO_TOKEN)
@@ -139,7 +148,22 @@ class Corpus:
 
     @cached_property
     def _sizes(self) -> Int[Tensor, " contexts"] | None:
-        return self.lengths if self.sources is None else _lengths_of_both(self.contexts, self.sources)
+        """A number of each context, the same for those that a forward pass can read together, by length first."""
+        beside = None if self.pictured is None else self.pictured.shapes
+        if self.sources is not None:
+            beside = (self.sources != NO_TOKEN).sum(dim=1)
+        if beside is None:
+            return self.lengths
+        return (self.contexts != NO_TOKEN).sum(dim=1) * (1 + int(beside.max())) + beside
+
+    def _in_order(self) -> Corpus:
+        """Put contexts of unlike lengths in the order in which they are read."""
+        return self if self._sizes is None else self.subset(read_order(self._sizes))
+
+    @property
+    def text_alone(self) -> bool:
+        """Whether a model reads nothing but the token ids: no images, and no sources."""
+        return self.images is None and self.sources is None and self.pictured is None
 
     def batches(self, batch: int) -> Iterator[slice]:
         """Yield all contexts, at most `batch` at a time."""
@@ -159,6 +183,7 @@ class Corpus:
         contexts, labels = self.ids(rows), self.labels[rows]
         sizes = None if self.text_bytes is None else self.text_bytes[rows][:, : contexts.shape[1]]
         more: dict[str, Any] = {"images": images, "lengths": lengths, "text_bytes": sizes, "sources": sources}
+        more["pictured"] = None if self.pictured is None else self.pictured.of(rows)
         return replace(self, contexts=contexts, labels=labels, **more)
 
     @cached_property
@@ -170,6 +195,8 @@ class Corpus:
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if self.images is not None:
             digest.update(self.images.sha256.encode())
+        if self.pictured is not None:
+            digest.update(b"".join(self.pictured.digests))
         tensors = (self.contexts, self.labels, *(() if self.sources is None else (self.sources,)))
         for tensor in tensors:  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
@@ -304,11 +331,7 @@ class Corpus:
         """
         check_length(length)
         columns = Columns(text_column, label_by, encoding, tokenizer, source_column)
-        columns.check()
-        dataset = dataset_of(str(path))
-        rows = read_path(path, columns) if dataset is None else streamed_rows(*dataset, columns)
-        choice = Choice(contexts, seed, per_label, columns.rows, streamed=dataset is not None)
-        choice.check()
+        rows, choice = _rows_of(path, columns, contexts, seed, per_label)
         read = too_short = 0
 
         def bodies() -> Iterator[tuple[str | None, list[int]]]:
@@ -339,19 +362,65 @@ class Corpus:
         cuts = [pair.index(NO_TOKEN) for pair in pairs]
         targets, _, lengths = padded([no_text(pair[:cut]) for pair, cut in zip(pairs, cuts, strict=True)])
         sources, _, _ = padded([no_text(pair[cut + 1 :]) for pair, cut in zip(pairs, cuts, strict=True)])
-        labels, names = _numbered([label for label, _ in sample.bodies])
-        order = read_order(_lengths_of_both(targets, sources))
+        numbers, names = _numbered([label for label, _ in sample.bodies])
         selection = columns.described() | {"source_column": source_column} | sample.balance(choice)
-        return cls(
-            printable(path),
-            targets[order],
-            labels[order],
-            names,
-            seed,
-            selection | ({"too_short": too_short} if too_short else {}),
-            lengths=None if lengths is None else lengths[order],
-            sources=sources[order],
-        )
+        selection |= {"too_short": too_short} if too_short else {}
+        more: dict[str, Any] = {"lengths": lengths, "sources": sources}
+        return cls(printable(path), targets, numbers, names, seed, selection, **more)._in_order()
+
+    @classmethod
+    def from_pictured(
+        cls,
+        path: str | Path,
+        reader: PicturedTextReader,
+        length: int,
+        image_column: str = IMAGE_COLUMN,
+        contexts: int | None = None,
+        seed: int = 0,
+        text_column: str = "text",
+        label_by: str | None = None,
+        per_label: int | None = None,
+        *,
+        encoding: str | None = None,
+        show_tokens: ShowTokens = lambda tokens: None,
+    ) -> Corpus:
+        """Read a table of texts and pictures, one picture in each text, as a model of both reads them.
+
+        Each row is a context, not packed: what `models.pictured_text_reader(model)` makes of it, cut to `length`. A
+        picture is a path, from the table's folder, or its bytes, as `datasets` stores them. It stands where the text
+        has the processor's image token, or before it; in a conversation where a turn has `{"type": "image"}`, or before
+        the user's first. Left out are rows without a picture or a text, those whose picture has no room in a context
+        (counted as `picture_cut`), and those of fewer than 4 tokens. The path, or hf:NAME…, labels and numbers are as
+        in `from_path`; of many rows no more are read than `sampling.READ_AHEAD` × `contexts`.
+
+        Raises:
+            UsageError: there is no such table, or it has no picture that the model reads.
+        """
+        check_length(length)
+        columns = Columns(text_column, label_by, encoding, reader.tokenizer, image=image_column)
+        rows, choice = _rows_of(path, columns, contexts, seed, per_label, streamed=True)
+        seen: list[Document] = []
+
+        def numbered() -> Iterator[tuple[str | None, list[int]]]:
+            for row in rows:
+                seen.append(row)
+                yield row.label, [len(seen) - 1]
+
+        sample = choose(numbered(), choice)
+        chosen = [seen[int(body[0])] for _, body in sample.bodies]
+        read, pictured = read_pictured(chosen, reader, length, show_tokens)
+        if not read.ids:
+            raise UsageError(
+                f"{printable(path)} has no row with a picture and a text, or its label has too few: give a table of "
+                "some, or a smaller --per-label"
+            )
+        ids, _, lengths = padded(list(map(no_text, read.ids)))
+        numbers, names = _numbered([document.label for document in read.documents])
+        counts = {"too_short": read.too_short, "picture_cut": read.cut}
+        selection = columns.described() | {"image_column": image_column} | sample.balance(choice)
+        selection |= {name: count for name, count in counts.items() if count}
+        more: dict[str, Any] = {"lengths": lengths, "pictured": pictured}
+        return cls(printable(path), ids, numbers, names, seed, selection, **more)._in_order()
 
     @classmethod
     def python_docs(
@@ -493,11 +562,8 @@ class Corpus:
     ) -> Corpus:
         """Put contexts that may be of unlike lengths in the order in which they are read."""
         contexts, sizes, lengths = padded(rows)
-        numbers, names = _numbered(labels)
-        if lengths is not None:
-            order = read_order(lengths)
-            contexts, sizes, numbers, lengths = (of[order] for of in (contexts, sizes, numbers, lengths))
-        return cls(name, contexts, numbers, names, seed, selection, lengths=lengths, text_bytes=sizes)
+        more: dict[str, Any] = {"lengths": lengths, "text_bytes": sizes}
+        return cls(name, contexts, *_numbered(labels), seed, selection, **more)._in_order()
 
     @classmethod
     def _of_images(
@@ -517,10 +583,21 @@ class Corpus:
         return cls(name, contexts, labels, names, choice.seed, selection, images)
 
 
-def _lengths_of_both(targets: Tensor, sources: Tensor) -> Int[Tensor, " contexts"]:
-    """Give contexts a number that is the same where targets have one length, and sources have, too; by target first."""
-    of_target, of_source = ((ids != NO_TOKEN).sum(dim=1) for ids in (targets, sources))
-    return of_target * (1 + sources.shape[1]) + of_source
+def _rows_of(
+    path: str | Path,
+    columns: Columns,
+    contexts: int | None,
+    seed: int,
+    per_label: int | None,
+    *,
+    streamed: bool = False,
+) -> tuple[Iterator[Document], Choice]:
+    """Read the rows of tables, or of hf:NAME…, each of which is a context; and how to choose among them."""
+    columns.check()
+    dataset = dataset_of(str(path))
+    choice = Choice(contexts, seed, per_label, columns.rows, streamed=streamed or dataset is not None)
+    choice.check()
+    return read_path(path, columns) if dataset is None else streamed_rows(*dataset, columns), choice
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

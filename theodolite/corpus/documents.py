@@ -26,6 +26,7 @@ from typing import IO, Any
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
+IMAGE_COLUMN = "image"
 BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 
@@ -52,13 +53,16 @@ class Notes:
 
     Attributes:
         labels: what the labels are, as "column topic"; a dict for its order.
-        rows_without_text, rows_without_label: how many documents had none.
+        rows_without_text, rows_without_label, rows_without_image: how many documents had none.
+        unread_images: whether rows have images, and nobody asked for them.
         passed_over: files of a folder that are not read, by the reason.
     """
 
     labels: dict[str, None] = field(default_factory=dict)
     rows_without_text: int = 0
     rows_without_label: int = 0
+    rows_without_image: int = 0
+    unread_images: bool = False
     passed_over: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -74,6 +78,7 @@ class Columns:
         encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
         source: a table's column of what an encoder reads, beside the `text` of its decoder; None: there is none.
+        image: a table's column of pictures, one in each text; None: there is none.
         notes: what was met while reading.
     """
 
@@ -82,6 +87,7 @@ class Columns:
     encoding: str | None = None
     tokenizer: Any = None
     source: str | None = None
+    image: str | None = None
     notes: Notes = field(default_factory=Notes, compare=False, repr=False)
 
     @property
@@ -100,8 +106,8 @@ class Columns:
         """The command line's option that only a table has; "" for none."""
         if self.rows or self.column:
             return f"--label-by {self.label_by}"
-        if self.source is not None:
-            return "--source-column"
+        if self.source is not None or self.image is not None:
+            return "--source-column" if self.image is None else "--image-column"
         return "--text-column" if self.text != Columns.text else ""
 
     @property
@@ -154,6 +160,8 @@ class Columns:
             "labels_are": " and ".join(notes.labels),
             "rows_without_text": notes.rows_without_text,
             "rows_without_label": notes.rows_without_label if notes.labels else 0,
+            "rows_without_image": notes.rows_without_image,
+            "unread_images": notes.unread_images,
             "files_passed_over": {
                 why: {"count": len(files), "names": files[:NAMED]} for why, files in notes.passed_over.items()
             },
@@ -184,11 +192,16 @@ TEXT_COLUMN = Columns()
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the label it belongs to (a topic, a file, a column's value; None: no label); its source, if any."""
+    """One text and the label it belongs to (a topic, a file, a column's value; None: no label).
+
+    `source`: what an encoder reads beside it; `picture`: its place, or its bytes, and `name` where it stands.
+    """
 
     text: str
     label: str | None = None
     source: str | None = None
+    picture: Path | bytes | None = None
+    name: str = field(default="", compare=False)
 
 
 def printable(path: str | Path) -> str:
@@ -214,7 +227,9 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         with reading(file, path, columns):
             for document in joined_articles(documents_of(file, columns), columns):
                 own = None if document.label is None else row_of + document.label
-                yield replace(document, label=label if columns.by_place else own)
+                picture = document.picture
+                picture = file.parent / picture if isinstance(picture, Path) else picture
+                yield replace(document, label=label if columns.by_place else own, picture=picture)
 
 
 @contextmanager
@@ -467,7 +482,8 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             if not file.metadata.num_rows:
                 raise EmptyFileError(path)
             document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
-            wanted = [name for name in (columns.text, columns.source, *columns.of_labels) if name in names]
+            every = (columns.text, columns.source, columns.image, *columns.of_labels)
+            wanted = [name for name in every if name in names]
             if twice := [name for name in wanted if names.count(name) > 1]:
                 raise UsageError(f"{path} has two columns '{twice[0]}'; rename one.")
             batches = file.iter_batches(batch_size=128, columns=list(dict.fromkeys(wanted)))
@@ -506,6 +522,7 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
         (columns.text, "--text-column"),
         (columns.column, "--label-by column:NAME"),
         (columns.source, "--source-column"),
+        (columns.image, "--image-column"),
     )
     for wanted, option in named:
         if wanted is not None and wanted not in row:
@@ -513,8 +530,13 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
     text, source_text = row[columns.text], None if columns.source is None else row[columns.source]
+    columns.notes.unread_images |= columns.image is None and IMAGE_COLUMN in row
     if text is None or text == [] or (columns.source is not None and source_text is None):
         columns.notes.rows_without_text += number > 0
+        return None
+    picture = None if columns.image is None else _picture(row[columns.image], source)
+    if columns.image is not None and picture is None:
+        columns.notes.rows_without_image += 1
         return None
     if isinstance(text, list):
         text = as_text(text, columns, f"{source}: column '{columns.text}'")
@@ -525,13 +547,27 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
         )
     if not (source_text is None or isinstance(source_text, str)):
         raise UsageError(f"{source}: column '{columns.source}' holds no text; choose with --source-column.")
+    document = Document(text, None, source_text, picture, f"row {number} of {source}")
     if columns.rows:
-        return Document(text, columns.labelled("rows", f"row {number}"), source_text)
+        return replace(document, label=columns.labelled("rows", f"row {number}"))
     column = next((name for name in columns.of_labels if row.get(name) not in (None, "")), None)
     if column is None:
-        return Document(text, source=source_text)
+        return document
     label = str(row[column]).encode("utf-8", "replace").decode()
-    return Document(text, columns.labelled(f"column {column}", label), source_text)
+    return replace(document, label=columns.labelled(f"column {column}", label))
+
+
+def _picture(value: object, source: str) -> Path | bytes | None:
+    """Find the picture of a row: its path, its bytes, or both as `datasets` stores them; None where there is none."""
+    if isinstance(value, dict):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if value is None or isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise UsageError(
+            f"{source} has {type(value).__name__} where its image should be: give the path of one, or its bytes"
+        )
+    return Path(value)
 
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
@@ -554,11 +590,25 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
             "or a column of text"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        given = messages if columns.image is None else _with_picture(messages)
+        text = tokenizer.apply_chat_template(given, tokenize=False)
     except Exception as error:  # whatever a template raises
         raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
     before, after = columns.around
     return text.removeprefix(before).removesuffix(after)
+
+
+def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
+    turns = [
+        message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else [*content]}
+        for message in messages
+        for content in [message["content"]]
+    ]
+    if not any(part.get("type") == "image" for turn in turns for part in turn["content"]):
+        turn = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
+        turn["content"].insert(0, {"type": "image"})
+    return turns
 
 
 def _message(turn: Any) -> dict[str, Any] | None:
@@ -580,6 +630,8 @@ def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -
 
     with streamed_dataset(name, config, split) as dataset:
         features = dataset.features or {}
+        if columns.image in features:
+            dataset = dataset.cast_column(columns.image, datasets.Image(decode=False))
         for number, row in enumerate(dataset, start=1):
             for column, feature in features.items():
                 if isinstance(feature, datasets.ClassLabel) and row[column] is not None:

@@ -118,10 +118,13 @@ class Images:
         return pixels
 
 
-def digest_of(pixels: Tensor) -> bytes:
-    """Hash the shape and the pixel values."""
-    shape = f"{tuple(pixels.shape)}\n".encode()
-    return hashlib.sha256(shape + pixels.float().contiguous().numpy().astype("<f4").tobytes()).digest()
+def digest_of(*read: Tensor) -> bytes:
+    """Hash the shapes and the values of what a model reads of a picture."""
+    digest = hashlib.sha256()
+    for values in read:
+        digest.update(f"{tuple(values.shape)}\n".encode())
+        digest.update(values.float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.digest()
 
 
 def choose_images(

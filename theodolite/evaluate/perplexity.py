@@ -171,7 +171,7 @@ def loss_rows(
     if stride is None:
         if length is not None or as_published:
             raise UsageError("length and as_published are of strided windows: give a stride, too")
-        check_fit(model, corpus, least_contexts=1)
+        check_fit(model, corpus, least_contexts=1, text_alone="perplexity")
         batch = batch_of(corpus, batch)
         parts = list(_contexts(model, corpus, batch))
     else:

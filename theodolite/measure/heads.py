@@ -108,6 +108,13 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         group=SINKS,
         offered=False,
     ),
+    _measured(
+        "to_image",
+        "Share of a head's attention that text behind an image pays to the image's tokens.",
+        "Only of texts with images: mean over the queries of text behind one.",
+        title="attention to the image",
+        group=BEHAVIOUR,
+    ),
 )
 def head_columns(attention: State) -> dict[str, Jackknifed]:
     """Compute the measured columns of the heads table, L · H values each, layer by layer, from `AttentionStatistics`.
@@ -129,6 +136,8 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
         "sink_last": ("sink_last", sums["contexts"]),
         "sink_registers": ("sink_registers", sums["contexts"]),
     }
+    if "picture" in attention:
+        parts["to_image"] = ("picture", attention["text_queries"].unsqueeze(2))
     known = (attention["contexts"] > 0).all(dim=1).repeat_interleave(attention["entropy"].shape[1])
     columns = {}
     for name, (part, whole) in parts.items():

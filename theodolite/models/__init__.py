@@ -2,6 +2,7 @@
 
 from theodolite.models.generation import continued as continued
 from theodolite.models.image_reading import image_reader as image_reader
+from theodolite.models.image_reading import pictured_text_reader as pictured_text_reader
 from theodolite.models.open import open_model as open_model
 from theodolite.models.open import open_module as open_module
 from theodolite.models.opened import OpenModel as OpenModel

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from theodolite.attention.inputs import AttentionInputs, attend
@@ -116,6 +117,18 @@ class Call:
             return 2 * value + 1 if alike and value.is_floating_point() else value
 
         return self._mapped(changed)
+
+    def called_as(self, other: Call) -> bool:
+        """Tell whether another call has the same arguments, masks and positions, but for its hidden states."""
+        own, others = (
+            [
+                of
+                for of in tree_leaves((call.args, call.kwargs))
+                if isinstance(of, Tensor) and of is not call.entered
+            ]
+            for call in (self, other)
+        )
+        return len(own) == len(others) and all(map(torch.equal, own, others))
 
     def without_cache(self) -> Call:
         """Drop the keys of earlier calls, to which each call would add."""

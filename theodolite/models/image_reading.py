@@ -1,19 +1,23 @@
-"""Read images as a checkpoint does: by its own image processor, into its tokens.
+"""Read images as a checkpoint does: by its own image processor, into its tokens, also among those of a text.
 
 The processor is that of `transformers` on Pillow and NumPy: pixel values are the same with torchvision and without it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 
+from theodolite.corpus.documents import Document
 from theodolite.corpus.images import TransformedImages
-from theodolite.errors import UsageError
+from theodolite.corpus.pictured import PicturedTextReader
+from theodolite.corpus.pictures import Picture
+from theodolite.errors import UsageError, first_line
 from theodolite.models.hooks import positions_read
 from theodolite.models.opened import OpenModel
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, without_progress_bars
@@ -65,6 +69,57 @@ def image_reader(model: OpenModel) -> TransformedImages:
     colours = (processor.image_mean, processor.image_std) if normalized else (0, 1)
     mean, deviation = (tuple(np.atleast_1d(each) / (255 * factor)) for each in colours)
     return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
+
+
+def pictured_text_reader(model: OpenModel) -> PicturedTextReader:
+    """Describe how a model reads a text with a picture in it: for `Corpus.from_pictured`.
+
+    Raises:
+        UsageError: the model reads no pictures beside text, or has no processor.
+    """
+    config = getattr(model.root, "config", None)
+    token = getattr(config, "image_token_id", None)
+    if token is None or model.vocabulary is None:
+        raise UsageError(f"{model.id} reads no images in a text (its config has no image_token_id)")
+    try:
+        with without_progress_bars():
+            processor = AutoProcessor.from_pretrained(
+                model.id, revision=model.revision, backend="pil", trust_remote_code=False
+            )
+        return _Processor(processor, model.required_tokenizer(), int(token), model.vocabulary)
+    except LOADING_ERRORS as error:
+        raise UsageError(
+            f"{model.id} has no processor of images and text that can be read ({reason_of(error)}): save its "
+            "processor_config.json beside its weights"
+        ) from error
+
+
+@dataclass
+class _Processor:
+    """A processor of `transformers` for images and text."""
+
+    processor: Any
+    tokenizer: Any
+    token: int
+    vocabulary: int
+
+    def read(self, document: Document) -> tuple[list[int], dict[str, Tensor]]:
+        """Make ids and tensors of a text and its picture, which stands before it where the text does not say where."""
+        assert document.picture is not None
+        text, mark = document.text, str(self.processor.image_token)
+        picture = Picture(f"the picture in {document.name}", document.picture).open()
+        try:
+            read = self.processor(
+                text=text if mark in text else mark + text, images=picture, return_tensors="pt"
+            )
+        except Exception as error:  # whatever a family's own code raises
+            raise UsageError(
+                f"{document.name}: the processor refuses its text and picture ({first_line(error)})"
+            ) from error
+        tensors = {name: values for name, values in read.items() if isinstance(values, Tensor)}
+        ids = tensors.pop("input_ids")[0].tolist()
+        tensors.pop("attention_mask", None)
+        return ids, tensors
 
 
 def _pixels(processor: Any, image: Any) -> Tensor:

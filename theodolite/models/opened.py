@@ -12,16 +12,18 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.inputs import AttentionInputs, attend, softmax
+from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
+from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
 from theodolite.models.stored.dequantised import refuse_unreadable_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
-from theodolite.models.structure import NoAttention, Structure, first_output
+from theodolite.models.structure import NoAttention, Structure, Turns, first_output, removed_on_leaving
 from theodolite.models.verification import attention_kind
 from theodolite.models.weights.head_weights import (
     HeadWeights,
@@ -30,6 +32,7 @@ from theodolite.models.weights.head_weights import (
     state_of,
 )
 from theodolite.models.weights.weight_map import WeightMaps
+from theodolite.models.writing import written
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,6 +209,76 @@ class OpenModel:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
             return self.source.predict(ids)
+
+    @measures("self")
+    def attention(
+        self,
+        ids: Int[Tensor, "contexts positions"] | Sequence[int],
+        layer: int,
+        heads: Sequence[int] | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        generate: int = 0,
+    ) -> Float[Tensor, "contexts heads queries keys"]:
+        """Compute how much attention each query of a layer pays to each key.
+
+        Args:
+            ids: token ids (contexts, positions); of a single context they may be (positions).
+            layer: counted from 0. heads: those wanted, in this order; None: all.
+            attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; each context is
+                read by itself, and all must be as long as each other.
+            generate: tokens that the model writes behind each context, the most probable each time, which are read
+                with it: attention as the model writes is that of the finished text.
+
+        Returns:
+            Weights in float32 or better. They sum to 1 over the keys, less where a learned sink column takes part.
+
+        Raises:
+            UsageError: no such layer, head or token, contexts of several lengths or with too many tokens, or a model
+                that writes nothing.
+            WorkError: it writes by other logits than it has of the finished text.
+        """
+        contexts = contexts_of_one_length(torch.as_tensor(ids), attention_mask, position_ids)
+        chosen = range(self.heads_of[layer] if 0 <= layer < self.layers else 0) if heads is None else heads
+        for head in chosen or [0]:
+            self.check_place(layer, head)
+        self.check_tokens(contexts)
+        if generate:
+            self.check_writes(contexts.shape[1], generate)
+            contexts = written(self.source, contexts, generate, verify=True)
+        elif not self.has_positions(contexts.shape[1]):
+            raise UsageError(
+                f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
+            )
+        turns, called, kept = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
+
+        def enter(module: nn.Module, args: Any) -> None:
+            called[module] = turns.take(module)
+
+        def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+            if called.pop(module, None) == layer:
+                kept.append(softmax(inputs.logits(), inputs.sink)[:, list(chosen)])
+            return attend(inputs)
+
+        hook = self.structure.attention_at(layer).register_forward_pre_hook(enter)
+        with removed_on_leaving([hook]), tapped(self.root, tap):
+            self.forward(contexts)
+        return kept[0]
+
+    def check_writes(self, length: int, count: int) -> None:
+        """Raise `UsageError` where it cannot continue contexts of a length by so many tokens."""
+        if count < 1:
+            raise UsageError(f"{count} tokens to write: give 1 or more")
+        if self.source.predict is None or not self.causal:
+            raise UsageError(
+                f"{self.id} predicts no next token, so it writes none: only decoders with a language-model head do"
+            )
+        if not self.has_positions(length + count):
+            raise UsageError(
+                f"{length} tokens and {count} that are written are more than the {self.longest} that {self.id} has "
+                "positions for: give a shorter --length, or write fewer"
+            )
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer; `UsageError` where the checkpoint has none."""

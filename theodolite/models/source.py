@@ -17,14 +17,15 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.cutting import NO_TOKEN
+from theodolite.corpus.pictured import PicturedIds
 from theodolite.errors import UsageError, first_line
 from theodolite.models.one_row import reading
 from theodolite.models.rotary import positions_by
 from theodolite.models.structure import Layout, Run, first_output
 from theodolite.system.choices import DECODER, Attention, check_attention
 
-Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"]
-"""Token ids, or the pixel values of images."""
+Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"] | PicturedIds
+"""Token ids, the pixel values of images, or ids with what is read of the pictures among them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +80,15 @@ class Source:
         if entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
 
-        def given(batch: Tensor) -> dict[str, Any]:
-            dtype = model.dtype if batch.is_floating_point() else batch.dtype
-            return {name: batch.to(device_of(model), dtype), **options}
+        def given(batch: Inputs) -> dict[str, Any]:
+            read = {name: batch.ids, **batch.pictures} if isinstance(batch, PicturedIds) else {name: batch}
+            device, dtype = device_of(model), model.dtype
+            placed = {
+                of: it.to(device, dtype if it.is_floating_point() else it.dtype) for of, it in read.items()
+            }
+            return placed | options
 
-        def run(batch: Tensor) -> Any:
+        def run(batch: Inputs) -> Any:
             return (entry or trunk)(**given(batch))
 
         def predict(batch: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
     trunk = encoder if attention == "encoder" else model.base_model
     sample = _sampler(model, vocabulary, longest and longest - 1)
 
-    def run(ids: Tensor, more: int = 0) -> Any:
+    def run(ids: Any, more: int = 0) -> Any:
         ids = source = ids.to(device_of(model))
         if ids.ndim == 3:  # contexts with sources (`Corpus.inputs`)
             ids, source = (of[:, of[0] != NO_TOKEN] for of in ids.unbind(dim=1))

@@ -42,8 +42,13 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
 
 
 def text_of_tokens(model: OpenModel, corpus: Corpus) -> Callable[[int], str]:
-    """Return the text of a token id of a corpus; of images, whose ids are positions, their names."""
-    return token_text(model) if corpus.grid is None else corpus.grid.token_text
+    """Return the text of a token id of a corpus; of images, and of pictures in a text, the name of their part."""
+    if corpus.grid is not None:
+        return corpus.grid.token_text
+    text, pictured = token_text(model), corpus.pictured
+    if pictured is None:
+        return text
+    return lambda token: text(token) if token < pictured.first else f"image {1 + token - pictured.first}"
 
 
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:

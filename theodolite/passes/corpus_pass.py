@@ -5,6 +5,7 @@ What is summed on the way is a subclass's business.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.measure.catalogue import checksum
 from theodolite.models import OpenModel
-from theodolite.models.guard import measures
+from theodolite.models.calls import capture_current_calls
+from theodolite.models.guard import guarded, measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
+from theodolite.models.source import Inputs
 from theodolite.passes.run import SCHEMA_VERSION, versions
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import Progress
@@ -103,17 +106,26 @@ class CorpusPass(Hooks):
             self.begin(part.start, self.corpus.ids(part))
             self.forward(self.corpus.inputs(part))
 
-    def forward(self, inputs: Tensor) -> None:
+    def forward(self, inputs: Inputs) -> None:
         """Run the model on a batch: token ids, or pixel values."""
         self.model.forward(inputs)
 
 
-def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None:
-    """Raise `UsageError` where the model cannot read the corpus."""
+def check_fit(
+    model: OpenModel, corpus: Corpus, least_contexts: int = 2, *, text_alone: str | None = None
+) -> None:
+    """Raise `UsageError` where the model cannot read the corpus.
+
+    Args:
+        least_contexts: that the corpus must have.
+        text_alone: what it is for, where nothing but token ids is read: no images, and no sources.
+    """
     if not isinstance(model, OpenModel):
         raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
     if not isinstance(corpus, Corpus):
         raise UsageError(f"this needs a Corpus, such as Corpus.from_path(…), not {type(corpus).__name__}")
+    if text_alone is not None and not corpus.text_alone:
+        raise UsageError(f"{text_alone} reads a text alone: give a corpus without images or sources")
     contexts, length = corpus.contexts.shape
     if corpus.images is not None:
         _check_images(model, corpus.images)
@@ -130,7 +142,10 @@ def check_fit(model: OpenModel, corpus: Corpus, least_contexts: int = 2) -> None
             f"{contexts} {'context is' if contexts == 1 else 'contexts are'} too few: give at least {least_contexts}"
         )
     if corpus.images is None:
-        model.check_tokens(corpus.tokens)
+        tokens = corpus.tokens
+        model.check_tokens(tokens if corpus.pictured is None else tokens[tokens < corpus.pictured.first])
+    if corpus.pictured is not None:
+        _check_pictured(model, corpus)
     if corpus.sources is not None:
         _ = model.source.target_start  # or it reads no sources
         model.check_tokens(corpus.sources[corpus.sources != NO_TOKEN])
@@ -157,6 +172,32 @@ def _check_images(model: OpenModel, images: Images) -> None:
             f"{model.id} makes {tokens} tokens of an image of {height} × {width} pixels, not the {images.grid.length} "
             "of its grid of patches"
         )
+
+
+def _check_pictured(model: OpenModel, corpus: Corpus) -> None:
+    """Raise `UsageError` unless the model attends to a picture's tokens as to those of a text, one after the other."""
+    assert corpus.pictured is not None
+    if getattr(getattr(model.root, "config", None), "image_token_id", None) != corpus.pictured.reader.token:
+        raise UsageError(f"{model.id} reads no images in a text, or by another token: give a text alone")
+    if not model.calls:
+        return  # described before its weights were read
+    one = next(corpus.batches(1))
+    ids = corpus.ids(one)
+    among_text = ids.masked_fill(ids >= corpus.pictured.first, int(ids[ids < corpus.pictured.first][-1]))
+    with guarded(model.root):
+        try:
+            of_both, of_text = (
+                capture_current_calls(model.structure, functools.partial(model.source.run, inputs))
+                for inputs in (corpus.inputs(one), among_text)
+            )
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            raise UsageError(f"{model.id} cannot read the pictures: {first_line(error)}") from error
+    for layer in model.attending:
+        if not of_both[layer].called_as(of_text[layer]):
+            raise UsageError(
+                f"{model.id} sees or counts an image's tokens otherwise than those of a text (each sees later ones, "
+                "or has a place in the image): such models are surveyed on text alone"
+            )
 
 
 def fingerprint_of(model: OpenModel) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def survey_on_ray(
             ten minutes.
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
-    if corpus.images is not None:
+    if corpus.images is not None or corpus.pictured is not None:
         raise UsageError("workers read text, not images: survey them with `survey` (leave out --ray)")
     opening = opening_of(model)
     if opening is None:

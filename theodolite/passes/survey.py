@@ -312,7 +312,7 @@ class SurveyPlan:
             raise UsageError(
                 "a model that is read block by block reads all of a text: leave out --shard or --stream"
             )
-        if self.corpus.images is not None:
+        if self.corpus.images is not None or self.corpus.pictured is not None:
             raise UsageError("shards are of text, not of images: survey them in one process")
         chunks = chunks_of(len(self.corpus.contexts), self.batch)
         own = chunks_of_shard(chunks, shard)

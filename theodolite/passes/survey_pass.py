@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ class HeadsPass(MeansPass):
         self.inputs = self._moments(model.layers, model.structure.attention_width)
         examples = min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, length, contexts, examples, self.trailing, self.leading
+            *(model.layers, model.heads, length, contexts, examples, self.trailing, self.leading),
+            pictured=corpus.pictured is not None,
         )
         self._tokens: Tokens | None = None
 
@@ -110,6 +112,8 @@ class HeadsPass(MeansPass):
         super().begin(first, ids)
         keys = self.corpus.keys(slice(first, first + len(ids)), self.model.structure.cross)
         self._tokens = Tokens.of(ids, self.model.device, keys)
+        if self.corpus.pictured is not None:
+            self._tokens = replace(self._tokens, of_picture=ids >= self.corpus.pictured.first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Take in what one attention module reads."""

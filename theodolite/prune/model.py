@@ -179,11 +179,7 @@ class _Pruning:
     def __init__(
         self, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
     ) -> None:
-        check_fit(model, corpus, least_contexts=1)
-        if corpus.images is not None or corpus.sources is not None:
-            raise UsageError(
-                f"{model.id} reads images, or sources beside a text: only models of text are pruned"
-            )
+        check_fit(model, corpus, least_contexts=1, text_alone="pruning")
         options = options.checked(streamed=model.streamed is not None)
         self.model, self.corpus, self.options, self.show_progress = model, corpus, options, show_progress
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)

@@ -107,7 +107,7 @@ def ablation_test(
     Raises:
         UsageError: no such head, a model without an output head, or no context in which the head has a sink.
     """
-    check_fit(model, corpus, least_contexts=1)
+    check_fit(model, corpus, least_contexts=1, text_alone="an ablation test")
     if corpus.lengths is not None:
         raise UsageError("an ablation test needs contexts of one length: make the corpus with pack=True")
     model.check_weights()
