@@ -118,8 +118,9 @@ def test_the_collapse_notebook_tells_the_two_trainings_apart(monkeypatch, tmp_pa
     assert len(figures_of(notebook)) == 1
 
 
-@pytest.mark.slow
-def test_the_pruning_notebook_answers_from_paired_answers(monkeypatch, tmp_path) -> None:
+@pytest.mark.real
+def test_the_pruning_notebook_answers_from_paired_answers(real, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("MODEL", str(real("smollm2")))
     ask = (
         "{'right': {name: one.tolist() for name, one in answers.items()}, 'loss': {name: one.loss for name, one in"
         " losses.items()}, 'verdicts': audit.tables['parts'].set_index('part')['answer'].to_dict()}"
@@ -135,7 +136,7 @@ def test_the_pruning_notebook_answers_from_paired_answers(monkeypatch, tmp_path)
     answer = "no:" if mean <= 2 * error else "yes:" if mean > gain / 2 else "in part:"
     assert f"Did pruning break few-shot? {answer}" in said(notebook)
     assert f"fell by {mean:.1%} ± {error:.1%} of {gain:.1%}" in said(notebook)
-    assert gain > 0.05  # the embedded model learns from its prompt, so that the question has a meaning
+    assert gain > 0.2  # the model learns from its prompt, so that the question has a meaning
     assert found["loss"]["pruned"] > found["loss"]["dense"]
     assert "sinks" in found["verdicts"]
     assert len(figures_of(notebook)) == 2

@@ -133,19 +133,15 @@ class _Request:
 
 def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tuple[Study, Path]:
     """Prepare what the experiments read, and choose the folder for their pages."""
-    from theodolite_papers.catch_tag_release.few_shot import few_shot_provenance, is_few_shot
     from theodolite_papers.experiment import Study, of_model, of_nothing
     from theodolite_papers.localization.locater import grid_provenance
     from theodolite_papers.localization.locater_training import is_grid
 
     name, seed, command = request.name, request.text.seed, catalogue.made_by(experiments)
-    for is_there, provenance in ((is_grid, grid_provenance), (is_few_shot, few_shot_provenance)):
-        if request.model is not None and is_there(request.model):
-            refuse_unread(
-                f"{name} of a folder of training runs reads no other text or model", request.unread()
-            )
-            folder = Path(request.model)
-            return Study(provenance(folder)), request.out or folder / "reproduce"
+    if request.model is not None and is_grid(request.model):
+        refuse_unread(f"{name} of a folder of training runs reads no other text or model", request.unread())
+        folder = Path(request.model)
+        return Study(grid_provenance(folder)), request.out or folder / "reproduce"
     if command is not None:
         raise UsageError(
             f"{name}: pass the folder that `{command}` wrote, or, of several training runs, theirs"

@@ -53,16 +53,6 @@ class _Small(_Steps):
 
 
 @dataclass(frozen=True)
-class _FewShot(_Small):
-    steps: Annotated[int | None, typer.Option(help="Training steps [default: 8000].")] = None
-    batch: Annotated[int | None, typer.Option(help="Prompts per step [default: 32].")] = None
-    learning_rate: Annotated[
-        float | None, typer.Option("--rate", help="Peak learning rate [default: 0.001].")
-    ] = None
-    positions: Annotated[str, typer.Option(help="learned or rotary.")] = "rotary"
-
-
-@dataclass(frozen=True)
 class _Running:
     """Options of where a training run goes, and how."""
 
@@ -144,22 +134,6 @@ def addition_command(
         from theodolite_papers.training.tasks import PUBLISHED, Additions
 
         running.train(Additions(parse_digits(digits)), PUBLISHED["addition"], options)
-
-
-@training.command("few-shot")
-@with_option_groups
-def few_shot_command(*, options: _FewShot, running: _Running) -> None:
-    """Train a model that learns a hidden rule from the examples in its prompt: about 15 minutes on one core.
-
-    The label of a word depends on one of its two attributes; which, and how, differs between prompts. `theodolite
-    evaluate OUT --task few-shot` measures accuracy after 0 to 5 examples. If interrupted, rerun the command to resume.
-
-    Example: theodolite train few-shot --out few-shot --seed 0
-    """
-    with one_line_errors():
-        from theodolite_papers.training.tasks import FEW_SHOT, FewShot
-
-        running.train(FewShot(), FEW_SHOT, options)
 
 
 @dataclass(frozen=True)

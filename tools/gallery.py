@@ -30,15 +30,11 @@ _ADDER = (
     "theodolite train addition --digits 10 --positions rotary --rate 3e-4 --steps 8000 --series --out adder"
 )
 _LOCATER = "theodolite train locater --text wikitext-2/valid.txt --held-out wikitext-2/test.txt --out grid"
-_FEW_SHOT = (
-    "for seed in 0 1 2 3 4 5; do theodolite train few-shot --seed $seed --out shots/$seed --threads 1; done"
-)
 TRAININGS = {
     **dict.fromkeys(
         (f"geometry/{name}" for name in ("training", "addition", "figure21", "figure22", "figure23")), _ADDER
     ),
     **dict.fromkeys((f"localization/figure{number}" for number in (6, 7, 8, 9, 10, 11, 12)), _LOCATER),
-    **dict.fromkeys(("sinks/figure3", "sinks/examples"), _FEW_SHOT),
 }
 """Experiment → the command that trains what it is read from."""
 

@@ -108,7 +108,7 @@ READ = ("--corpus", "@/text.txt", "--length", "32", *ONE)
 NUMBERS = ("out/*.parquet", "out/*.safetensors")
 SURVEY = Command(("survey", "@/model", *READ, "--out", "@/out"), NUMBERS, kills=8)
 PRUNE = ("prune", "@/model", *READ, "--json")
-EVALUATE = ("evaluate", "@/model", "--task", "few-shot", "--prompts", "20", "--shots", "0,2", "--json")
+EVALUATE = ("evaluate", "@/model", "--task", "few-shot", "--prompts", "4", "--shots", "0,2", "--json")
 REPRODUCE = ("reproduce", "localization/figure3", "--out", "@/pages")
 TRAINED = ("*/training.json", "*/*.safetensors")
 

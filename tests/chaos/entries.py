@@ -117,7 +117,7 @@ def cut(model: OpenModel) -> list[Any]:
         Corpus.random_tokens(tokenizer, 16, 3),
         Corpus.from_texts(texts, tokenizer, 16, labels=["first", "second"]),
         Corpus.python_docs(tokenizer, 64, 4, held_out=True),
-        *(make_corpus(name, tokenizer, 16, 3) for name in ("addition", "few-shot")),
+        *(make_corpus(name, tokenizer, 16, 3) for name in ("addition",)),
     ]
 
 
@@ -142,7 +142,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "opened": lambda model: open_model(model.id).hf.state_dict(),
     "forward": lambda model: [model.forward(IDS), model.logits(IDS)],
     "weights": lambda model: [model.head_weights(1), model.output_weights(1)],
-    "few-shot": lambda model: few_shot_answers(model, prompts=8),
+    "few-shot": lambda model: few_shot_answers(model, prompts=2, shots=1),
     "monitor": looked,
     "corpora": cut,
 }

@@ -74,7 +74,6 @@ def _calls() -> list[tuple[str, str]]:
         ("survey {llama2} --attention encoder", "is no encoder-decoder"),
         ("survey {llama2} --out {text.txt}", "exists and is no run"),
         ("explore {llama2} --no-browser --run {old}", "is damaged"),
-        ("survey {llama2} --corpus few-shot --length 100", "use a --length from 4 to"),
         ("evaluate {bert} --corpus {text.txt}", "only causal models are evaluated"),
         ("evaluate {headless} --corpus {text.txt}", "predicts no tokens"),
         (evaluate + " --stride 200 --length 64", "a stride of 200 leaves tokens out"),

@@ -163,7 +163,7 @@ def test_a_shell_can_complete_commands_and_options():
     assert completed("theodolite prune --method o") == {"oats"}
     assert completed("theodolite prune --format f") == {"factored"}
     assert completed("theodolite survey --dtype float") == {"float16", "float32", "float64"}
-    assert "few-shot" in completed("theodolite survey --corpus f")
+    assert "random" in completed("theodolite survey --corpus r")
     assert completed("theodolite reproduce geometry/table1,sinks/trac") == {"geometry/table1,sinks/trace"}
     offered = (completed(f"theodolite reproduce {first}") for first in "gls")
     assert {*EXPERIMENTS, *ALIASES} <= set().union(*offered)

@@ -19,7 +19,7 @@ from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.errors import UsageError
 from theodolite.evaluate import command
 from theodolite.evaluate.command import parse_shots, tables
-from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
+from theodolite.evaluate.few_shot import few_shot_answers, word_tasks
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
 from theodolite.models import OpenModel
@@ -32,14 +32,15 @@ def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_pat
     """Oracle: the functions themselves; the second model has paired differences to the first."""
     first, second = checkpoint("gpt2"), checkpoint("llama3")
     of_text = ("--corpus", text, "--length", 32)
-    options = (*of_text, "--task", "few-shot", "--shots", "0,5", "--prompts", 40, "--json")
+    options = (*of_text, "--task", "few-shot", "--shots", "0,2", "--prompts", 4, "--json")
     status, stdout, stderr = call(first, second, *options)
     assert status == 0, stderr
     said = json.loads(stdout)
     assert [model["id"] for model in said["models"]] == [str(first), str(second)]
     assert said["versions"]["torch"]
-    rows = {(row["model"], row["metric"], row["shots"]): row for row in said["scores"]}
-    assert len(rows) == len(said["scores"]) == 10
+    rows = {(row["model"], row["metric"], row["shots"]): row for row in reversed(said["scores"])}
+    tasks = 1 + len(word_tasks())
+    assert len(said["scores"]) == 2 * (3 + 2 * tasks)
     model = opened("llama3")
     corpus = make_corpus(text, model.tokenizer, 32, 256)
     loss = rows[str(second), "loss", 0]
@@ -49,20 +50,20 @@ def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_pat
     assert rows[str(second), "bits per byte", 0]["value"] == pytest.approx(loss["value"] / math.log(2))
     apart = perplexity(model, corpus).losses - perplexity(opened("gpt2"), corpus).losses
     assert loss["difference"] == pytest.approx(apart.mean())
-    wanted = few_shot_accuracy(model, prompts=40)
-    for shots in (0, 5):
+    answers = [few_shot_answers(m, prompts=4, shots=2) for m in (opened("gpt2"), model)]
+    each = [np.mean(list(of.values()), axis=0) for of in answers]
+    for shots in (0, 2):
         row = rows[str(second), "accuracy", shots]
-        assert row["value"] == wanted["accuracy"][shots]
-        assert row["best"] == pytest.approx(wanted["best"][shots])
-        answers = [few_shot_answers(m, prompts=40)[:, shots].astype(float) for m in (opened("gpt2"), model)]
-        assert row["difference"] == pytest.approx((answers[1] - answers[0]).mean())
-    assert rows[str(first), "accuracy", 5]["difference"] is None
+        assert row["task"] == "few-shot"
+        assert row["value"] == each[1][:, shots].mean()
+        assert row["difference"] == pytest.approx((each[1] - each[0])[:, shots].mean())
+    assert rows[str(first), "accuracy", 2]["difference"] is None
 
 
 def test_what_is_in_the_file_is_not_asked_again(checkpoint, tmp_path, monkeypatch):
     """Oracle: the bytes of the file, and a model that may not be asked; other prompts are other questions."""
     out = tmp_path / "scores.json"
-    options = (checkpoint("gpt2"), "--task", "few-shot", "--prompts", 20, "--out", out)
+    options = (checkpoint("gpt2"), "--task", "few-shot", "--shots", "0-2", "--prompts", 4, "--out", out)
     with locked(out):  # two would each write what they have measured over what the other has
         status, _, stderr = call(*options)
     assert (status, "another process is writing to" in stderr) == (2, True)
@@ -74,11 +75,11 @@ def test_what_is_in_the_file_is_not_asked_again(checkpoint, tmp_path, monkeypatc
         raise AssertionError("asked again")
 
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "forward", refuse)
-    status, stdout, stderr = call(*options, "--shots", "1")
+    status, stdout, stderr = call(*options, "--shots", "0,2")
     assert status == 0, stderr
     assert "accuracy" in stdout
     assert out.read_bytes() == before
-    status, _, stderr = call(checkpoint("gpt2"), "--task", "few-shot", "--prompts", 21, "--out", out)
+    status, _, stderr = call(*options[:5], "--prompts", 5, "--out", out)
     assert (status, "asked again" in stderr) == (1, True)
     assert out.read_bytes() == before
 
@@ -167,19 +168,19 @@ def test_without_a_task_it_is_the_loss_on_the_text_inside_every_python(checkpoin
     assert "few-shot" not in stdout
 
 
-def test_the_table_shows_values_differences_and_bounds():
+def test_the_table_shows_values_and_differences():
     """Oracle: the words and numbers, as text."""
     each = np.array([1.0] * 9 + [0.0] * 7)
     shared = {"task": "t", "shots": 3, "metric": "accuracy", "count": 16, "batch": 2, "questions": "q"}
     scores = [
-        Score("a/dense", value=0.5625, error=0.128, each=each, chance=1 / 3, best=0.9, **shared),
-        Score("b/pruned", value=0.4375, error=0.128, each=1 - each, chance=1 / 3, best=0.9, cut=2, **shared),
+        Score("a/dense", value=0.5625, error=0.128, each=each, **shared),
+        Score("b/pruned", value=0.4375, error=0.128, each=1 - each, cut=2, **shared),
     ]
     console = Console(width=80, record=True, file=io.StringIO())
     for shown in tables(table(scores)):
         console.print(shown)
     text = " ".join(console.export_text().split())
-    for words in ("dense", "pruned", "0.56 ± 0.13", "−0.1 ± 0.3", "chance", "0.333", "best", "0.9"):
+    for words in ("dense", "pruned", "0.56 ± 0.13", "−0.1 ± 0.3"):
         assert words in text
     assert "truncated at the start: 2" in text
 
@@ -198,7 +199,7 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
     """Oracle: the function on the tokens of the whole text; other windows are other questions."""
     model, out = opened("llama3"), tmp_path / "scores.json"
     stream = make_stream(text, model.tokenizer)
-    beside = ("--task", "few-shot", "--prompts", 4, "--shots", 0)  # asks for accuracies as well
+    beside = ("--task", "few-shot", "--prompts", 2, "--shots", 0)  # asks for accuracies as well
     for stride, length, more in ((16, 64, ()), (64, 64, beside)):
         options = ("--corpus", text, "--stride", stride, "--length", length, "--out", out, "--json")
         status, stdout, stderr = call(checkpoint("llama3"), *options, *more)
@@ -233,8 +234,8 @@ NOTHING = "nothing has such an option: leave out "
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--task few-shot --shots 6", "few-shot takes up to 5 examples: use --shots 0-5"),
-        ("--corpus TEXT --task few-shot --shots 6", "few-shot takes up to 5 examples"),
+        ("--task few-shot --shots 17", "few-shot takes up to 16 examples: use --shots 0-16"),
+        ("--corpus TEXT --task few-shot --shots 17", "few-shot takes up to 16 examples"),
         ("--task few-shot --batch 0", "a batch of 0 prompts reads nothing"),
         ("--task few-shot --shots six", "is not a number of examples"),
         ("--tasks none --shots 0", "there is no folder"),
@@ -264,9 +265,11 @@ def test_what_cannot_be_asked_is_one_line_before_anything_is_read(checkpoint, te
 
 def test_without_lm_eval_all_but_its_tasks_work_and_they_say_what_to_install(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    status, stdout, stderr = call(checkpoint("gpt2"), "--task", "few-shot", "--prompts", 5, "--json")
+    status, stdout, stderr = call(
+        checkpoint("gpt2"), "--task", "few-shot", "--shots", 1, "--prompts", 2, "--json"
+    )
     assert status == 0, stderr
-    assert len(json.loads(stdout)["scores"]) == 6
+    assert len(json.loads(stdout)["scores"]) == 1 + len(word_tasks())
     status, _, stderr = call(checkpoint("gpt2"), "--task", "arc_easy", "--shots", 0)
     assert status == 2
     assert "pip install 'theodolite[evaluate]'" in stderr

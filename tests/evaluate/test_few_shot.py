@@ -1,8 +1,8 @@
-"""Oracles: one prompt at a time by `transformers` on text, and lm-eval on the same prompts."""
+"""Oracles: one question at a time by greedy decoding of transformers, on the text itself."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,63 +10,84 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.checkpoints import byte_tokenizer
-from theodolite.corpus.few_shot_task import RULES, TEST_STREAM
-from theodolite.corpus.named import make_corpus
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import few_shot_accuracy, few_shot_answers
+from theodolite.evaluate.few_shot import (
+    MOST_SHOTS,
+    FewShotPrompts,
+    few_shot_answers,
+    few_shot_scores,
+    word_tasks,
+)
 from theodolite.models import open_model
 
 
-def test_answers_are_those_of_each_prompt_alone(opened):
-    """Oracle: the text up to the colon through tokenizer and model, one by one, in float64."""
-    model = opened("llama3")
-    right = few_shot_answers(model, prompts=6, seed=4)
-    prompts = RULES.draw(6, np.random.default_rng([4, TEST_STREAM]))
-    for row, labels, answers in zip(prompts.ids, prompts.labels, right, strict=True):
-        text = "".join(RULES.characters[i] for i in row)
-        cuts = [place + 1 for place, character in enumerate(text) if character == ":"]
-        for cut, label, answer in zip(cuts, labels, answers, strict=True):
-            ids = torch.tensor([model.tokenizer(text[:cut])["input_ids"]])
-            with torch.no_grad():
-                logits = model.hf(ids).logits[0, -1].double()
-            choices = [float(logits[model.tokenizer(c)["input_ids"][0]]) for c in "ABC"]
-            assert answer == (int(np.argmax(choices)) == label)
+def test_tasks_have_a_hundred_items_and_no_question_twice():
+    tasks = word_tasks()
+    assert len(tasks) >= 6
+    for items in tasks.values():
+        assert len(items) >= 100
+        assert Counter(question for question, _ in items).most_common(1)[0][1] == 1
+        assert all(part == part.strip() and part for item in items for part in item)
+    assert all(word.upper() == answer for word, answer in tasks["uppercase"])
 
 
-def test_the_table_has_shares_errors_and_bounds(opened):
-    """Oracle: numpy on the answers; the best accuracy is tested in test_rules.py."""
-    model = opened("gpt2")
-    right = few_shot_answers(model, prompts=50)
-    rows = few_shot_accuracy(model, prompts=50)
-    share = right.mean(axis=0)
-    np.testing.assert_allclose(rows["accuracy"], share)
-    np.testing.assert_allclose(rows["accuracy_se"], np.sqrt(share * (1 - share) / 49))
-    assert list(rows["shots"]) == [0, 1, 2, 3, 4, 5]
-    assert set(rows["chance"]) == {1 / 3}
-    np.testing.assert_allclose(rows["best"], RULES.best_accuracy())
+def test_answers_are_those_of_greedy_decoding(checkpoint):
+    """Oracle: `generate` from the text up to each colon; a model that copies is right now and then."""
+    torch.manual_seed(0)
+    model = open_model(checkpoint("gpt2"))
+    with torch.no_grad():  # what it says after " c" is "a", and so on: some short answers are right
+        model.hf.get_output_embeddings().weight.mul_(30)
+    prompts = FewShotPrompts.draw(model.tokenizer, 2, seed=4, shots=3)
+    answers = few_shot_answers(model, prompts=2, seed=4, shots=3, batch=3)
+    whole = np.concatenate(list(answers.values()))
+    assert whole.shape == (2 * len(word_tasks()), 4)
+    shorter = few_shot_answers(model, prompts=2, seed=4, shots=1)
+    assert all((shorter[task] == right[:, :2]).all() for task, right in answers.items())
+    rows = zip(prompts.tasks, prompts.ids, prompts.answers, whole, strict=True)
+    for task, ids, places, right in rows:
+        end = int(places[-1, 1])
+        text = model.tokenizer.decode(ids[:end])
+        lines = [line.split(": ") for line in text.splitlines()]
+        assert [tuple(line) for line in lines] == [
+            (question, dict(word_tasks()[task])[question]) for question, _ in lines
+        ]
+        assert len({question for question, _ in lines}) == 4
+        for number, ((first, behind), (_, answer)) in enumerate(zip(places.tolist(), lines, strict=True)):
+            assert model.tokenizer.decode(ids[first:behind]) == f" {answer}\n"
+            written = ids[:first]
+            for _ in range(behind - first):
+                with torch.no_grad():
+                    logits = model.hf(written[None]).logits[0, -1]
+                written = torch.cat([written, logits.argmax()[None]])
+            assert bool(right[number]) == torch.equal(written, ids[:behind])
 
 
-def test_a_model_that_always_says_the_same_guesses(checkpoint):
-    """Closed form: labels are equally likely over all rules, so a third is right, within 4 standard errors."""
-    model = open_model(checkpoint("gpt2"))  # its own copy, for it is changed
-    with torch.no_grad():
-        model.hf.get_output_embeddings().weight.zero_()
-    rows = few_shot_accuracy(model, prompts=300)
-    assert np.all(np.abs(rows["accuracy"] - rows["chance"]) < 4 * math.sqrt(2 / 9 / 300))
+def test_a_model_that_knows_the_lines_is_right_and_one_token_less_is_wrong():
+    """By hand: logits that say each prompt's own next token, then one of them changed."""
+    prompts = FewShotPrompts.draw(byte_tokenizer(), 2, seed=0)
+    ids = prompts.ids[:3]
+    logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 300).float()
+    assert prompts.right(slice(0, 3), logits).all()
+    first, behind = prompts.answers[1, 5].tolist()
+    for place, wrong in ((first, True), (behind - 1, True), (behind, False), (first - 1, False)):
+        changed = logits.clone()
+        changed[1, place - 1] = 0
+        changed[1, place - 1, 0] = 1
+        right = prompts.right(slice(0, 3), changed)
+        assert right.sum() == 3 * (MOST_SHOTS + 1) - wrong
+        assert bool(right[1, 5]) != wrong
 
 
-def test_calibration_prompts_are_none_of_those_tested(opened):
-    """Oracle: the texts themselves, of the same seed."""
-    tokenizer = opened("gpt2").tokenizer
-    corpus = make_corpus("few-shot", tokenizer, RULES.length, 50, seed=0)
-    assert corpus.contexts.shape == (50, RULES.length)
-    read = {tokenizer.decode(row) for row in corpus.contexts}
-    tested = RULES.draw(50, np.random.default_rng([0, TEST_STREAM]))
-    assert not read & {"".join(RULES.characters[i] for i in row) for row in tested.ids}
-    shorter = make_corpus("few-shot", tokenizer, 20, 50, seed=0)
-    assert torch.equal(shorter.contexts, corpus.contexts[:, :20])
-    with pytest.raises(UsageError, match="these prompts have 36 tokens; use a --length from 4 to 36"):
-        make_corpus("few-shot", tokenizer, 37, 2)
+def test_scores_are_means_over_prompts_of_all_tasks_and_of_each():
+    """Oracle: numpy."""
+    random = np.random.default_rng(0)
+    answers = {task: random.random((40, MOST_SHOTS + 1)) < 0.3 for task in word_tasks()}
+    scores = few_shot_scores("m", answers, (0, 5))
+    assert len(scores) == 2 * (1 + len(answers))
+    whole = np.mean(list(answers.values()), axis=0)[:, 5]
+    assert scores[1].value == pytest.approx(whole.mean())
+    assert scores[1].error == pytest.approx(whole.std(ddof=1) / 40**0.5)
+    assert (scores[3].task, scores[3].value) == ("few-shot, capital", answers["capital"][:, 5].mean())
 
 
 def test_what_cannot_be_asked_is_said(opened, tmp_path):
@@ -74,7 +95,7 @@ def test_what_cannot_be_asked_is_said(opened, tmp_path):
         ("bert", {}, "sees later tokens too"),
         ("vit", {}, "predicts no tokens"),
         ("gpt2", {"prompts": 1}, "1 prompts with seed 0: ask for 2 or more"),
-        ("gpt2", {"seed": -1}, "4000 prompts with seed -1"),
+        ("gpt2", {"seed": -1}, "100 prompts with seed -1"),
         ("gpt2", {"batch": 0}, "a batch of 0 prompts reads nothing"),
     ):
         with pytest.raises(UsageError, match=says):
@@ -82,5 +103,5 @@ def test_what_cannot_be_asked_is_said(opened, tmp_path):
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=4, n_positions=20, bos_token_id=None)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="has positions for 20 tokens; few-shot needs 36"):
+    with pytest.raises(UsageError, match=r"has positions for 20 tokens; few-shot with 16 examples needs \d+"):
         few_shot_answers(open_model(tmp_path))

@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from theodolite.errors import UsageError
-from theodolite.evaluate.scores import Evaluation, Score, mean_and_error, over_seeds, table
+from theodolite.evaluate.scores import Evaluation, Score, mean_and_error, table
 from theodolite.jobs.job import Rows
 
 
@@ -45,48 +44,11 @@ def test_models_are_compared_on_the_same_questions_alone():
     assert rows["value_se"][0] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
-@pytest.mark.slow
-def test_intervals_over_seeds_hold_the_truth_as_often_as_they_say():
-    """Oracle: 95 % of 2,000 simulated triples of seeds, within four standard errors of that share."""
-    random = np.random.default_rng(0)
-    hit = 0
-    for _ in range(2000):
-        seeds = pd.DataFrame(
-            {
-                "model": "m",
-                "seed": range(3),
-                "shots": 1,
-                "accuracy": random.normal(0.7, 0.05, 3),
-                "accuracy_se": 0.01,
-            }
-        )
-        row = over_seeds(seeds).iloc[0]
-        hit += row["low"] <= 0.7 <= row["high"]
-    assert abs(hit / 2000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
-
-
-def test_one_seed_has_its_own_interval_and_the_order_is_kept():
-    rows = pd.DataFrame(
-        {
-            "model": ["z", "z", "a", "a"],
-            "seed": 0,
-            "shots": [0, 1, 0, 1],
-            "accuracy": [0.4, 0.6, 0.3, 0.5],
-            "accuracy_se": [0.01, 0.02, 0.01, 0.01],
-        }
-    )
-    found = over_seeds(rows)
-    assert list(zip(found["model"], found["shots"], strict=True)) == [("z", 0), ("z", 1), ("a", 0), ("a", 1)]
-    assert found["high"][1] == pytest.approx(0.6 + 1.96 * 0.02)
-    assert found["low"][1] == pytest.approx(0.6 - 1.96 * 0.02)
-    assert list(found["seeds"]) == [1] * 4
-
-
 def test_what_is_kept_is_not_measured_again(tmp_path):
     """Oracle: the scores themselves; every number comes back as it was, and one that is none as NaN."""
     path, asked = tmp_path / "new" / "scores.json", []
     first, second = (
-        score("m", [1, 0, 1, 1], chance=1 / 3),
+        score("m", [1, 0, 1, 1]),
         replace(score("m", None), error=math.nan, version="1"),
     )
 

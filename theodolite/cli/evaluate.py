@@ -24,8 +24,8 @@ from theodolite.system.files import check_target, locked
 if TYPE_CHECKING:
     from theodolite.evaluate.scores import Score
 
-SHOTS, PROMPTS = "0-5", 4000
-"""Unless others are given."""
+FEW_SHOT_TASK, SHOTS, PROMPTS = "few-shot", "0-5", 100
+"""The task of this package; numbers of examples, and prompts, unless others are given."""
 
 
 def evaluate_command(
@@ -41,7 +41,7 @@ def evaluate_command(
     text: Text,
     task: Annotated[
         list[str] | None,
-        typer.Option(help="few-shot (offline), or a task or group of lm-eval; repeatable."),
+        typer.Option(help="few-shot (word tasks, offline), or a task or group of lm-eval; repeatable."),
     ] = None,
     tasks: Annotated[
         Path | None, typer.Option(help="Folder of custom lm-eval tasks (may run Python code in it).")
@@ -51,7 +51,7 @@ def evaluate_command(
         typer.Option(help=f"Numbers of examples in the prompt, as 3, 0,2,5 or 0-5 [default: {SHOTS}]."),
     ] = None,
     prompts: Annotated[
-        int | None, typer.Option(help=f"Number of prompts of few-shot [default: {PROMPTS}].")
+        int | None, typer.Option(help=f"Prompts of each task of few-shot [default: {PROMPTS}].")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
@@ -107,7 +107,7 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with stoppable(saves=out is not None) as stopped, ExitStack() as held:
-        from theodolite.corpus.spec import FEW_SHOT, HELD_OUT
+        from theodolite.corpus.spec import HELD_OUT
 
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         opening.check(*names)
@@ -132,8 +132,8 @@ def evaluate_command(
             column = None if text.text_column == Text.text_column else text.text_column
             of_text = text.given() | {"--text-column": column}
             refuse_unread("tasks read no text without --corpus or --stride", of_text)
-        few_shot = FEW_SHOT in (task or ())
-        of_lm_eval = tasks is not None or any(name != FEW_SHOT for name in task or ())
+        few_shot = FEW_SHOT_TASK in (task or ())
+        of_lm_eval = tasks is not None or any(name != FEW_SHOT_TASK for name in task or ())
         if not of_lm_eval:
             of_tasks: dict[str, object] = {"--limit": limit, "--download": download or None}
             of_tasks |= {"--chat-template": chat_template or None, "--system": system}
@@ -141,7 +141,9 @@ def evaluate_command(
         if not (few_shot or of_lm_eval):
             refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
         if not few_shot:
-            refuse_unread(f"without --task {FEW_SHOT} nothing has such an option", {"--prompts": prompts})
+            refuse_unread(
+                f"without --task {FEW_SHOT_TASK} nothing has such an option", {"--prompts": prompts}
+            )
         if out is not None:
             held.enter_context(locked(out))
 

@@ -14,12 +14,10 @@ from theodolite.corpus import documents
 from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.cutting import no_text, tokenized
-from theodolite.corpus.few_shot_task import CORPUS_STREAM, RULES, prompt_ids
 from theodolite.corpus.images import TransformedImages, refuse_length
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice
 from theodolite.corpus.spec import (
     DOCS,
-    FEW_SHOT,
     KEYWORDS,
     PYTHON_TEXTS,
     RANDOM,
@@ -55,7 +53,7 @@ def make_corpus(
     """Make the corpus that `spec` names: a path, or one of these.
 
     `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
-    `addition[:DIGITS]`, `few-shot`, `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
+    `addition[:DIGITS]`, `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
 
     A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
@@ -79,8 +77,6 @@ def make_corpus(
             return Corpus.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
         if name == RANDOM:
             return Corpus.random_tokens(tokenizer, length, some, seed)
-        if name == FEW_SHOT:
-            return few_shot_corpus(tokenizer, length, some, seed)
         if (digits := digits_of(name)) is not None:
             return addition_corpus(tokenizer, length, some, seed, digits)
     labels = (columns.label_by, per_label)
@@ -216,12 +212,3 @@ def addition_corpus(
     return replace(
         Corpus.from_ids(torch.tensor(rows[:contexts], device="cpu"), seed=seed), name=corpus_name(digits)
     )
-
-
-def few_shot_corpus(tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0) -> Corpus:
-    """Draw few-shot prompts (`few_shot_task.RULES`), one per context, cut to `length` tokens; none is a test prompt."""
-    prompts = RULES.draw(contexts, np.random.default_rng([seed, CORPUS_STREAM]))
-    ids, _, _ = prompt_ids(prompts, RULES, tokenizer)
-    if not 4 <= length <= ids.shape[1]:
-        raise UsageError(f"these prompts have {ids.shape[1]} tokens; use a --length from 4 to {ids.shape[1]}")
-    return replace(Corpus.from_ids(ids[:, :length], seed=seed), name=FEW_SHOT)

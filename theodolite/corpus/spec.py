@@ -12,7 +12,7 @@ from theodolite.corpus.pictures import holds_images
 from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
 from theodolite.errors import UsageError
 
-DOCS, HELD_OUT, CODE, RANDOM, FEW_SHOT = "docs", "held-out", "code", "random", "few-shot"
+DOCS, HELD_OUT, CODE, RANDOM = "docs", "held-out", "code", "random"
 DATASET = "hf:"
 
 WIKITEXT_2 = "wikitext-2"
@@ -25,7 +25,7 @@ PYTHON_TEXTS = {DOCS: python_topics, HELD_OUT: held_out_topics, CODE: stdlib_sou
 PYTHON_LABELS = {DOCS: {"labels_are": "topics of the manual"}, CODE: {"labels_are": "files of the library"}}
 """What the provenance says of their labels."""
 
-DRAWN = (RANDOM, ADDITION, FEW_SHOT)
+DRAWN = (RANDOM, ADDITION)
 """What `named.make_corpus` draws by a seed."""
 
 KEYWORDS = (*PYTHON_TEXTS, *DRAWN, *PRESETS)

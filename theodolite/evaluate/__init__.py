@@ -1,1 +1,1 @@
-"""Evaluation: perplexity on a text, the offline few-shot task, and the tasks of lm-eval."""
+"""Evaluation: perplexity on a text, word tasks after examples, and the tasks of lm-eval."""

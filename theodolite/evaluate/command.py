@@ -19,11 +19,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.few_shot_task import NAME, RULES
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import answer_rows, few_shot_scores
+from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, answer_rows, by_task, few_shot_scores
 from theodolite.evaluate.harness import BATCH, check_tasks, harness, template_sha256
 from theodolite.evaluate.perplexity import (
     check_predicts,
@@ -39,7 +38,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system.progress import Progress, ShowStage
-from theodolite.system.wording import counted, number, visible, with_error
+from theodolite.system.wording import counted, visible, with_error
 
 Bars = Callable[..., AbstractContextManager[ShowStage]]
 """Progress bars of a `unit`."""
@@ -53,9 +52,9 @@ class Questions:
     """The tasks that every model is evaluated on, besides the loss on a text.
 
     Attributes:
-        tasks: names; `few-shot` is the task of this package, all others are lm-eval tasks.
+        tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
         folder: custom lm-eval tasks; shots: numbers of examples in the prompt.
-        prompts, seed: of the few-shot task; limit: documents per lm-eval task.
+        prompts, seed: of each word task; limit: documents per lm-eval task.
         batch: of a forward pass; None: the default of each task.
         download: whether lm-eval may fetch data.
         chat_template: whether lm-eval asks in conversations; system: the text of the system's turn.
@@ -79,8 +78,8 @@ class Questions:
 
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
-        if NAME in self.tasks and max(self.shots) > RULES.shots:
-            raise UsageError(f"{NAME} takes up to {RULES.shots} examples: use --shots 0-{RULES.shots}")
+        if NAME in self.tasks and max(self.shots) > MOST_SHOTS:
+            raise UsageError(f"{NAME} takes up to {MOST_SHOTS} examples: use --shots 0-{MOST_SHOTS}")
         of_lm_eval = [task for task in self.tasks if task != NAME]
         if of_lm_eval or self.folder:
             check_tasks(of_lm_eval, self.shots, self.folder, self.batch, self.limit)
@@ -93,7 +92,7 @@ class Questions:
             how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
             loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
         if NAME in self.tasks:
-            answer_rows(model, rules=RULES, prompts=self.prompts, seed=self.seed, batch=self.batch)
+            answer_rows(model, prompts=self.prompts, seed=self.seed, shots=max(self.shots), batch=self.batch)
 
 
 BEGINNINGS = {
@@ -103,7 +102,7 @@ BEGINNINGS = {
 }
 """What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
-MOST_SHOTS = 100_000
+MOST_EXAMPLES = 100_000
 
 
 def parse_shots(given: str) -> tuple[int, ...]:
@@ -113,8 +112,8 @@ def parse_shots(given: str) -> tuple[int, ...]:
         ends = part.split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
             raise UsageError(f"'{given}' is not a number of examples: give one, several as 0,2,5, or 0-5")
-        if int(ends[-1]) > MOST_SHOTS:
-            raise UsageError(f"no prompt holds {ends[-1]} examples: give {MOST_SHOTS} at most")
+        if int(ends[-1]) > MOST_EXAMPLES:
+            raise UsageError(f"no prompt holds {ends[-1]} examples: give {MOST_EXAMPLES} at most")
         shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
     if not shots:
         raise UsageError(f"'{given}' is not a number of examples: give the smaller one first")
@@ -159,14 +158,18 @@ def evaluate(
         )
     if NAME in questions.tasks:
         asked: dict[str, Any] = {"prompts": questions.prompts, "seed": questions.seed}
+        asked["shots"] = max(questions.shots)
         answers = measured(
             "answering",
             "prompts",
-            lambda: answer_rows(model, rules=RULES, **asked, batch=batch),
+            lambda: answer_rows(model, **asked, batch=batch),
             lambda state, _: few_shot_scores(
-                model.id, state["right"].numpy(), seed=questions.seed, batch=batch
+                model.id,
+                by_task(state["right"].numpy(), questions.prompts),
+                range(asked["shots"] + 1),
+                seed=questions.seed,
+                batch=batch,
             ),
-            rules=repr(RULES),
             **asked,
         )
         scores += [score for score in answers if score.shots in questions.shots]
@@ -259,7 +262,6 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     last_parts = {model: Path(model).name or model for model in dict.fromkeys(rows["model"])}
     several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
-    bounds = [name for name in ("chance", "best") if rows[name].notna().any()]
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
     if rows["cut"].any():
         caption += f"; prompts truncated at the start: {rows['cut'].max()}"
@@ -273,11 +275,10 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")
-    for name in ("value", *(["difference"] if compared else []), *bounds):
+    for name in ("value", *(["difference"] if compared else [])):
         shown.add_column(name, justify="right", no_wrap=True)
     for shots, block in rows.groupby("shots", sort=False):
         before = str(shots)
-        edges = [number(block[name].iloc[0]) for name in bounds]
         for row in block.to_dict(orient="records"):
             values = [with_error(row["value"], row["value_se"])]
             if compared:
@@ -285,8 +286,8 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
                 values.append(with_error(row["difference"], row["difference_se"]) if known else "")
             name = last_parts[row["model"]]
             name = name if several[name] == 1 else row["model"]
-            shown.add_row(before, escape(visible(name)), *values, *edges)
-            before, edges = "", [""] * len(bounds)  # only in the first row
+            shown.add_row(before, escape(visible(name)), *values)
+            before = ""  # only in the first row
         if len(last_parts) > 1:
             shown.add_section()
     return shown

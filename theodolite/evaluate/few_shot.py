@@ -1,156 +1,188 @@
-"""Accuracy of a causal model after 0, 1, …, 5 examples on the offline task of `few_shot_task.py`.
+"""Accuracy of a causal model after 0, 1, … examples, on word tasks that need no download (`assets/few-shot.tsv`).
 
-Prompts depend on the seed alone, so that models are compared on the same ones.
+A prompt is lines of one task, as `France: Paris`: each line is a question with the lines before it as examples. Prompts
+depend on the seed alone, so that models are compared on the same ones.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import pandas as pd
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor, nn
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
-from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules, prompt_ids
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from theodolite.corpus.cutting import no_text, padded
+from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
-from theodolite.evaluate.scores import Score, mean_and_error, table
+from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.passes.corpus_pass import TOKENS_A_BATCH
 from theodolite.system.progress import ShowProgress
 
-PROMPTS = 4000
+NAME = "few-shot"
+
+MOST_SHOTS = 16
+"""Examples before the last line of a prompt, at the most."""
+
+PROMPTS = 100
+"""Of each task."""
+
+TOKENS_A_PASS = 2048  # logits of as many tokens are in memory
+
+
+@functools.cache
+def word_tasks() -> dict[str, list[tuple[str, str]]]:
+    """Read the tasks by name, each a list of questions and their answers."""
+    tasks: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    path = resources.files("theodolite") / "assets" / "few-shot.tsv"
+    for line in path.read_text(encoding="utf-8").splitlines():
+        task, question, answer = line.split("\t")
+        tasks[task].append((question, answer))
+    return dict(tasks)
+
+
+@dataclass(frozen=True)
+class FewShotPrompts:
+    """N prompts of k examples and a question: k + 1 lines of one task.
+
+    Attributes:
+        tasks: of each prompt.
+        ids: token ids, with 0 behind the shorter prompts.
+        answers: the tokens of each line's answer and its line break: the first one's place, and the place behind them.
+    """
+
+    tasks: tuple[str, ...]
+    ids: Int[Tensor, "prompts positions"]
+    answers: Int[Tensor, "prompts lines 2"]
+
+    @classmethod
+    def draw(
+        cls, tokenizer: Any, prompts: int = PROMPTS, seed: int = 0, shots: int = MOST_SHOTS
+    ) -> FewShotPrompts:
+        """Draw so many prompts of each task, of `shots` examples, the lines of each without repetition.
+
+        Prompts of fewer examples are the beginnings of those of more.
+
+        Raises:
+            UsageError: the tokenizer does not say where its tokens stand in the text, or a number is out of range.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            raise UsageError(f"{NAME} needs a tokenizer that says where tokens stand (a fast one)")
+        if prompts < 2 or seed < 0:
+            raise UsageError(
+                f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more"
+            )
+        before = frame_of(tokenizer).before
+        rows, answers, tasks = [], [], []
+        for number, (task, items) in enumerate(word_tasks().items()):
+            random = np.random.default_rng([seed, number])
+            for _ in range(prompts):
+                lines = [items[item] for item in random.permutation(len(items))[: shots + 1]]
+                text = "".join(f"{question}: {answer}\n" for question, answer in lines)
+                read = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+                starts, ends = np.array(read["offset_mapping"]).T
+                stop = np.cumsum([len(f"{question}: {answer}\n") for question, answer in lines])
+                begin = stop - [len(f" {answer}\n") for _, answer in lines]
+                places = [np.searchsorted(ends, begin, "right"), np.searchsorted(starts, stop, "left")]
+                rows.append(no_text([*before, *read["input_ids"]]))
+                answers.append(np.stack(places, axis=1) + len(before))
+                tasks.append(task)
+        ids, _, _ = padded(rows)
+        return cls(tuple(tasks), ids.clamp_min(0), torch.from_numpy(np.stack(answers)))
+
+    def batches(self, batch: int | None) -> list[slice]:
+        """Cut the prompts into those of a pass: so many, or `TOKENS_A_PASS` tokens' worth; `UsageError` for none."""
+        if batch is not None and batch < 1:
+            raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
+        size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
+        return [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
+
+    def right(
+        self, part: slice, logits: Float[Tensor, "prompts positions vocabulary"]
+    ) -> Bool[Tensor, "prompts lines"]:
+        """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it."""
+        ids = self.ids[part]
+        wrong = logits[:, :-1].argmax(dim=-1).cpu() != ids[:, 1:]
+        upto = torch.nn.functional.pad(
+            wrong.long().cumsum(dim=1), (1, 0)
+        )  # [t]: wrong ones among tokens 1 … t
+        first, behind = (self.answers[part] - 1).unbind(dim=-1)
+        return upto.gather(1, behind) == upto.gather(1, first)
 
 
 @measures("model")
 def few_shot_answers(
     model: OpenModel,
     *,
-    rules: Rules = RULES,
     prompts: int = PROMPTS,
     seed: int = 0,
+    shots: int = MOST_SHOTS,
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
-) -> Bool[np.ndarray, "prompts words"]:
-    """Mark the prompts whose most likely label is correct, after 0, 1, … examples.
+) -> dict[str, Bool[np.ndarray, "prompts lines"]]:
+    """Mark the prompts whose answer a model gets right after 0, 1, …, `shots` examples, by task.
 
     Args:
-        model: causal, with a token for every character of the task.
-        rules: the family that hidden rules come from.
-        prompts: how many; seed: which ones, the same for every model.
-        batch: prompts per forward pass; None: 4096 tokens' worth.
+        model: causal, with an output head and a fast tokenizer.
+        prompts: of each task; seed: which ones, the same for every model.
+        batch: prompts per forward pass; None: 2048 tokens' worth.
         show_progress: told (done, total) prompts before each batch and at the end; it may raise to stop.
 
     Raises:
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
-    rows = answer_rows(model, rules=rules, prompts=prompts, seed=seed, batch=batch)
-    return rows.whole(show_progress)["right"].numpy()
+    rows = answer_rows(model, prompts=prompts, seed=seed, shots=shots, batch=batch)
+    return by_task(rows.whole(show_progress)["right"].numpy(), prompts)
 
 
-def answer_rows(model: OpenModel, *, rules: Rules, prompts: int, seed: int, batch: int | None) -> Rows[slice]:
+def by_task(right: Bool[np.ndarray, "all_prompts lines"], prompts: int) -> dict[str, np.ndarray]:
+    """Part the answers of `answer_rows` by task."""
+    return dict(zip(word_tasks(), right.reshape(-1, prompts, right.shape[1]), strict=True))
+
+
+def answer_rows(model: OpenModel, *, prompts: int, seed: int, shots: int, batch: int | None) -> Rows[slice]:
     """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
     check_predicts(model)
-    tokenizer = model.required_tokenizer()
-    if prompts < 2 or seed < 0:
-        raise UsageError(f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more")
-    drawn = rules.draw(prompts, np.random.default_rng([seed, TEST_STREAM]))
-    ids, asked, label_ids = prompt_ids(drawn, rules, tokenizer)
-    if not model.has_positions(ids.shape[1]):
-        raise UsageError(f"{model.id} has positions for {model.longest} tokens; {NAME} needs {ids.shape[1]}")
-    return _rows(model.hf, ids, asked, torch.from_numpy(drawn.labels), label_ids, batch)
+    drawn = FewShotPrompts.draw(model.required_tokenizer(), prompts, seed, shots)
+    parts = drawn.batches(batch)
+    if not model.has_positions(drawn.ids.shape[1]):
+        raise UsageError(
+            f"{model.id} has positions for {model.longest} tokens; {NAME} with {shots} examples needs "
+            f"{drawn.ids.shape[1]}: ask for fewer --shots"
+        )
+
+    def read(part: slice) -> dict[str, Tensor]:
+        return {"right": drawn.right(part, model.logits(drawn.ids[part]))}
+
+    return Rows(parts, read, lambda part: part.stop - part.start)
 
 
 def few_shot_scores(
     name: str,
-    right: Bool[np.ndarray, "prompts words"],
+    answers: dict[str, Bool[np.ndarray, "prompts lines"]],
+    shots: Sequence[int],
     *,
-    rules: Rules = RULES,
     seed: int = 0,
     batch: int | None = None,
 ) -> list[Score]:
-    """Score the accuracy of the model `name` by number of examples, from `few_shot_answers`."""
-    best, questions = rules.best_accuracy(), f"{rules} {len(right)} {seed}"
-    size = batch_of_prompts(rules.length, batch)
+    """Score the accuracy of the model `name` by number of examples: of all tasks, then of each."""
+    whole = {NAME: np.mean(list(answers.values()), axis=0)}
     scores = []
-    for shots, each in enumerate(right.astype(np.float64).T):
-        value, error = mean_and_error(each)
-        shared = (len(right), size, questions, each, 1 / rules.values, float(best[shots]))
-        scores.append(Score(name, NAME, shots, "accuracy", value, error, *shared))
+    for task, right in (whole | {f"{NAME}, {task}": of for task, of in answers.items()}).items():
+        for number in shots:
+            each = right[:, number].astype(np.float64)
+            value, error = mean_and_error(each)
+            questions = f"{task} {len(each)} {seed}"
+            scores.append(
+                Score(name, task, number, "accuracy", value, error, len(each), batch or 0, questions, each)
+            )
     return scores
-
-
-def few_shot_accuracy(
-    model: OpenModel,
-    *,
-    rules: Rules = RULES,
-    prompts: int = PROMPTS,
-    seed: int = 0,
-    batch: int | None = None,
-    show_progress: ShowProgress = lambda done, total: None,
-) -> pd.DataFrame:
-    """Tabulate accuracy by number of examples: `shots accuracy accuracy_se chance best prompts`.
-
-    `accuracy_se` is the binomial standard error √(p (1 − p)/(n − 1)), `chance` the accuracy of guessing, `best` that of
-    the Bayes-optimal reader (`Rules.best_accuracy`).
-
-    Arguments and errors are those of `few_shot_answers`.
-    """
-    right = few_shot_answers(
-        model, rules=rules, prompts=prompts, seed=seed, batch=batch, show_progress=show_progress
-    )
-    scores = table(few_shot_scores(model.id, right, rules=rules, seed=seed, batch=batch))
-    named = {"value": "accuracy", "value_se": "accuracy_se", "count": "prompts"}
-    columns = ["shots", "accuracy", "accuracy_se", "chance", "best", "prompts"]
-    return scores.rename(columns=named)[columns]
-
-
-@torch.no_grad()
-def right_answers(
-    model: nn.Module,
-    ids: Int[Tensor, "prompts positions"],
-    asked: Int[Tensor, "prompts words"],
-    labels: Int[Tensor, "prompts words"],
-    label_ids: list[int],
-    *,
-    batch: int | None = None,
-    show_progress: ShowProgress = lambda done, total: None,
-) -> Bool[Tensor, "prompts words"]:
-    """Mark the colons after which the most likely label is the correct one.
-
-    Args:
-        model: causal: a word must not see its label.
-        ids: token ids of the prompts; asked: positions of the colons; labels: the correct ones, from 0.
-        label_ids: token ids of the labels.
-        batch: prompts per forward pass; None: 4096 tokens' worth.
-        show_progress: told (done, total) prompts before each batch; it may raise to stop.
-    """
-    return _rows(model, ids, asked, labels, label_ids, batch).whole(show_progress)["right"]
-
-
-def _rows(
-    model: nn.Module, ids: Tensor, asked: Tensor, labels: Tensor, label_ids: list[int], batch: int | None
-) -> Rows[slice]:
-    batch = batch_of_prompts(ids.shape[1], batch)
-    device = next((weight.device for weight in model.parameters()), ids.device)
-
-    def read(part: slice) -> dict[str, Tensor]:
-        logits = model(input_ids=ids[part].to(device), use_cache=False).logits[..., label_ids].cpu()
-        label_logits = logits.gather(1, asked[part, :, None].expand(-1, -1, len(label_ids)))
-        return {"right": label_logits.argmax(dim=2) == labels[part]}
-
-    parts = [slice(first, min(first + batch, len(ids))) for first in range(0, len(ids), batch)]
-    return Rows(parts, read, lambda part: part.stop - part.start)
-
-
-def batch_of_prompts(length: int, batch: int | None) -> int:
-    """Return the prompts per forward pass: as given, or 4096 tokens' worth.
-
-    Raises:
-        UsageError: fewer than one.
-    """
-    if batch is not None and batch < 1:
-        raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
-    return batch or max(1, TOKENS_A_BATCH // length)

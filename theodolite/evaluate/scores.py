@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from scipy import stats
 
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, Steps
@@ -28,12 +27,9 @@ from theodolite.system.files import (
 )
 from theodolite.system.progress import ShowStage
 
-Z95 = 1.96
-"""95 % quantile of |z|, for two-sided normal intervals."""
-
 COLUMNS = (
     *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
-    *("chance", "best", "count", "batch", "version", "cut", "chat_template", "system"),
+    *("count", "batch", "version", "cut", "chat_template", "system"),
 )
 
 
@@ -42,13 +38,12 @@ class Score:
     """One model's value on one task.
 
     Attributes:
-        task: a corpus, the offline few-shot task, or a task of lm-eval; `shots`: examples in each prompt.
+        task: a corpus, a word task, or a task of lm-eval; `shots`: examples in each prompt.
         value, error: with its standard error (NaN where unknown).
         count: contexts, prompts or documents, the sample of the error.
         batch: how many of them per forward pass.
         questions: hash of the questions; models are comparable where it is equal.
         each: (count,) numbers whose mean is the value, or None.
-        chance, best: value of guessing and of an optimal predictor; NaN where unknown.
         version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
         chat_template: hash of the one that made conversations of the prompts; `system`: its text in these.
     """
@@ -63,8 +58,6 @@ class Score:
     batch: int
     questions: str
     each: Float[np.ndarray, " count"] | None = None
-    chance: float = math.nan
-    best: float = math.nan
     version: str = ""
     cut: int = 0
     chat_template: str = ""
@@ -164,7 +157,7 @@ def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
 def table(scores: Sequence[Score]) -> pd.DataFrame:
     """Tabulate the scores, a row each, in their order.
 
-    Columns: `model task shots metric value value_se difference difference_se chance best count batch version cut
+    Columns: `model task shots metric value value_se difference difference_se count batch version cut
     chat_template system`. The difference is to the first model with the same questions; its error is that of the mean
     paired difference. Both are NaN for that model itself, and where the value is not a mean over questions.
     """
@@ -178,24 +171,4 @@ def table(scores: Sequence[Score]) -> pd.DataFrame:
         compared = {"value_se": score.error, "difference": difference, "difference_se": error}
         row = vars(score) | compared
         rows.append({name: row[name] for name in COLUMNS})
-    return pd.DataFrame(rows)
-
-
-def over_seeds(each: pd.DataFrame) -> pd.DataFrame:
-    """Average over seeds with 95 % intervals: a row for each model and number of shots, in the order of the table.
-
-    Args:
-        each: `model seed shots accuracy accuracy_se`.
-
-    Returns:
-        `model shots accuracy low high seeds`. The interval is Student's t over seeds; for a single seed, ±1.96 of its
-        own standard errors.
-    """
-    rows = []
-    for (model, shots), group in each.groupby(["model", "shots"], sort=False):
-        count = len(group)
-        mean, error = mean_and_error(group["accuracy"].to_numpy(dtype=np.float64))
-        reach = Z95 * group["accuracy_se"].iloc[0] if count == 1 else stats.t.ppf(0.975, count - 1) * error
-        ends = {"accuracy": mean, "low": mean - reach, "high": mean + reach}
-        rows.append({"model": model, "shots": shots, **ends, "seeds": count})
     return pd.DataFrame(rows)

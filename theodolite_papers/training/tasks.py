@@ -1,4 +1,4 @@
-"""Train toy models on tasks: the characters of a text, additions, prompts of examples (Song & Zhong 2024, A.2, D.3).
+"""Train toy models on tasks: the characters of a text, additions (Song & Zhong 2024, A.2, D.3).
 
 `training.json` next to the weights has every setting, the losses and the accuracies.
 """
@@ -21,9 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite.corpus.addition_task import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
-from theodolite.corpus.few_shot_task import NAME, RULES, TEST_STREAM, Rules
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import right_answers
 from theodolite.system.files import json_text
 from theodolite_papers.training.models import TaskModelConfig, task_model
 from theodolite_papers.training.trainer import ModelTraining, check_training, train_into
@@ -52,12 +50,6 @@ PUBLISHED = {
 
 SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
 """Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
-
-FEW_SHOT = TaskModelConfig(4, 4, 128, 32, 8000, 1e-3, "cosine", positions="rotary")
-"""Layers, heads, width, prompts per step, steps, rate: 15 minutes on one core."""
-
-FEW_SHOT_TESTED = 4000
-"""Prompts on which a finished model is tested."""
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -217,66 +209,7 @@ class Additions:
         return right / count
 
 
-@dataclass(frozen=True)
-class FewShot:
-    """The label of every word of a prompt, given the words and labels before it."""
-
-    rules: Rules = RULES
-    name: str = NAME
-
-    @property
-    def characters(self) -> str:
-        """The characters of a prompt, one token each."""
-        return self.rules.characters
-
-    @property
-    def length(self) -> int:
-        """Length of a prompt, the same for all."""
-        return self.rules.length
-
-    @property
-    def sha256(self) -> str:
-        """Hash of the family of rules: everything else follows from the seed."""
-        return hashlib.sha256(repr(self.rules).encode()).hexdigest()
-
-    def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Draw new prompts at every step, each with a rule of its own."""
-        prompts = self.rules.draw(size, np.random.default_rng([seed, step]))
-        ids = torch.from_numpy(prompts.ids)
-        query_positions = torch.from_numpy(prompts.asked)
-        targets = torch.full((size, self.length - 1), IGNORED)
-        return ids[:, :-1], targets.scatter(1, query_positions, ids.gather(1, query_positions + 1))
-
-    def quick_score(self, model: PreTrainedModel) -> str:
-        """Compute the accuracy on a few new prompts, by number of examples."""
-        return "accuracy " + " ".join(f"{share:.2f}" for share in self._accuracy(model, QUICK_TEST))
-
-    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Compute the share of right answers after 0, 1, … examples, on new prompts, and the best that is possible."""
-        return {
-            "tested": FEW_SHOT_TESTED,
-            "accuracy_by_shots": self._accuracy(model, FEW_SHOT_TESTED),
-            "best_by_shots": self.rules.best_accuracy().tolist(),
-        }
-
-    def summary(self, result: dict[str, Any]) -> list[str]:
-        """Summarise a finished model, a line for each number of examples."""
-        accuracies = zip(result["accuracy_by_shots"], result["best_by_shots"], strict=True)
-        return [
-            f"{shots} example{'' if shots == 1 else 's'}: accuracy {share:.1%} (the best possible: {best:.1%})"
-            for shots, (share, best) in enumerate(accuracies)
-        ]
-
-    def _accuracy(self, model: PreTrainedModel, count: int) -> list[float]:
-        """Compute the accuracy on prompts that no step drew."""
-        prompts = self.rules.draw(count, np.random.default_rng([0, TEST_STREAM]))
-        parts = (prompts.ids, prompts.asked, prompts.labels)
-        ids, query_positions, labels = (torch.from_numpy(part) for part in parts)
-        correct = right_answers(model, ids, query_positions, labels, self.rules.label_ids)
-        return correct.double().mean(dim=0).tolist()
-
-
-Task = Characters | Additions | FewShot
+Task = Characters | Additions
 """What a training run reads, and how it is judged."""
 
 
