@@ -10,8 +10,6 @@ import torch
 
 from theodolite.errors import UsageError
 from theodolite.theory import (
-    WalkSetting,
-    averaging_model,
     dct2,
     decompose,
     entropy_lower_bound,
@@ -28,7 +26,6 @@ from theodolite.theory import (
     regime,
     regime_margins,
     scale_bound,
-    simulate_walks,
     sinusoidal,
     smoothness_bound,
     trace_bound,
@@ -90,10 +87,6 @@ REFUSED = [
     (lambda: decompose(torch.zeros(3, 4)), r"\(3, 4\)"),
     (lambda: decompose(torch.zeros(2, 0, 4)), r"\(2, 0, 4\)"),
     (lambda: decompose(torch.zeros(1, 2, 3, 4)), r"\(1, 2, 3, 4\)"),
-    (lambda: averaging_model(10.0, d=0.0), "needs d > 0"),
-    (lambda: averaging_model(10.0)(torch.zeros(20).double(), 20), "place that 20 tokens do not have"),
-    (lambda: simulate_walks(WalkSetting(), "round", 0), "use isotropic or anisotropic"),
-    (lambda: WalkSetting(draws=1), "two or more of each"),
     *(
         (lambda n=name, v=value: Thresholds(**{n: v}), f"threshold {name} is")
         for name, value in {"outlier": 0.0, "level": 1.5, "massive": math.inf, "massive_ratio": -1.0}.items()

@@ -8,13 +8,6 @@ from __future__ import annotations
 
 from theodolite.attention.piecewise import empirical_propagation, piecewise_softmax
 from theodolite.attention.summary import AttentionSummary, attention_summary
-from theodolite.theory.averaging import (
-    AveragingModel,
-    AveragingOutput,
-    averaging_error,
-    averaging_model,
-    mean_after,
-)
 from theodolite.theory.decomposition import Decomposition, decompose
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.exact_propagation import propagation_exact, propagation_exact_head
@@ -48,25 +41,18 @@ from theodolite.theory.spectrum import (
     scale_bound,
     trace_bound,
 )
-from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 
 __all__ = [
     "REGIMES",
     "AttentionSummary",
-    "AveragingModel",
-    "AveragingOutput",
     "Decomposition",
     "QKMoments",
     "RegimeMargins",
     "ScaleBound",
     "ScreeNOT",
-    "Simulation",
     "SmoothnessBound",
     "TraceBound",
-    "WalkSetting",
     "attention_summary",
-    "averaging_error",
-    "averaging_model",
     "curve_centre",
     "curve_spread",
     "curve_width",
@@ -76,7 +62,6 @@ __all__ = [
     "entropy_lower_bound",
     "largest_singular_value",
     "low_frequency_ratio",
-    "mean_after",
     "normalised_gram",
     "piecewise_softmax",
     "probability_between",
@@ -94,7 +79,6 @@ __all__ = [
     "regime_of_curve",
     "scale_bound",
     "screenot",
-    "simulate_walks",
     "sinusoidal",
     "smoothness_bound",
     "stable_rank",

@@ -23,10 +23,15 @@ from theodolite.report.drawing.grammar import dots, line
 from theodolite.system.processor import using_threads
 from theodolite.system.progress import shown
 from theodolite.system.wording import counted, for_plotly, listed, number, percent, with_error
-from theodolite.theory import averaging_error, averaging_model, mean_after, stable_rank
-from theodolite.theory.averaging import ABSENT
+from theodolite.theory import stable_rank
 from theodolite.theory.grouping import variance_explained
 from theodolite_papers.catch_tag_release import averaging_training as training
+from theodolite_papers.catch_tag_release.averaging_model import (
+    ABSENT,
+    averaging_error,
+    averaging_model,
+    mean_after,
+)
 from theodolite_papers.catch_tag_release.averaging_training import LENGTH, draw
 from theodolite_papers.drawing import POWERS, maps
 from theodolite_papers.experiment import Outcome, Study, criterion, declared

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from theodolite.system.processor import using_threads
-from theodolite.theory import mean_after
+from theodolite_papers.catch_tag_release.averaging_model import mean_after
 from theodolite_papers.training.trainer import CLIP, updates
 
 LENGTH = 20

@@ -27,9 +27,9 @@ from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite.theory import qk_moments
-from theodolite.theory.haar import haar_rotation
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
+from theodolite_papers.haar import haar_rotation
 from theodolite_papers.hidden_geometry.layer_columns import Basis, bases_by_group
 
 CORNERS = (5, 10, 20, 40, 60)

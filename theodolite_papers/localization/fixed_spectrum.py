@@ -22,10 +22,10 @@ from theodolite.judging import Verdict, mix_of
 from theodolite.report import style
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact, scale_bound, trace_bound
-from theodolite.theory.haar import haar_rotation
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.haar import haar_rotation
 
 SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
 """tr W over its largest value at this tr W², √(d tr W²): eq. 5."""

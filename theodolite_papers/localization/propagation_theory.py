@@ -19,10 +19,16 @@ from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
 from theodolite.system.wording import number, with_error
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
-from theodolite.theory.walks import COVARIANCES, over_draws
 from theodolite_papers import drawing
 from theodolite_papers.drawing import CORRECTED, PUBLISHED, Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.localization.walks import (
+    COVARIANCES,
+    Simulation,
+    WalkSetting,
+    over_draws,
+    simulate_walks,
+)
 
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)
@@ -200,7 +206,7 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
     outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))
 
 
-SETTING = theory.WalkSetting()
+SETTING = WalkSetting()
 
 PREDICTED = ("published", "corrected", "finite", "exact")
 """The predictions of ρ of random walks, in the order in which they are drawn."""
@@ -211,7 +217,7 @@ LEAST_ENTROPY = 0.02  # nats, where the axis begins
 SIGMA = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}
 
 
-def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> Tensor:
+def predictions(sim: Simulation, setting: WalkSetting) -> Tensor:
     """Predict ρ_1 … ρ_T of every pair and drawn spectrum, (4, P, D, T): those of `PREDICTED`."""
     spectra, size, temperature = sim.eigenvalues, setting.length, setting.temperature
     trace, square = spectra.sum(-1), spectra.square().sum(-1)
@@ -223,7 +229,7 @@ def predictions(sim: theory.Simulation, setting: theory.WalkSetting) -> Tensor:
     return torch.stack(curves)
 
 
-def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
+def share_beyond_error(sim: Simulation, predicted: Tensor) -> Tensor:
     """Compute the share of pairs and positions with a prediction over `FAR` standard errors away, by draw: (…, D).
 
     The error is that of as many walks with the predicted probability, and at least one walk in all.
@@ -235,7 +241,7 @@ def share_beyond_error(sim: theory.Simulation, predicted: Tensor) -> Tensor:
 @declared("localization/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     seed = study.provenance.get("seed") or 0
-    sims = {name: theory.simulate_walks(SETTING, name, seed) for name in COVARIANCES}
+    sims = {name: simulate_walks(SETTING, name, seed) for name in COVARIANCES}
     of_draws = {name: predictions(sim, SETTING) for name, sim in sims.items()}
     predicted = {name: of.mean(2) for name, of in of_draws.items()}
     beyond = {name: share_beyond_error(sim, of_draws[name]) for name, sim in sims.items()}
@@ -262,7 +268,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     positions = np.arange(1, SETTING.length + 1, dtype=np.float64)
     for name, sim in sims.items():
 
-        def draw(place: int, sim: theory.Simulation = sim, curves: Tensor = predicted[name]) -> go.Figure:
+        def draw(place: int, sim: Simulation = sim, curves: Tensor = predicted[name]) -> go.Figure:
             walks, draws = (error[place].numpy() for error in sim.propagation_errors())
             simulated = sim.propagation[place].numpy()
             return drawing.simulation(positions, simulated, (walks, draws), [*curves[:, place].numpy()])
@@ -283,9 +289,7 @@ def _by_scale(values: Tensor) -> Floats:
     return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
-def _judge_predictions(
-    outcome: Outcome, sims: dict[str, theory.Simulation], gaps: Tensor, beyond: Tensor
-) -> None:
+def _judge_predictions(outcome: Outcome, sims: dict[str, Simulation], gaps: Tensor, beyond: Tensor) -> None:
     """Judge each prediction by its largest gap, and the exact one by `share_beyond_error`, (Σ, 4, …) each."""
     points = f"{len(COVARIANCES)} Σ, {len(SETTING.pairs)} pairs, {SETTING.length} positions"
     walks = SETTING.walks * SETTING.draws
@@ -300,7 +304,7 @@ def _judge_predictions(
     outcome.judge("own-error", Estimate.mean(of_exact, "draws"), points=points, far=FAR)
 
 
-def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) -> None:
+def _judge_localization(outcome: Outcome, sims: dict[str, Simulation]) -> None:
     widths = {name: theory.curve_width(sim.propagates) for name, sim in sims.items()}
     for claim, along in (("smaller-scales", "mean"), ("larger-means", "scale")):
         # The least favourable of all differences, paired by draw, with its error, and where it is.
@@ -318,9 +322,7 @@ def _judge_localization(outcome: Outcome, sims: dict[str, theory.Simulation]) ->
     judge_at_fixed_means(outcome, sims, widths)
 
 
-def judge_at_fixed_means(
-    outcome: Outcome, sims: dict[str, theory.Simulation], widths: dict[str, Tensor]
-) -> None:
+def judge_at_fixed_means(outcome: Outcome, sims: dict[str, Simulation], widths: dict[str, Tensor]) -> None:
     """Judge A2 of section 5 at fixed means but 0: each mean and Σ is a part, some may be so and others not."""
     parts: dict[str, list[Verdict]] = {"entropy-of-scale": [], "entropy-of-localized": []}
     for name, sim in sims.items():
@@ -343,7 +345,7 @@ def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
     return Estimate.mean(rank_correlation(first.T.numpy(), second.T.numpy()), "draws")
 
 
-def _pairs(sims: dict[str, theory.Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
+def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
     """Tabulate every covariance and pair."""
     parts = []
     for name, sim in sims.items():
@@ -362,7 +364,7 @@ def _pairs(sims: dict[str, theory.Simulation], gaps: dict[str, Tensor]) -> pd.Da
     return pd.concat(parts, ignore_index=True)
 
 
-def _points(sims: dict[str, theory.Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
+def _points(sims: dict[str, Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
     """Tabulate every covariance, pair and token."""
     tokens = range(1, SETTING.length + 1)
     index = [(mean, scale, token) for (mean, scale), token in product(SETTING.pairs, tokens)]

@@ -15,7 +15,6 @@ from tests.papers.shared import verdicts_of
 from tests.report.drawn import drawn, finite
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.system.wording import for_plotly
-from theodolite.theory.averaging import averaging_model
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import averaging, averaging_training
 from theodolite_papers.catch_tag_release.averaging import (
@@ -25,6 +24,7 @@ from theodolite_papers.catch_tag_release.averaging import (
     measured,
     random_directions,
 )
+from theodolite_papers.catch_tag_release.averaging_model import averaging_model
 from theodolite_papers.catch_tag_release.averaging_training import (
     PUBLISHED,
     QK_NORM,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from theodolite.theory.averaging import averaging_model
+from theodolite_papers.catch_tag_release.averaging_model import averaging_model
 from theodolite_papers.catch_tag_release.averaging_training import (
     FREE_ATTENTION,
     LENGTH,
@@ -44,7 +44,7 @@ def constructed(built, s_tag: float) -> PublishedModel:
 
 
 def test_the_papers_architecture_holds_the_construction() -> None:
-    """Oracle: `theory.averaging_model`, whose own oracle is numpy."""
+    """Oracle: `averaging_model`, whose own oracle is numpy."""
     built = averaging_model(9.0, 0.5, 2.0)
     model = constructed(built, 9).double()
     numbers, places = draw(generators(1), 50)

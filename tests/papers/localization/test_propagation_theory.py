@@ -15,7 +15,6 @@ from tests.papers.shared import answers, verdicts_of
 from theodolite.cli.app import app
 from theodolite.judging import FAILS, HOLDS, IN_PART
 from theodolite.theory import curve_width, entropy_lower_bound
-from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
 from theodolite_papers import reproduce
 from theodolite_papers.localization import fixed_spectrum, propagation_theory
 from theodolite_papers.localization.fixed_spectrum import (
@@ -38,6 +37,7 @@ from theodolite_papers.localization.propagation_theory import (
     share_beyond_error,
     window,
 )
+from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.errors import UsageError
-from theodolite.theory.haar import haar_rotation
+from theodolite_papers.haar import haar_rotation
 
 UNIFORM_EDGE = 2.5
 """R of the anisotropic Σ = RᵀR/d has entries from Unif(−2.5, 2.5) (Bao et al. 2024, section 5)."""

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.theory.averaging import ABSENT, averaging_error, averaging_model, mean_after
+from theodolite.errors import UsageError
+from theodolite_papers.catch_tag_release.averaging_model import (
+    ABSENT,
+    averaging_error,
+    averaging_model,
+    mean_after,
+)
 
 LENGTH = 20
 
@@ -126,3 +132,10 @@ def test_errata() -> None:
     )
     assert attention[i, j] == pytest.approx(right)
     assert (round(right, 3), round(printed, 3)) == (0.475, 0.807)
+
+
+def test_what_is_no_model_or_place_is_refused():
+    with pytest.raises(UsageError, match="needs d > 0"):
+        averaging_model(10.0, d=0.0)
+    with pytest.raises(UsageError, match="place that 20 tokens do not have"):
+        averaging_model(10.0)(torch.zeros(20).double(), 20)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from scipy import stats
 
+from theodolite.errors import UsageError
 from theodolite.theory.propagation import propagation_finite
-from theodolite.theory.walks import Simulation, WalkSetting, simulate_walks
+from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=12, length=6, walks=400, draws=6, means=(0.0, 0.5), scales=(0.2, 1.0))
 
@@ -82,3 +83,10 @@ def test_errors_over_walks_and_draws_are_those_of_means():
     walks, draws = sim.entropy_errors()
     assert float(walks) == pytest.approx(math.sqrt(6 / 101) / 3)
     assert float(draws) == pytest.approx(np.std([1, 2, 4], ddof=1) / math.sqrt(3))
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(UsageError, match="use isotropic or anisotropic"):
+        simulate_walks(WalkSetting(), "round", 0)
+    with pytest.raises(UsageError, match="two or more of each"):
+        WalkSetting(draws=1)
