@@ -26,6 +26,7 @@ from theodolite_papers import catalogue
 from theodolite_papers.declarations import aliases, declarations
 
 if TYPE_CHECKING:
+    from theodolite import Corpus, OpenModel
     from theodolite.models.prompts import Focus
     from theodolite.system.progress import ShowStage
     from theodolite_papers.experiment import Experiment, Study
@@ -78,6 +79,7 @@ def reproduce_command(
     theory (localization/figure1 to figure5, sinks/figure6, …) need no model; their pages go to runs/localization or
     runs/sinks. Figures of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of training
     runs (localization/figure6 to figure12, sinks/figure3, …) take the folder of `theodolite train` as MODEL.
+    A model of `theodolite train addition` reads the additions that it learned where --corpus is left out.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2
     """
@@ -171,7 +173,7 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     if request.text.no_pack:
         raise UsageError("the experiments compare positions of contexts of one length: leave out --no-pack")
-    read, second = request.text.read(model, request.stopped), None
+    read, second = _read(request, model), None
     if request.other:
         other = replace(_with_corpus(request.text, request.other), length=read.contexts.shape[1])
         second = other.read(model, request.stopped)
@@ -182,6 +184,18 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         write_report(run, folder / "report")
     pages = folder / "reproduce"
     return Study(run, model, read, second, folder=pages, focus=focus), pages
+
+
+def _read(request: _Request, model: OpenModel) -> Corpus:
+    """Read the text; where none is named, draw for an adder the additions that it learned."""
+    from theodolite_papers.hidden_geometry.addition import is_adder, trained_on
+
+    text = request.text
+    if text.corpus is not None or not is_adder(model):
+        return text.read(model, request.stopped)
+    refuse_unread("additions have no labels", {"--per-label": text.per_label})
+    contexts = text.contexts or text.default_contexts
+    return trained_on(model).corpus(text.length_for(model), contexts, text.seed)
 
 
 def _list_experiments(console: Console) -> None:

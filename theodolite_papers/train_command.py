@@ -130,10 +130,9 @@ def addition_command(
     Example: theodolite train addition --digits 10 --positions rotary --series --out adder
     """
     with one_line_errors():
-        from theodolite.corpus.addition_task import parse_digits
         from theodolite_papers.training.tasks import PUBLISHED, Additions
 
-        running.train(Additions(parse_digits(digits)), PUBLISHED["addition"], options)
+        running.train(Additions.of_digits(digits), PUBLISHED["addition"], options)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _commands(name: str, provenance: dict[str, Any] | None) -> list[str]:
         corpus = provenance.get("corpus")
         # Theory reads no text, and what is on a prompt reads that: their numbers are the same for any run.
         if corpus is not None and not alone and "prompt" not in experiment.declared.needs:
-            text = "" if corpus["name"] == spec.DOCS else f" --corpus {corpus['name']}"
+            text = "" if corpus["name"] == spec.DOCS or training is _ADDER else f" --corpus {corpus['name']}"
             options = f"{text} --length {corpus['length']} --contexts {corpus['contexts']}"
         of = "no model" if alone else Path(provenance["model"]["id"]).name
         made = f"<small>Made of {of}, seed {provenance['seed']}.</small>"

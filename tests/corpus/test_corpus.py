@@ -23,14 +23,12 @@ from tests import tokenizers
 from tests.checkpoints import byte_tokenizer
 from theodolite.corpus import corpus as module
 from theodolite.corpus import cutting, documents
-from theodolite.corpus.addition_task import CHARACTERS
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.documents import TABLES, Columns
 from theodolite.corpus.named import make_corpus, make_stream
 from theodolite.corpus.sampling import Choice, choose
 from theodolite.corpus.spec import PYTHON_TEXTS
 from theodolite.errors import UsageError
-from theodolite_papers.training.tasks import character_tokenizer
 
 WORDS = [chr(ord("a") + index) for index in range(26)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -356,8 +354,6 @@ def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pyt
             "no labels: leave out --per-label, or",
         ),
         (lambda t: make_corpus("random", t, 8, per_label=2), "random has no labels: leave out --per-label"),
-        (lambda t: make_corpus("addition", t, 34), "use a --length from 4 to 33"),
-        (lambda t: make_corpus("addition", character_tokenizer("0123456789", 33), 33), "one token per char"),
         (
             lambda t: make_corpus(None, t, 8, columns=Columns(label_by="row")),
             "no table: leave out --label-by row",
@@ -574,20 +570,3 @@ def test_token_ids_are_a_corpus_as_they_are():
             Corpus.from_ids(wrong)
     with pytest.raises(UsageError, match="2 rows and 1 labels"):
         Corpus.from_ids(corpus.contexts, ["letters"])
-
-
-def test_additions_are_whole_at_full_length_and_cut_below() -> None:
-    """Oracle: the text read back; the same seed gives the same contexts."""
-    tokenizer = character_tokenizer(CHARACTERS, 33)
-    corpus = make_corpus("addition", tokenizer, 33, 20, 3)
-    assert corpus.contexts.shape == (20, 33)
-    assert corpus.sha256 == make_corpus("addition", tokenizer, 33, 20, 3).sha256
-    assert corpus.sha256 != make_corpus("addition", tokenizer, 33, 20, 4).sha256
-    for row in corpus.contexts:
-        prompt, answer = tokenizer.decode(row).split("=")
-        first, second = prompt.split("+")
-        assert int(first) + int(second) == int(answer.strip()[::-1])
-        assert (len(first), len(second), len(answer)) == (10, 10, 11)
-    texts = [tokenizer.decode(row) for row in make_corpus("addition", tokenizer, 24, 50).contexts]
-    assert {len(text) for text in texts} == {24}
-    assert len({text.index("+") for text in texts}) > 3

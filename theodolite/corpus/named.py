@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from theodolite.corpus import documents
-from theodolite.corpus.addition_task import DIGITS, additions, corpus_name, digits_of, full_length
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.cutting import no_text, tokenized
 from theodolite.corpus.images import TransformedImages, refuse_length
@@ -23,13 +22,10 @@ from theodolite.corpus.spec import (
     RANDOM,
     check_spec,
     dataset_of,
-    is_drawn,
 )
 from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
-
-DRAWN_AT_ONCE = 1000
 
 BETWEEN = "\n\n"
 """What joins the rows of a text that is one sequence, as the literature reads WikiText-2."""
@@ -53,9 +49,9 @@ def make_corpus(
     """Make the corpus that `spec` names: a path, or one of these.
 
     `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
-    `addition[:DIGITS]`, `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
+    `hf:NAME[:CONFIG[:SPLIT]]`, `wikitext-2` (the test part of the hub's).
 
-    A file named like a keyword is reached as `./docs`. Random tokens, additions, prompts and datasets give
+    A file named like a keyword is reached as `./docs`. Random tokens and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
     `show_tokens` as in `Corpus`. With an `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
     """
@@ -65,7 +61,7 @@ def make_corpus(
         refuse_length(length)
         if spec is None:
             raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
-        if name in KEYWORDS or is_drawn(name):
+        if name in KEYWORDS:
             raise UsageError(
                 f"the model reads images, and {name} is text: give a folder of images, or hf:NAME"
             )
@@ -77,8 +73,6 @@ def make_corpus(
             return Corpus.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
         if name == RANDOM:
             return Corpus.random_tokens(tokenizer, length, some, seed)
-        if (digits := digits_of(name)) is not None:
-            return addition_corpus(tokenizer, length, some, seed, digits)
     labels = (columns.label_by, per_label)
     more: dict[str, Any] = {"pack": pack, "show_tokens": show_tokens}
     dataset = dataset_of(name)
@@ -104,7 +98,7 @@ def make_stream(
     the whole is tokenized at once.
 
     Args:
-        spec: as of `make_corpus`, but for what is drawn (random tokens, additions, prompts); `wikitext-2` is the test
+        spec: as of `make_corpus`, but for what is drawn (random tokens, prompts); `wikitext-2` is the test
             part of the raw WikiText-2 of the hub.
         tokenizer: the model's own.
         columns: the text column of tables.
@@ -159,7 +153,7 @@ def _pieces(name: str, columns: documents.Columns) -> Iterator[str]:
 
 
 def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
-    if is_drawn(name):
+    if name == RANDOM:
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
     if name in PYTHON_TEXTS:
         yield from ([document.text] for document in PYTHON_TEXTS[name]())
@@ -180,35 +174,3 @@ def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[Iterable[s
         return [parts]
     lines = (line for part in parts for line in part.removesuffix("\n").split("\n"))
     return ([f"{line}\n" if line.strip() else ""] for line in lines)
-
-
-def addition_corpus(
-    tokenizer: Tokenizer, length: int, contexts: int, seed: int = 0, digits: tuple[int, int] = DIGITS
-) -> Corpus:
-    """Draw addition problems with `digits` digits, one per context, cut to `length` characters.
-
-    Shorter ones are redrawn. At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+` and `=`
-    stand at the same positions in every context. `UsageError` for a length that no problem has, or a tokenizer that
-    does not give a token for each character.
-    """
-    full = full_length(digits)
-    if not 4 <= length <= full:
-        raise UsageError(
-            f"these addition problems have up to {full} characters; use a --length from 4 to {full}"
-        )
-    random = np.random.default_rng(seed)
-    rows: list[list[int]] = []
-    while len(rows) < contexts:
-        texts = (example.text for example in additions(DRAWN_AT_ONCE, random, digits))
-        rows += [
-            list(tokenizer(text[:length], add_special_tokens=False, verbose=False)["input_ids"])
-            for text in texts
-            if len(text) >= length
-        ]
-        if {len(row) for row in rows} - {length}:
-            raise UsageError(
-                "addition problems need a tokenizer with one token per character, as `theodolite train` makes"
-            )
-    return replace(
-        Corpus.from_ids(torch.tensor(rows[:contexts], device="cpu"), seed=seed), name=corpus_name(digits)
-    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from theodolite.corpus.addition_task import NAME as ADDITION
-from theodolite.corpus.addition_task import digits_of
 from theodolite.corpus.documents import Columns, Notes, check_path
 from theodolite.corpus.pictures import holds_images
 from theodolite.corpus.python_texts import held_out_topics, python_topics, stdlib_sources
@@ -25,15 +23,7 @@ PYTHON_TEXTS = {DOCS: python_topics, HELD_OUT: held_out_topics, CODE: stdlib_sou
 PYTHON_LABELS = {DOCS: {"labels_are": "topics of the manual"}, CODE: {"labels_are": "files of the library"}}
 """What the provenance says of their labels."""
 
-DRAWN = (RANDOM, ADDITION)
-"""What `named.make_corpus` draws by a seed."""
-
-KEYWORDS = (*PYTHON_TEXTS, *DRAWN, *PRESETS)
-
-
-def is_drawn(name: str) -> bool:
-    """Tell whether the name is of a corpus that is drawn by a seed."""
-    return name in DRAWN or digits_of(name) is not None
+KEYWORDS = (*PYTHON_TEXTS, RANDOM, *PRESETS)
 
 
 def dataset_of(name: str) -> tuple[str, str | None, str] | None:
@@ -57,8 +47,8 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
         if columns.of_files:
             raise UsageError(f"{name} has rows and no files: leave out {columns.of_files}")
         return
-    documents_of = PYTHON_TEXTS.get(name)
-    if documents_of or is_drawn(name):
+    if name in KEYWORDS:
+        documents_of = PYTHON_TEXTS.get(name)
         if per_label is not None and not (documents_of and any(one.label for one in documents_of())):
             raise UsageError(f"{name} has no labels: leave out --per-label")
         if option := columns.option or columns.of_files:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from theodolite import OpenModel, Run
-from theodolite.corpus.addition_task import CHARACTERS, DIGITS, digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
@@ -18,13 +20,15 @@ from theodolite.report.data import provenance
 from theodolite.system.wording import counted, with_error
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, criterion, declared
-from theodolite_papers.training.tasks import QUICK_TEST, Additions
+from theodolite_papers.training.tasks import CHARACTERS, QUICK_TEST, Additions
 
 PAPER_ACCURACY = {
     "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
     "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
 }
 """Appendix D.3, on 1, 2, 3 and 4 digits."""
+
+RECORD = "training.json"
 
 
 def reads_additions(run: Run) -> bool:
@@ -42,7 +46,20 @@ def is_adder(model: OpenModel) -> bool:
 
 def task_of(run: Run) -> Additions:
     """Make the task of additions of as many digits as the run's text says, which are those the model was trained on."""
-    return Additions(digits_of(provenance(run, "corpus", "name") or "") or DIGITS)
+    return Additions.named(provenance(run, "corpus", "name") or "") or Additions()
+
+
+def trained_on(model: OpenModel) -> Additions:
+    """Read which additions an adder learned from the record of its training, which a series has above it."""
+    folder = Path(model.id)
+    for place in (folder, folder.parent.parent):
+        with suppress(OSError, ValueError, AttributeError):  # of another program's file
+            record = json.loads((place / RECORD).read_text(encoding="utf-8"))
+            if task := Additions.named(record.get("task", "")):
+                return task
+    raise UsageError(
+        f"{model.id} has no {RECORD} of `theodolite train addition`, which says what it adds: name a --corpus"
+    )
 
 
 def digits_in_words(digits: tuple[int, int]) -> str:
@@ -111,8 +128,7 @@ def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
     if not is_adder(model):
         raise UsageError(
-            f"{model.id} was not trained on addition: pass a model that `theodolite train addition` made, with "
-            "--corpus addition"
+            f"{model.id} was not trained on addition: pass a folder that `theodolite train addition` wrote"
         )
     task = task_of(study.run)
     trained = digits_in_words(task.digits)

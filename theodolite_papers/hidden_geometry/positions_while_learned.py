@@ -11,7 +11,6 @@ import pandas as pd
 import torch
 
 from theodolite import Corpus, OpenModel, Run, open_model
-from theodolite.corpus.addition_task import digits_of
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import OPEN, Criterion, Verdict, all_of, opposite_of
@@ -29,6 +28,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     unless_hidden,
 )
 from theodolite_papers.hidden_geometry.positional_basis import shape_of
+from theodolite_papers.training.tasks import Additions
 
 SERIES = "series"
 SURVEYED_CONTEXTS = 64
@@ -147,7 +147,7 @@ def judge_layer(
     if positions < LEAST_POSITIONS:
         why = f"{positions} positions; at least {LEAST_POSITIONS} can be judged"
         outcome.cannot_judge("learned", why, layer=layer)
-    elif digits_of(run.provenance["corpus"]["name"]):
+    elif Additions.named(run.provenance["corpus"]["name"]):
         verdict = appears(outcome, "not-on-addition", table, layer, expected=False)
         outcome.verdicts.append(of_an_adder(model, run, verdict, verdict.evidence))
     else:
@@ -169,7 +169,7 @@ def training(study: Study, outcome: Outcome) -> None:
         shown = [f"{step}: {number(float(np.nanmean(row)))}" for step, row in pairs if np.isfinite(row).any()]
         outcome.read(f"{title}, mean over layers, by step", ", ".join(shown))
     last = study.require_model()
-    if digits_of(run.provenance["corpus"]["name"]):  # the given model may be an earlier checkpoint
+    if Additions.named(run.provenance["corpus"]["name"]):  # the given model may be an earlier checkpoint
         last = open_model(series_of(last)[steps[-1]], dtype=last.source.dtype, device=last.device)
     for layer in sorted({1, int(table["layer"].max()) // 2} - {0}):
         judge_layer(outcome, table, layer, run, last)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from theodolite.corpus.addition_task import CHARACTERS, DIGITS, Addition, additions, corpus_name, full_length
+from theodolite import Corpus
 from theodolite.errors import UsageError
 from theodolite.system.files import json_text
 from theodolite_papers.training.models import TaskModelConfig, task_model
@@ -36,6 +36,16 @@ TESTED = 1000
 """Additions of each kind whose answers are checked, as published."""
 
 QUICK_TEST = 200
+
+ADDITION = "addition"
+CHARACTERS = "\n+=0123456789"
+
+DIGITS = (5, 10)
+"""Fewest and most digits of a, b and c in training, as published."""
+
+MOST_DIGITS = 18
+"""Sums stay below 2⁶³."""
+
 SHORT_OPERANDS = (1, 2, 3, 4)
 """Numbers of digits that training never saw."""
 
@@ -136,35 +146,102 @@ class Characters:
         return float(torch.cat(losses).double().mean())
 
 
+class Addition(NamedTuple):
+    """One example: `prompt` is `a+b=`, `answer` the digits of the sum, last first, and a line break."""
+
+    prompt: str
+    answer: str
+
+
 @dataclass(frozen=True)
 class Additions:
-    """The answer of `a+b=`: the loss is of the answer's characters and its line break, nothing else."""
+    """The answer of `a+b=`: the loss is of the answer's characters and its line break, nothing else.
+
+    The answer is written in reverse, as in the published code (not stated in the paper), so that carries propagate
+    forwards.
+    """
 
     digits: tuple[int, int] = DIGITS
     characters: str = CHARACTERS
 
+    @classmethod
+    def of_digits(cls, given: str) -> Additions:
+        """Read `10` or `5-10` digits; `UsageError` where it is neither, or not within 1 to `MOST_DIGITS`."""
+        parts = given.split("-")
+        if len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts):
+            fewest, most = int(parts[0]), int(parts[-1])
+            if 1 <= fewest <= most <= MOST_DIGITS:
+                return cls((fewest, most))
+        raise UsageError(
+            f"'{given}' is not a number of digits: give one, or a range as 5-10, from 1 to {MOST_DIGITS}"
+        )
+
+    @classmethod
+    def named(cls, name: str) -> Additions | None:
+        """Read the digits from the `name` of a task or its text; None: it is none of additions."""
+        kind, colon, given = name.partition(":")
+        if kind != ADDITION:
+            return None
+        return cls.of_digits(given) if colon else cls()
+
     @property
     def name(self) -> str:
-        """`addition`, with the digits where they are not the published ones."""
-        return corpus_name(self.digits)
+        """`addition`, or `addition:10`, `addition:3-6` where the digits are not the published ones."""
+        fewest, most = self.digits
+        given = f"{ADDITION}:{fewest if fewest == most else f'{fewest}-{most}'}"
+        return ADDITION if self.digits == DIGITS else given
 
     @property
     def length(self) -> int:
-        """Characters of the longest example."""
-        return full_length(self.digits)
+        """Characters of the longest example: three numbers, `+`, `=` and the line break; 33 as published."""
+        return 2 * self.digits[1] + self._longest_sum + 3
+
+    @property
+    def _longest_sum(self) -> int:
+        """Digits of the longest sum; one more than the operands' where they are all of one length."""
+        fewest, most = self.digits
+        return most + 1 if fewest == most else most
 
     @property
     def sha256(self) -> str:
         """Hash of the characters and digits: everything else follows from the seed."""
         return hashlib.sha256(f"{self.characters!r} {self.length} {self.digits}".encode()).hexdigest()
 
+    def draw(self, count: int, random: np.random.Generator) -> list[Addition]:
+        """Draw examples; the operands' numbers of digits are uniform, and a sum that is too long is drawn again."""
+        fewest, most = self.digits
+        examples: list[Addition] = []
+        while len(examples) < count:
+            first, second = (_number(int(size), random) for size in random.integers(fewest, most + 1, size=2))
+            answer = str(first + second)
+            if len(answer) <= self._longest_sum:
+                examples.append(Addition(f"{first}+{second}=", answer[::-1] + "\n"))
+        return examples
+
+    def corpus(self, length: int, contexts: int, seed: int = 0) -> Corpus:
+        """Draw examples as a text, one per context, cut to `length` characters; shorter ones are drawn again.
+
+        At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+` and `=` stand at the same
+        positions in every context. `UsageError` for a length that no example has.
+        """
+        if not 4 <= length <= self.length:
+            raise UsageError(
+                f"these additions have up to {self.length} characters; use a --length from 4 to {self.length}"
+            )
+        random = np.random.default_rng(seed)
+        texts: list[str] = []
+        while len(texts) < contexts:
+            texts += [text for text in map("".join, self.draw(contexts, random)) if len(text) >= length]
+        ids = torch.stack([self._encode(text[:length]) for text in texts[:contexts]])
+        return replace(Corpus.from_ids(ids, seed=seed), name=self.name)
+
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """Draw new examples at every step, each from position 0 on, padded after its end."""
-        examples = additions(size, np.random.default_rng([seed, step]), self.digits)
+        examples = self.draw(size, np.random.default_rng([seed, step]))
         rows = torch.zeros(size, self.length, dtype=torch.int64)
         targets = torch.full((size, self.length - 1), IGNORED)
         for row, target, example in zip(rows, targets, examples, strict=True):
-            ids = self._encode(example.text)
+            ids = self._encode("".join(example))
             row[: len(ids)] = ids
             target[len(example.prompt) - 1 : len(ids) - 1] = ids[len(example.prompt) :]
         return rows[:, :-1], targets
@@ -193,9 +270,9 @@ class Additions:
         self, model: PreTrainedModel, digits: tuple[int, int] | None = None, count: int = QUICK_TEST
     ) -> float:
         """Compute the exact-match accuracy of greedy answers to `count` examples that no step drew."""
-        digits = digits or self.digits
+        asked = replace(self, digits=digits or self.digits)
         by_length: defaultdict[int, list[Addition]] = defaultdict(list)
-        for example in additions(count, np.random.default_rng([*digits, 1 << 40]), digits):
+        for example in asked.draw(count, np.random.default_rng([*asked.digits, 1 << 40])):
             by_length[len(example.prompt)].append(example)
         right = 0
         for prompt, examples in by_length.items():
@@ -207,6 +284,10 @@ class Additions:
                 wanted = self._encode(example.answer)
                 right += torch.equal(row[: len(wanted)], wanted)
         return right / count
+
+
+def _number(digits: int, random: np.random.Generator) -> int:
+    return int(random.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
 
 
 Task = Characters | Additions

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.calls import call
 from tests.papers.shared import answers, outcome_of, quiet, verdicts_of
-from theodolite.corpus.addition_task import full_length
-from theodolite.corpus.named import addition_corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
@@ -19,7 +18,7 @@ from theodolite.passes.survey import survey
 from theodolite_papers import EXPERIMENTS, Study, experiment
 from theodolite_papers.hidden_geometry import addition
 from theodolite_papers.hidden_geometry import positions_while_learned as training
-from theodolite_papers.hidden_geometry.addition import binomial_error, is_adder, judge_accuracy
+from theodolite_papers.hidden_geometry.addition import binomial_error, is_adder, judge_accuracy, trained_on
 from theodolite_papers.hidden_geometry.positions_while_learned import (
     appears,
     judge_layer,
@@ -47,7 +46,7 @@ def adder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def few(adder):
     """Five additions; below eight contexts a survey has no standard errors to compute, and is quick."""
-    return addition_corpus(adder.tokenizer, full_length(), 5)
+    return trained_on(adder).corpus(33, 5)
 
 
 def _of(run, model):
@@ -171,6 +170,12 @@ def test_a_series_is_found_from_its_folder_and_from_inside(adder, opened):
     assert series_of(inside) == series_of(adder)
     with pytest.raises(UsageError, match="theodolite train characters --series"):
         series_of(opened("gpt2"))
+
+
+def test_an_adder_reads_the_additions_it_learned(adder, few, tmp_path):
+    options = ("--contexts", 5, "--out", tmp_path, "--json")
+    _, stdout, stderr = call("reproduce", "geometry/figure5", series_of(adder)[10], *options)
+    assert few.sha256 in stdout, stderr
 
 
 def test_an_untrained_adder_has_learned_nothing_to_generalise(run, adder, monkeypatch):

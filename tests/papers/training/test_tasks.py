@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.papers.shared import quiet
-from theodolite.corpus.addition_task import additions, corpus_name, digits_of, full_length
 from theodolite.errors import UsageError
 from theodolite_papers.training.tasks import IGNORED, PUBLISHED, Additions, Characters, train_task_model
 
@@ -31,7 +30,7 @@ def play(tmp_path: Path) -> Path:
 
 def test_additions_are_right_and_as_long_as_asked() -> None:
     """Oracle: Python's integers. The digits of the operands are uniform: 4 standard errors of their share."""
-    examples = additions(3000, np.random.default_rng(0))
+    examples = Additions().draw(3000, np.random.default_rng(0))
     sizes = np.zeros(11)
     for example in examples:
         first, second = example.prompt.removesuffix("=").split("+")
@@ -39,30 +38,47 @@ def test_additions_are_right_and_as_long_as_asked() -> None:
         assert example.answer.endswith("\n")
         assert str(int(first)) == first
         assert len(example.answer) - 1 <= 10
-        assert len(example.text) <= full_length() == 33
+        assert len("".join(example)) <= Additions().length == 33
         sizes[len(first)] += 1
     assert sizes[:5].sum() == 0
     # A sum of 11 digits is drawn again, which only happens to the longest operands.
     assert np.abs(sizes[5:9] / 3000 - 1 / 6).max() < 0.05
-    one_digit = additions(200, np.random.default_rng(1), (1, 1))
+    one_digit = Additions((1, 1)).draw(200, np.random.default_rng(1))
     assert any(len(example.answer) == 3 for example in one_digit)  # 9+9=81 backwards, and its line break
+
+
+def test_additions_are_whole_at_full_length_and_cut_below() -> None:
+    """Oracle: the text read back; the same seed gives the same contexts."""
+    task = Additions()
+    corpus = task.corpus(33, 20, 3)
+    assert corpus.sha256 == task.corpus(33, 20, 3).sha256 != task.corpus(33, 20, 4).sha256
+    for row in corpus.contexts:
+        prompt, answer = "".join(task.characters[i] for i in row).split("=")
+        first, second = prompt.split("+")
+        assert int(first) + int(second) == int(answer.strip()[::-1])
+        assert (len(first), len(second), len(answer)) == (10, 10, 11)
+    texts = ["".join(task.characters[i] for i in row) for row in task.corpus(24, 50).contexts]
+    assert [len(text) for text in texts] == [24] * 50
+    assert len({text.index("+") for text in texts}) > 3
+    with pytest.raises(UsageError, match="use a --length from 4 to 33"):
+        task.corpus(34, 1)
 
 
 def test_digits_have_a_name_and_a_longest_example() -> None:
     """Oracle: Python's own sums; the largest have all the digits there are."""
-    assert digits_of("addition") == (5, 10)
-    assert digits_of("docs") is None
+    assert Additions.named("addition") == Additions()
+    assert Additions.named("docs") is None
     for digits, name, largest in (((10, 10), "addition:10", 9999999999), ((3, 6), "addition:3-6", 499999)):
-        assert corpus_name(digits) == name
-        assert digits_of(name) == digits
-        assert full_length(digits) == len(f"{largest}+{largest}={2 * largest}\n")
         task = Additions(digits)
+        assert task.name == name
+        assert Additions.named(name) == task
+        assert task.length == len(f"{largest}+{largest}={2 * largest}\n")
         inputs, _ = task.batch(0, 8, 0)
         assert inputs.shape == (8, task.length - 1)
         assert task.sha256 != Additions().sha256
     for wrong in ("addition:", "addition:0", "addition:6-3", "addition:1-2-3", "addition:x", "addition:99"):
         with pytest.raises(UsageError, match="is not a number of digits"):
-            digits_of(wrong)
+            Additions.named(wrong)
 
 
 def test_a_batch_asks_for_the_answer_and_nothing_else() -> None:
@@ -119,7 +135,7 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
 
     task = Additions()
     for digits in ((1, 1), (5, 10)):
-        examples = additions(300, np.random.default_rng([*digits, 1 << 40]), digits)
+        examples = Additions(digits).draw(300, np.random.default_rng([*digits, 1 << 40]))
         wrong = sum(example.answer[0] == "7" for example in examples)
         assert wrong > 10
         assert task.accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
