@@ -73,7 +73,6 @@ def alone(opened, corpus, tmp_path_factory) -> Run:
 def test_a_worker_killed_in_the_middle_changes_no_byte(cluster, alone, opened, corpus, tmp_path, monkeypatch):
     """One of two workers is killed while it reads its second chunk or a later one. Oracle: one process."""
     pids: list[int] = []
-    told: list[str] = []
     killer = threading.Thread(target=kill_a_reader, args=(pids,))
 
     class Slow(on_ray.Worker):
@@ -87,13 +86,11 @@ def test_a_worker_killed_in_the_middle_changes_no_byte(cluster, alone, opened, c
 
     monkeypatch.setattr(on_ray, "Worker", Slow)
     out = tmp_path / "run"
-    run = survey_on_ray(
-        opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show, say=told.append
-    )
+    run = survey_on_ray(opened("gpt2"), corpus, out, batch=BATCH, actors=2, show_progress=show)
     killer.join()
+    assert pids
     same_bytes(alone.folder, out)
     assert {**run.provenance, "wall_seconds": 0} == {**alone.provenance, "wall_seconds": 0}
-    assert told == [f"the worker of process {pids[0]} died, and Ray restarted it"]
 
 
 @chaos
@@ -109,8 +106,9 @@ def test_without_room_it_is_said_what_a_worker_needs(cluster, opened, corpus, tm
     ray.get([other.ready.remote() for other in others])
     time.sleep(1)  # until all of Ray knows
     monkeypatch.setattr(on_ray, "LIMIT", 3.0)
-    lacking = r"which needs of one node 1 CPU \(0 of 2 in the Ray cluster are free\)"
-    with pytest.raises(WorkError, match=f"^waited 0.05 minutes for a worker, {lacking}: end what else"):
+    with pytest.raises(
+        WorkError, match=r"^waited 0.05 minutes for a worker, which needs of one node 1 CPU: end what"
+    ):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH)
     assert not (tmp_path / "run").exists()
 
@@ -131,7 +129,7 @@ def test_a_worker_that_cannot_start_is_said_in_a_line(cluster, opened, corpus, m
 
 @chaos
 def test_a_node_that_is_lost_changes_no_byte(alone, cluster, opened, corpus, tmp_path, monkeypatch):
-    """There is no room to restart its worker then: the other one reads all that is left."""
+    """There is room to restart its worker only where the other one was, which has read all else."""
     victim, reading = cluster.list_all_nodes()[-1], tmp_path / "reading"
     doomed = victim.node_id
 
@@ -155,7 +153,6 @@ def test_a_node_that_is_lost_changes_no_byte(alone, cluster, opened, corpus, tmp
             cluster.remove_node(victim, allow_graceful=False)
 
     monkeypatch.setattr(on_ray, "Worker", Doomed)
-    monkeypatch.setattr(on_ray, "PATIENCE", 3.0)
     run = survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, show_progress=show)
     assert counts == sorted(counts)
     assert {0, CONTEXTS} < set(counts)
@@ -201,7 +198,9 @@ def test_contexts_that_kill_every_worker_are_given_up(cluster, opened, corpus, t
             return super().read(chunk)
 
     monkeypatch.setattr(on_ray, "Worker", Dying)
-    with pytest.raises(WorkError, match="6 worker processes, the last when it read contexts 2 to 3: if they"):
+    with pytest.raises(
+        WorkError, match="3 processes of a worker died, the last when it read contexts 2 to 3"
+    ):
         survey_on_ray(opened("gpt2"), corpus, tmp_path / "run", batch=BATCH, actors=1)
     assert not (tmp_path / "run").exists()
 

@@ -210,7 +210,6 @@ def _survey_one(
                 address=cluster.ray,
                 actors=cluster.actors,
                 show_progress=show,
-                say=say_dimly,
                 **how,
             )
     if shard is not None:

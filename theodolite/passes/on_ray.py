@@ -5,18 +5,16 @@ Chunks and the order in which they are merged are those of one process, and so a
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -34,24 +32,14 @@ from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, open
 from theodolite.system.progress import Progress, ShowStage, starting_others
 from theodolite.system.run_folders import is_run, provenance_at
 
-Call = TypeVar("Call")
-Answers = Callable[..., Iterator[tuple[Any, Any]]]
-"""`_answers` of the workers at hand."""
-
 LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
 
 TRIES = 3
-"""How often a worker is given work that its process dies of; then another worker is given it as often."""
+"""How many processes Ray starts for a worker, one after the other."""
 
 SECONDS, LIMIT = 0.2, 600.0
-"""How long the driver waits before it hears of Ctrl-C, and for a first worker."""
-
-PATIENCE = 60.0
-"""Seconds after which an idle worker gets work that another one has.
-
-Ray restarts a worker whose node is gone where there is room for it, and else lets its calls wait for ever.
-"""
+"""How long the driver waits before it hears of Ctrl-C, and for workers that Ray has no room to start."""
 
 ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints pages of each worker that dies, at any level of logs
@@ -73,7 +61,6 @@ def survey_on_ray(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     show_progress: ShowStage = lambda what, done, total: None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Run:
     """Survey a model with workers on a Ray cluster (`pip install theodolite[ray]`).
 
@@ -87,13 +74,11 @@ def survey_on_ray(
         address: of a running cluster, as `ray.init` takes it ("auto": the one on this machine); "local" starts one here
             and stops it at the end. A process that is connected to a cluster already uses that one.
         actors: workers at most; None: as many as the cluster has room for.
-        say: told in one line of every worker that died.
 
     Raises:
         UsageError: as `survey`; Ray is missing, no cluster answers, or a node has another checkpoint or other packages;
             the model was changed after it was opened.
-        WorkError: as `survey`; or six worker processes died of the same contexts; or the cluster had room for none in
-            ten minutes.
+        WorkError: as `survey`; or three processes of one worker died; or the cluster had room for none in ten minutes.
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
     if corpus.images is not None or corpus.pictured is not None:
@@ -115,12 +100,12 @@ def survey_on_ray(
         if (finished := finished_run(work_on(made_on))) is not None:
             return finished
     with connected(address):
-        ray, threads, began = _imported_ray(), torch.get_num_threads(), time.monotonic()
-        needs, room = _offered(threads)
+        ray, began = _imported_ray(), time.monotonic()
+        needs, room = _offered()
         device = "cuda" if "GPU" in needs else "cpu"
         work, chunks = work_on(device), chunks_of(len(corpus.contexts), plan.batch)
-        # However often a worker dies it is restarted; only what it dies of is given up.
-        how = {"max_restarts": -1, "max_task_retries": TRIES - 1, "scheduling_strategy": "SPREAD"}
+        # Restarts are counted, not retries: those of calls to a node that is lost fail until Ray knows of it.
+        how = {"max_restarts": TRIES - 1, "max_task_retries": -1, "scheduling_strategy": "SPREAD"}
         actor = ray.remote(Worker).options(**how, num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))
         opening |= {"device": device, "device_map": None}
         task = opening, fingerprint_of_tables(model) | {"device": device}, (corpus, batch, seed, extra)
@@ -128,22 +113,20 @@ def survey_on_ray(
             work.check()
             held = [ray.put(part) for part in task]  # so that Ray still has it when it restarts a worker
             count = min(room, actors or room, len(chunks))
-            workers = {actor.remote(*held, threads): 0 for _ in range(count)}
-            answers = functools.partial(_answers, workers, needs, say)
-            _read(chunks, work, answers, show_progress)
+            workers = [actor.remote(*held, torch.get_num_threads()) for _ in range(count)]
+            _read(workers, chunks, work, show_progress)
             reading = time.monotonic() - began
             parts = {name: work.load(name) for name in work.names()}
             whole = {"made the tables": (parts, work.fingerprint)}
-            [(_, run)] = answers("finish", whole, lambda: show_progress("finishing", 0, 1))
-            seconds = run.provenance["wall_seconds"] + reading
-            run = replace(run, provenance=run.provenance | {"wall_seconds": seconds})
+            [(_, run)] = _answers(workers, "finish", whole, lambda: show_progress("finishing", 0, 1))
+            run.provenance["wall_seconds"] += reading
             if work.out is not None:
                 run = run.save(work.out)
             work.remove()
             return run
 
 
-def _read(chunks: Sequence[Chunk], work: Unfinished, answers: Answers, show_progress: ShowStage) -> None:
+def _read(workers: list[Any], chunks: list[Chunk], work: Unfinished, show_progress: ShowStage) -> None:
     """Have the chunks read that nobody has read yet, and save their sums."""
     contexts, saved = chunks[-1].last, work.notes(TEXT)
     # One process may have begun a chunk: whoever merges reads its rest.
@@ -155,32 +138,22 @@ def _read(chunks: Sequence[Chunk], work: Unfinished, answers: Answers, show_prog
         show_progress(TEXT_TITLE, contexts - left, contexts)
 
     calls = {f"read contexts {chunk.first} to {chunk.last - 1}": chunk for chunk in missing}
-    for chunk, state in answers("read", calls, hear):
+    for chunk, state in _answers(workers, "read", calls, hear):
         work.save(chunk.name, state, FINISHED)
         left -= chunk.last - chunk.first
     hear()
 
 
+@dataclass
 class Worker:
-    """The actor. It opens the model with its first call, so that what is wrong with it is raised there.
+    """The actor. It opens the model with its first call, so that what is wrong with it is raised there."""
 
-    Each method returns the id of the process that did the work, too.
-
-    Args:
-        opening, expected: what `opened` needs, and the fingerprint that the model must have.
-        survey: corpus, batch, seed and added accumulators.
-        threads: of torch.
-    """
-
-    def __init__(
-        self, opening: dict[str, Any], expected: dict[str, Any], survey: tuple[Any, ...], threads: int
-    ) -> None:
-        self.opening, self.expected, self.survey, self.threads = opening, expected, survey, threads
-        self._plan: SurveyPlan | None = None
-
-    def ready(self) -> tuple[int, None]:
-        """Answer: there was room for this worker."""
-        return os.getpid(), None
+    opening: dict[str, Any]
+    expected: dict[str, Any]
+    """The fingerprint that the model must have."""
+    survey: tuple[Corpus, int | None, int, Sequence[Extra]]
+    threads: int
+    _plan: SurveyPlan | None = None
 
     def plan(self) -> SurveyPlan:
         """Return the survey of the model, which is opened once and must be the driver's; errors name the node."""
@@ -199,95 +172,56 @@ class Worker:
         self._plan = SurveyPlan(model, *self.survey)
         return self._plan
 
-    def read(self, chunk: Chunk) -> tuple[int, Tensors]:
+    def read(self, chunk: Chunk) -> Tensors:
         """Read a chunk; return its sums."""
         steps = self.plan().chunk_pass(chunk)
         steps.run(Progress(steps.total))
-        return os.getpid(), steps.state()
+        return steps.state()
 
-    def finish(self, unfinished: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, Run]:
+    def finish(self, unfinished: tuple[dict[str, Any], dict[str, Any]]) -> Run:
         """Make the run of the parts of unfinished work, and of its fingerprint."""
         parts, fingerprint = unfinished
         work = Unfinished(None, fingerprint)
         for name, part in parts.items():
             work.save(name, *part)
         plan = self.plan()
-        return os.getpid(), plan.tables(Job(plan.stages(), work).run())
+        return plan.tables(Job(plan.stages(), work).run())
 
 
 def _answers(
-    workers: dict[Any, int],
-    needs: dict[str, int],
-    say: Callable[[str], None],
-    method: str,
-    calls: Mapping[str, Call],
-    hear: Callable[[], None],
-) -> Iterator[tuple[Call, Any]]:
-    """Yield each call with its answer, as they come. Ray restarts a worker that dies, and gives it its call again.
+    workers: list[Any], method: str, calls: Mapping[str, Any], hear: Callable[[], None]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the argument of each call with its answer, as they come; `calls` has the arguments by what is done.
 
-    Args:
-        workers: with the id of the process of each, 0 until it has started.
-        needs: the resources of one node that a worker takes.
-        say: told of every worker that died.
-        calls: the argument of `method` of each call, by what it does.
-        hear: called again and again; it may raise.
+    `hear` is called again and again, and may raise. A worker is given a call when it has started and is idle.
     """
     ray = _imported_ray()
-    given = dict.fromkeys(calls, -math.inf)  # when
-    under_way = {worker.ready.remote(): (worker, "") for worker in workers}
-    idle: list[Any] = []
-    failed: set[str] = set()
-    began = time.monotonic()
-    while given:
+    left, heard = list(calls), time.monotonic()
+    under_way = {worker.__ray_ready__.remote(): (worker, "") for worker in workers}
+    while left or any(doing for _, doing in under_way.values()):
         hear()
-        now = time.monotonic()
-        if not any(workers.values()) and now - began > LIMIT:
-            raise WorkError(
-                f"waited {LIMIT / 60:g} minutes for a worker, {_lacking(needs)}: end what else runs there, give "
-                "another address, or rerun when there is room"
-            )
-        due = [doing for doing in sorted(given, key=given.__getitem__) if now - given[doing] > PATIENCE]
-        for doing, worker in zip(due, idle.copy(), strict=False):
-            idle.remove(worker)
-            under_way[getattr(worker, method).remote(calls[doing])] = worker, doing
-            given[doing] = now
+        if time.monotonic() - heard > LIMIT:
+            needs = " and ".join(f"{count} {name}" for name, count in _offered()[0].items())
+            if len(left) == len(calls):
+                raise WorkError(
+                    f"waited {LIMIT / 60:g} minutes for a worker, which needs of one node {needs}: end what else runs "
+                    "there, give another address, or rerun when there is room"
+                )
         for reference in ray.wait([*under_way], timeout=SECONDS)[0]:
             worker, doing = under_way.pop(reference)
-            if doing and doing not in given:
-                idle.append(worker)  # another one was faster
-                continue
-            answer = _answer(reference, doing, doing in failed)
-            if answer is None:  # another one does it, and this one is asked when it is there again
-                if doing:
-                    failed.add(doing)
-                    given[doing] = -math.inf
-                under_way[worker.ready.remote()] = worker, ""
-                continue
-            idle.append(worker)
-            if workers[worker] not in (0, answer[0]):
-                say(f"the worker of process {workers[worker]} died, and Ray restarted it")
-            workers[worker] = answer[0]
+            answer, heard = _answer(reference, doing), time.monotonic()
+            if left:
+                following = left.pop(0)
+                under_way[getattr(worker, method).remote(calls[following])] = worker, following
+            elif any(other for _, other in under_way.values()):
+                workers.remove(worker)
+                ray.kill(worker)  # there is room now to restart one whose node is gone
             if doing:
-                del given[doing]
-                yield calls[doing], answer[1]
+                yield calls[doing], answer
 
 
-def _lacking(needs: dict[str, int]) -> str:
-    """Say what a worker needs, and what is free."""
-    ray = _imported_ray()
-    free, there = ray.available_resources(), ray.cluster_resources()
-    resources = [
-        f"{count} {name} ({free.get(name, 0):g} of {there.get(name, 0):g} in the Ray cluster are free)"
-        for name, count in needs.items()
-    ]
-    return f"which needs of one node {' and '.join(resources)}"
-
-
-def _answer(reference: Any, doing: str, failed: bool) -> Any:
-    """Return what a worker returned; None where it cannot be reached, unless the same `failed` before.
-
-    What the worker raised is raised here.
-    """
+def _answer(reference: Any, doing: str) -> Any:
+    """Return what a worker returned; what it raised is raised here."""
     ray = _imported_ray()
     try:
         return ray.get(reference)
@@ -297,33 +231,23 @@ def _answer(reference: Any, doing: str, failed: bool) -> Any:
         why = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         raise WorkError(f"a worker failed when it {doing}: {why}") from error
     except ray.exceptions.RayError as error:
-        if isinstance(error, ray.exceptions.ActorUnavailableError) and not failed:
-            return None  # its process died of it, again and again, or its node is gone
         if not doing:
             raise WorkError(
                 f"a worker died before it did anything: try `python -c 'import {__name__}'` on the nodes of the "
                 "Ray cluster, and read their logs (/tmp/ray/session_latest/logs)"
             ) from error
         raise WorkError(
-            f"the same work ended {2 * TRIES} worker processes, the last when it {doing}: if they ran out of memory, "
-            "use a smaller --batch or larger machines"
+            f"{TRIES} processes of a worker died, the last when it {doing}: if they ran out of memory, use a smaller "
+            "--batch or larger machines; rerun to resume"
         ) from error
 
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the cluster at an address, or start one here, unless this process is connected already.
-
-    Raises:
-        UsageError: Ray is not installed, or there is no cluster.
-    """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == LOCAL:
-        quiet["include_dashboard"] = False
-        if "ray" not in sys.modules:
-            # Read when Ray is imported: it listens at 127.0.0.1 only. Else anybody who reaches the machine could give
-            # the workers code to run.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    """Connect to the cluster at an address, or start one here, unless this process is connected already."""
+    if address == LOCAL and "ray" not in sys.modules:
+        # Read when Ray is imported: it listens at 127.0.0.1 only, so that nobody else gives the workers code to run.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray = _imported_ray()
     if ray.is_initialized():
         yield
@@ -334,7 +258,7 @@ def connected(address: str) -> Iterator[None]:
             socket.create_connection((host, int(port)), timeout=5).close()
         # At Ray's own handler, SIGTERM would end the process in the middle of a step.
         with starting_others():
-            ray.init(address=address, **quiet)
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except Exception as error:
         # Ray's own are of many kinds: a node that starts too slowly is a bare Exception.
         raise UsageError(
@@ -346,8 +270,9 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _offered(threads: int) -> tuple[dict[str, int], int]:
-    """Return what a worker takes of one node, a GPU or `threads` cores, and for how many workers there is room."""
+def _offered() -> tuple[dict[str, int], int]:
+    """Return what a worker takes of one node, a GPU or the cores of PyTorch, and for how many workers there is room."""
+    threads = torch.get_num_threads()
     nodes = [node["Resources"] for node in _imported_ray().nodes() if node["Alive"]]
     if gpus := sum(int(node.get("GPU", 0)) for node in nodes):
         return {"CPU": 1, "GPU": 1}, gpus
