@@ -171,7 +171,9 @@ def main(folders: list[str]) -> None:
             (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
             page.goto((folder / "index.html").resolve().as_uri())
             figure = page.locator("[data-figure].js-plotly-plot:not(.compact)").first
-            if page.locator("[data-figure]:not(.compact)").count():
+            shown = page.locator("[data-figure]:not(.compact)")
+            if shown.count():
+                shown.first.scroll_into_view_if_needed()  # figures are drawn when they are seen
                 for old in PICTURES.glob(f"{_file(name)}.*"):
                     old.unlink()
                 figure.wait_for()

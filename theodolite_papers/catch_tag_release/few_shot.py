@@ -148,7 +148,8 @@ def show_accuracy(outcome: Outcome, answers: Mapping[str, Answers]) -> None:
 
 
 def _by_k(right: Floats) -> str:
-    return ", ".join(percent(right[:, shots].mean()) for shots in SHOWN) + f" after {SHOWN} examples"
+    shares = ", ".join(percent(right[:, shots].mean()) for shots in SHOWN)
+    return f"{shares} after {', '.join(map(str, SHOWN))} examples"
 
 
 @contextmanager
