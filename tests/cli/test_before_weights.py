@@ -91,6 +91,7 @@ def _calls() -> list[tuple[str, str]]:
         (prune + " --sparsity 0.5,0.5", "2 sparsities for 3 blocks"),
         (prune + " --pattern 4:2", "give N:M with 0 < N < M"),
         (prune + " --pattern 2:5", "needs a multiple of 5 inputs"),
+        (prune + " --method oats --rank-ratio 1.5", "rank ratio 1.5 is not between 0 and 1"),
         (prune + " --batch 0", "a batch of 0"),
         ("compare {llama2} {llama2} --layer 9 --head 0 --out {out}", "layer 9 does not exist"),
         ("compare {llama2} {llama2} --layer 0 --head 9 --out {out}", "head 9 does not exist"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -274,3 +275,21 @@ def test_families_that_see_or_place_image_tokens_otherwise_are_refused(made, rea
         return
     with pytest.raises(UsageError, match="sees or counts an image's tokens otherwise"):
         survey(model, corpus)
+
+
+def test_a_template_beside_the_processor_alone_is_used(llava, table, tmp_path):
+    """As older checkpoints have it; the tokenizer of the model stays as it was."""
+    folder = tmp_path / "older"
+    shutil.copytree(llava, folder)
+    template = next(path for path in folder.glob("chat_template*"))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    model = open_model(folder)
+    assert model.tokenizer.chat_template is None
+    row = json.loads(table.read_text().splitlines()[1])
+    turns = table.parent / "turns.jsonl"
+    turns.write_text(json.dumps(row | {"text": [{"role": "user", "content": row["text"]}]}))
+    ids = next(Corpus.from_pictured(turns, pictured_text_reader(model), 64).rows())
+    plain = Corpus.from_pictured(table, pictured_text_reader(model), 64)
+    assert ids.tolist() in [other.tolist() for other in plain.rows()]
+    assert model.tokenizer.chat_template is None

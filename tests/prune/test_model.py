@@ -429,7 +429,7 @@ BAD = {
     "2 sparsities for 3 blocks": {"sparsity": [0.5, 0.5]},
     "unknown method lottery: use oats, sparsegpt, wanda, magnitude": {"method": "lottery"},
     "oats has no such option: leave out --damping": {"damping": 0.2},
-    "rank ratio 1.5 of q in block 0 is not between 0 and 1": {"rank_ratio": 1.5},
+    "rank ratio 1.5 is not between 0 and 1": {"rank_ratio": 1.5},
     "rank ratio -1 of v in block 2": {"rank_ratio": lambda *at: -1 if at == (2, "v") else 0.25},
     "--skip mlp.down: no matrix of": {"skip": ["mlp.c_fc", "mlp.down"]},
     "--skip *: nothing is left to prune": {"skip": ["*"]},

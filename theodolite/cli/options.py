@@ -372,9 +372,9 @@ class Text:
             say_dimly(
                 f"{corpus.name}: only its texts are read; its images too with --image-column {IMAGE_COLUMN}"
             )
-        for what in ("text", "label", "image"):
-            if rows := corpus.selection.get(f"rows_without_{what}"):
-                say_dimly(f"{corpus.name}: {counted(rows, 'document')} without a {what}")
+        for what in ("a text", "a label", "an image"):
+            if rows := corpus.selection.get(f"rows_without_{what.split()[1]}"):
+                say_dimly(f"{corpus.name}: {counted(rows, 'document')} without {what}")
         if self.per_label is not None:
             say_dimly(_labels_line(corpus))
         return corpus

@@ -154,8 +154,10 @@ def prune_command(
         from theodolite.report.pruned_model import page_at, write_page
 
         def check(known: OpenModel, _: Corpus | None) -> None:
-            check_shares(options.sparsity, known.layers)
-            pattern_of(options.pattern, 0 if options.skip else known.hf.config.get_text_config().hidden_size)
+            check_shares(options.sparsity, options.rank_ratio, known.layers)
+            config = known.hf.config.get_text_config()
+            for width in ("hidden_size", "intermediate_size"):
+                pattern_of(options.pattern, 0 if options.skip else getattr(config, width, 0))
 
         corpus = opening.read_first(model, text, stopped, batch, check)
         opened = opening.open_streamed(model, stopped) if stream else opening.open(model)

@@ -26,7 +26,7 @@ from typing import IO, Any
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
-IMAGE_COLUMN = "image"
+IMAGE_COLUMN = "image"  # of tables of texts and images, where none is named
 BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 

@@ -86,12 +86,14 @@ def pictured_text_reader(model: OpenModel) -> PicturedTextReader:
             processor = AutoProcessor.from_pretrained(
                 model.id, revision=model.revision, backend="pil", trust_remote_code=False
             )
-        return _Processor(processor, model.required_tokenizer(), int(token), model.vocabulary)
     except LOADING_ERRORS as error:
         raise UsageError(
             f"{model.id} has no processor of images and text that can be read ({reason_of(error)}): save its "
             "processor_config.json beside its weights"
         ) from error
+    tokenizer = processor.tokenizer  # its own, and not the model's, which stays as it is
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return _Processor(processor, tokenizer, int(token), model.vocabulary)
 
 
 @dataclass

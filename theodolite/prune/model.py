@@ -155,14 +155,23 @@ def prune_model(
         return written
 
 
-def check_shares(sparsity: Sparsity, blocks: int) -> None:
-    """Raise `UsageError` where sparsities are out of range, or of other blocks; those by a function are not asked."""
+def check_shares(sparsity: Sparsity, rank_ratio: RankRatio, blocks: int) -> None:
+    """Raise `UsageError` where shares are out of range, or of other blocks; those by a function are not asked."""
+    if not callable(rank_ratio):
+        _check_ratio(rank_ratio)
     shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
     if len(shares) != blocks:
         raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
     for share in shares:
         if share is not None and not callable(share):
             check_sparsity(share)
+
+
+def _check_ratio(ratio: float, place: str = "") -> float:
+    check_number(rank_ratio=ratio)
+    if not 0 <= ratio <= 1:
+        raise UsageError(f"rank ratio {ratio:g}{place} is not between 0 and 1")
+    return float(ratio)
 
 
 class _Pruning:
@@ -210,16 +219,11 @@ class _Pruning:
     def _set_shares(self) -> None:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
-        check_shares(sparsity, len(self.matrices))
+        check_shares(sparsity, rank_ratio, len(self.matrices))
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
             ratio = rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
-            check_number(rank_ratio=ratio)
-            if not 0 <= ratio <= 1:
-                raise UsageError(
-                    f"rank ratio {ratio:g} of {matrix.key} in block {layer} is not between 0 and 1"
-                )
-            self.rank_ratio[at] = float(ratio)
+            self.rank_ratio[at] = _check_ratio(ratio, f" of {matrix.key} in block {layer}")
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
             self.sparsity[at] = None if share is None else check_sparsity(share)
