@@ -78,7 +78,7 @@ def reproduce_command(
     A finished survey is reused, otherwise one is made; pages go to its folder, under reproduce/. Experiments of
     theory (localization/figure1 to figure5, sinks/figure6, …) need no model; their pages go to runs/localization or
     runs/sinks. Figures of one head on a prompt (sinks/figure2, figure7 to figure11) need no survey. Those of training
-    runs (localization/figure6 to figure12, sinks/figure3, …) take the folder of `theodolite train` as MODEL.
+    runs (localization/figure6 to figure12) take the folder of `theodolite train` as MODEL.
     A model of `theodolite train addition` reads the additions that it learned where --corpus is left out.
 
     Example: theodolite reproduce geometry gpt2 --corpus notes.txt --out runs/gpt2

@@ -107,7 +107,7 @@ def test_ids_and_attention_are_those_of_the_released_classes(llava, table):
     entropy = [0.0] * 4
     for ids, attentions in released.values():
         picture = torch.tensor(ids) == IMAGE
-        behind = (picture.cumsum(0) > 0) & ~picture
+        behind = torch.arange(len(ids)) > int(picture.nonzero().max())
         for layer, weights in enumerate(attentions):
             for head, own in enumerate(weights[0].double()):
                 paid[2 * layer + head] += own[behind][:, picture].sum(dim=1).tolist()
@@ -293,3 +293,18 @@ def test_a_template_beside_the_processor_alone_is_used(llava, table, tmp_path):
     plain = Corpus.from_pictured(table, pictured_text_reader(model), 64)
     assert ids.tolist() in [other.tolist() for other in plain.rows()]
     assert model.tokenizer.chat_template is None
+
+
+def test_what_does_not_fit_is_left_out_before_it_is_chosen(llava, table, tmp_path):
+    """Oracle: the rows that fit, by their lengths; a text file beside tables has no images."""
+    reader = pictured_text_reader(open_model(llava))
+    long = json.loads(table.read_text().splitlines()[1]) | {"text": "a " * 30 + "<image>", "label": "x"}
+    (table.parent / "notes.txt").write_text("a text without images")
+    table.write_text("\n".join([*[json.dumps(long)] * 6, *table.read_text().splitlines()[:8]]))
+    for seed in range(3):
+        corpus = Corpus.from_pictured(table.parent, reader, 40, contexts=6, seed=seed)
+        assert len(corpus.contexts) == 6
+    balanced = Corpus.from_pictured(table.parent, reader, 40, per_label=3)
+    assert balanced.labels.bincount().tolist() == [3, 3]
+    assert balanced.selection["picture_cut"] == 6
+    assert balanced.selection["rows_without_image"] == 1

@@ -10,6 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.checkpoints import byte_tokenizer
+from tests.tokenizers import framed
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import (
     MOST_SHOTS,
@@ -94,14 +95,19 @@ def test_what_cannot_be_asked_is_said(opened, tmp_path):
     for family, more, says in (
         ("bert", {}, "sees later tokens too"),
         ("vit", {}, "predicts no tokens"),
-        ("gpt2", {"prompts": 1}, "1 prompts with seed 0: ask for 2 or more"),
+        ("gpt2", {"prompts": 1}, "1 prompts with seed 0 .* ask for 2 prompts or more"),
         ("gpt2", {"seed": -1}, "100 prompts with seed -1"),
-        ("gpt2", {"batch": 0}, "a batch of 0 prompts reads nothing"),
+        ("gpt2", {"shots": 17}, "17 examples: .* up to 16 examples"),
+        ("gpt2", {"prompts": 2.5}, "prompts"),
+        ("gpt2", {"batch": 0, "shots": 1}, "a batch of 0 prompts reads nothing"),
     ):
         with pytest.raises(UsageError, match=says):
             few_shot_answers(opened(family), **more)
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=4, n_positions=20, bos_token_id=None)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
+    words = framed(["[UNK]", "<s>", "a"], ["<s>"], [])  # which drops line breaks
+    with pytest.raises(UsageError, match="tokens that end with a line"):
+        FewShotPrompts.draw(words, 2)
     with pytest.raises(UsageError, match=r"has positions for 20 tokens; few-shot with 16 examples needs \d+"):
         few_shot_answers(open_model(tmp_path))

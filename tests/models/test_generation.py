@@ -107,6 +107,12 @@ def test_attention_says_what_it_cannot_give(opened):
         ({"layer": 0, "heads": [99]}, "head 99 does not exist"),
         ({"layer": 0, "attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]])}, "has a hole"),
         ({"layer": 0, "generate": -1}, "give 1 or more"),
+        ({"layer": 0, "generate": 2.5}, "generate is 2.5"),
+        ({"layer": "0"}, "layer is '0'"),
+        ({"layer": 0, "heads": 2}, "heads is 2: give a list"),
+        ({"layer": 0, "ids": "a text"}, "token ids are str"),
+        ({"layer": 0, "attention_mask": -1e9 * torch.ones(1, 8)}, "other numbers than 0"),
+        ({"layer": 0, "attention_mask": [1, 1]}, "has shape"),
         ({"layer": 0, "ids": ids * 10**6}, "token id 1000000"),
         ({"layer": 0, "ids": ids.repeat(1, 900)}, "are longer than the"),
     ):

@@ -260,11 +260,11 @@ def _statistics(
 
 
 def _paid_to_pictures(inputs: AttentionInputs, picture: Bool[Tensor, "batch positions"]) -> dict[str, Tensor]:
-    """Sum what queries of text behind a picture pay to its tokens, by head, and count these queries."""
+    """Sum what queries behind a picture's last token pay to its tokens, by head, and count these queries."""
     value, picture = inputs.value, picture.to(inputs.value.device)
     is_picture = picture[:, None, :, None].to(value.dtype).expand(-1, value.shape[1], -1, 1)
     paid = summarise(replace(inputs, value=is_picture)).output[..., 0].double()
-    behind = (picture.cumsum(dim=1) > 0) & ~picture
+    behind = (picture.flip(1).cumsum(dim=1).flip(1) == 0) & picture.any(dim=1, keepdim=True)
     return {"picture": (paid * behind[:, :, None]).sum(dim=(0, 1)), "text_queries": behind.sum().double()}
 
 

@@ -27,6 +27,7 @@ from theodolite.corpus.cutting import (
     padded,
     read_order,
     runs,
+    whole_ids,
 )
 from theodolite.corpus.documents import (
     IMAGE_COLUMN,
@@ -40,7 +41,7 @@ from theodolite.corpus.documents import (
 )
 from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader, read_pictured
+from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedRows, PicturedTextReader
 from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
@@ -399,23 +400,30 @@ class Corpus:
         check_length(length)
         columns = Columns(text_column, label_by, encoding, reader.tokenizer, image=image_column)
         rows, choice = _rows_of(path, columns, contexts, seed, per_label, streamed=True)
-        seen: list[Document] = []
+        read = PicturedRows(reader, length)
 
         def numbered() -> Iterator[tuple[str | None, list[int]]]:
             for row in rows:
-                seen.append(row)
-                yield row.label, [len(seen) - 1]
+                if row.picture is None:  # a text file beside tables
+                    columns.notes.rows_without_image += 1
+                elif read.takes(row):
+                    yield row.label, [len(read.ids) - 1]
 
         sample = choose(numbered(), choice)
-        chosen = [seen[int(body[0])] for _, body in sample.bodies]
-        read, pictured = read_pictured(chosen, reader, length, show_tokens)
-        if not read.ids:
+        chosen = [int(body[0]) for _, body in sample.bodies]
+        if not chosen and read.cut:
+            raise UsageError(
+                f"no picture has room in a context of {length} tokens: the longest needs --length {read.longest} or "
+                "more"
+            )
+        if not chosen:
             raise UsageError(
                 f"{printable(path)} has no row with a picture and a text, or its label has too few: give a table of "
                 "some, or a smaller --per-label"
             )
-        ids, _, lengths = padded(list(map(no_text, read.ids)))
-        numbers, names = _numbered([document.label for document in read.documents])
+        pictured = Pictured.of_documents([read.documents[row] for row in chosen], reader, show_tokens)
+        ids, _, lengths = padded([no_text(read.ids[row]) for row in chosen])
+        numbers, names = _numbered([document.label for document in pictured.documents])
         counts = {"too_short": read.too_short, "picture_cut": read.cut}
         selection = columns.described() | {"image_column": image_column} | sample.balance(choice)
         selection |= {name: count for name, count in counts.items() if count}
@@ -503,13 +511,7 @@ class Corpus:
         Raises:
             UsageError: they are no such ids, mask or positions, or there are more or fewer labels.
         """
-        if not isinstance(ids, Tensor):
-            ids = torch.as_tensor(ids, device="cpu")
-        if ids.ndim == 1:
-            ids = ids.unsqueeze(0)
-        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta)
-        if ids.ndim != 2 or not ids.numel() or not whole:
-            raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (rows, positions)")
+        ids = whole_ids(ids)
         # A copy: what the caller does to the tensor later is not what was read.
         ids = ids.detach().to("cpu", torch.int64, copy=True)
         labels_of_rows = _one_each(labels, len(ids), "row")
@@ -597,7 +599,10 @@ def _rows_of(
     dataset = dataset_of(str(path))
     choice = Choice(contexts, seed, per_label, columns.rows, streamed=streamed or dataset is not None)
     choice.check()
-    return read_path(path, columns) if dataset is None else streamed_rows(*dataset, columns), choice
+    rows = (
+        read_path(path, columns) if dataset is None else with_text(streamed_rows(*dataset, columns), columns)
+    )
+    return rows, choice
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

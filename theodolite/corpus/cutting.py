@@ -202,6 +202,21 @@ def runs(lengths: Int[Tensor, " contexts"], first: int, last: int) -> Iterator[s
         first += count
 
 
+def whole_ids(ids: Any) -> Int[Tensor, "rows positions"]:
+    """Return token ids as a tensor of rows, a single row as one; `UsageError` where they are no whole numbers."""
+    try:
+        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"token ids are {type(ids).__name__}: give whole numbers (rows, positions)"
+        ) from error
+    ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta)
+    if ids.ndim != 2 or not ids.numel() or not whole:
+        raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (rows, positions)")
+    return ids
+
+
 def positions_in_rows(
     ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Int[Tensor, "rows positions"]:
@@ -218,6 +233,8 @@ def positions_in_rows(
         tensor if tensor is None else _shaped(name, tensor, ids)
         for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids))
     )
+    if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
+        raise UsageError("attention_mask has other numbers than 0 (padding) and 1: give such a mask")
     if mask is None and given is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
     here = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
@@ -285,8 +302,9 @@ def contexts_of_one_length(
     return torch.stack(contexts)
 
 
-def _shaped(name: str, given: Tensor, ids: Tensor) -> Tensor:
-    given = given.reshape(-1, given.shape[-1])
+def _shaped(name: str, given: Any, ids: Tensor) -> Tensor:
+    given = torch.as_tensor(given)
+    given = given.unsqueeze(0) if given.ndim == 1 else given
     if given.shape != ids.shape:
         raise UsageError(
             f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"

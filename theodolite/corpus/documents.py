@@ -600,6 +600,11 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
 
 def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
+    for content in (message["content"] for message in messages):
+        if not isinstance(content, str) and not (
+            isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        ):
+            raise ValueError("the content of a turn is neither text nor a list of parts")
     turns = [
         message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else [*content]}
         for message in messages

@@ -53,7 +53,7 @@ def make_corpus(
 
     A file named like a keyword is reached as `./docs`. Random tokens and datasets give
     `STREAMED_CONTEXTS` when `contexts` is None. `columns` are those of a table, `per_label`, `pack` and
-    `show_tokens` as in `Corpus`. With an `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
+    `show_tokens` as in `Corpus`. With a `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
     """
     name = DOCS if spec is None else str(spec)
     some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
@@ -98,7 +98,7 @@ def make_stream(
     the whole is tokenized at once.
 
     Args:
-        spec: as of `make_corpus`, but for what is drawn (random tokens, prompts); `wikitext-2` is the test
+        spec: as of `make_corpus`, but for random tokens, which are drawn; `wikitext-2` is the test
             part of the raw WikiText-2 of the hub.
         tokenizer: the model's own.
         columns: the text column of tables.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from theodolite.corpus.documents import Document
 from theodolite.corpus.images import KEPT_BYTES, digest_of
 from theodolite.corpus.sampling import LEAST_LENGTH
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import WorkError
 from theodolite.system.progress import ShowTokens
 
 Tensors = Mapping[str, Tensor]
@@ -60,6 +60,26 @@ class Pictured:
     shapes: Int[Tensor, " contexts"]
     _kept: dict[bytes, Tensors] = field(default_factory=dict, repr=False)
 
+    @classmethod
+    def of_documents(
+        cls, documents: Sequence[Document], reader: PicturedTextReader, show: ShowTokens
+    ) -> Pictured:
+        """Read the pictures once, which `show` counts; their tensors are kept while they fit `KEPT_BYTES`."""
+        kept, room = dict[bytes, Tensors](), KEPT_BYTES
+        digests: list[bytes] = []
+        numbers: list[int] = []
+        shapes: dict[object, int] = {}
+        for document in documents:
+            _, tensors = reader.read(document)
+            digests.append(digest_of(*tensors.values()))
+            shape = tuple((name, tensor.shape) for name, tensor in tensors.items())
+            numbers.append(shapes.setdefault(shape, len(shapes)))
+            room -= sum(tensor.nbytes for tensor in tensors.values())
+            if room >= 0:
+                kept[digests[-1]] = tensors
+            show(len(digests))
+        return cls(documents, reader, digests, torch.tensor(numbers), kept)
+
     @property
     def first(self) -> int:
         """The id of the first token of a picture in a corpus, where the second has the next one."""
@@ -94,50 +114,33 @@ class Pictured:
 
 @dataclass
 class PicturedRows:
-    """Texts and pictures as they were read: ids of each, those of a picture's tokens counted from `first` on.
+    """Texts with pictures that fit a context, and the ids of each, those of a picture's tokens from `vocabulary` on.
 
-    `cut` counts those left out because their picture has more tokens than a context, `too_short` those of too few.
+    `cut` counts those left out because their picture has more tokens than a context, the longest `longest`, and
+    `too_short` those of too few tokens.
     """
 
+    reader: PicturedTextReader
+    length: int
     ids: list[list[int]] = field(default_factory=list)
     documents: list[Document] = field(default_factory=list)
     cut: int = 0
     too_short: int = 0
     longest: int = 0
 
-
-def read_pictured(
-    documents: Iterable[Document], reader: PicturedTextReader, length: int, show: ShowTokens
-) -> tuple[PicturedRows, Pictured]:
-    """Read texts and pictures once, cut to `length` tokens; what is left out is counted."""
-    rows, kept, room, read = PicturedRows(), dict[bytes, Tensors](), KEPT_BYTES, 0
-    digests: list[bytes] = []
-    numbers: list[int] = []
-    shapes: dict[object, int] = {}
-    for document in documents:
-        ids, tensors = reader.read(document)
-        places = [place for place, token in enumerate(ids) if token == reader.token]
-        if places and places[-1] >= length:
-            rows.cut, rows.longest = rows.cut + 1, max(rows.longest, places[-1] + 1)
-            continue
-        ids = ids[:length]
+    def takes(self, document: Document) -> bool:
+        """Read a text and its picture, cut to the length; tells whether it is kept."""
+        ids, _ = self.reader.read(document)
+        places = [place for place, token in enumerate(ids) if token == self.reader.token]
+        if places and places[-1] >= self.length:
+            self.cut, self.longest = self.cut + 1, max(self.longest, places[-1] + 1)
+            return False
+        ids = ids[: self.length]
         if len(ids) < LEAST_LENGTH:
-            rows.too_short += 1
-            continue
+            self.too_short += 1
+            return False
         for number, place in enumerate(places):
-            ids[place] = reader.vocabulary + number
-        rows.ids.append(ids)
-        rows.documents.append(document)
-        digests.append(digest_of(*tensors.values()))
-        shape = tuple((name, tensor.shape) for name, tensor in tensors.items())
-        numbers.append(shapes.setdefault(shape, len(shapes)))
-        room -= sum(tensor.nbytes for tensor in tensors.values())
-        if room >= 0:
-            kept[digests[-1]] = tensors
-        read += len(ids)
-        show(read)
-    if not rows.ids and rows.cut:
-        raise UsageError(
-            f"no picture has room in a context of {length} tokens: the longest needs --length {rows.longest} or more"
-        )
-    return rows, Pictured(rows.documents, reader, digests, torch.tensor(numbers), kept)
+            ids[place] = self.reader.vocabulary + number
+        self.ids.append(ids)
+        self.documents.append(document)
+        return True

@@ -26,6 +26,7 @@ from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.jobs.job import Rows
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
+from theodolite.system.choices import check_whole
 from theodolite.system.progress import ShowProgress
 
 NAME = "few-shot"
@@ -77,9 +78,11 @@ class FewShotPrompts:
         """
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{NAME} needs a tokenizer that says where tokens stand (a fast one)")
-        if prompts < 2 or seed < 0:
+        check_whole(prompts=prompts, seed=seed, shots=shots)
+        if prompts < 2 or seed < 0 or not 0 <= shots <= MOST_SHOTS:
             raise UsageError(
-                f"{prompts} prompts with seed {seed}: ask for 2 or more, with a seed of 0 or more"
+                f"{prompts} prompts with seed {seed} and {shots} examples: ask for 2 prompts or more, with a seed of 0 "
+                f"or more, and up to {MOST_SHOTS} examples"
             )
         before = frame_of(tokenizer).before
         rows, answers, tasks = [], [], []
@@ -93,6 +96,10 @@ class FewShotPrompts:
                 stop = np.cumsum([len(f"{question}: {answer}\n") for question, answer in lines])
                 begin = stop - [len(f" {answer}\n") for _, answer in lines]
                 places = [np.searchsorted(ends, begin, "right"), np.searchsorted(starts, stop, "left")]
+                if (ends[places[1] - 1] != stop).any():
+                    raise UsageError(
+                        f"{NAME} needs a tokenizer with tokens that end with a line: line breaks, say"
+                    )
                 rows.append(no_text([*before, *read["input_ids"]]))
                 answers.append(np.stack(places, axis=1) + len(before))
                 tasks.append(task)
@@ -149,16 +156,22 @@ def by_task(right: Bool[np.ndarray, "all_prompts lines"], prompts: int) -> dict[
     return dict(zip(word_tasks(), right.reshape(-1, prompts, right.shape[1]), strict=True))
 
 
-def answer_rows(model: OpenModel, *, prompts: int, seed: int, shots: int, batch: int | None) -> Rows[slice]:
-    """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
+def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHOTS) -> FewShotPrompts:
+    """Draw the prompts that a model is asked; errors are those of `few_shot_answers`."""
     check_predicts(model)
     drawn = FewShotPrompts.draw(model.required_tokenizer(), prompts, seed, shots)
-    parts = drawn.batches(batch)
     if not model.has_positions(drawn.ids.shape[1]):
         raise UsageError(
             f"{model.id} has positions for {model.longest} tokens; {NAME} with {shots} examples needs "
             f"{drawn.ids.shape[1]}: ask for fewer --shots"
         )
+    return drawn
+
+
+def answer_rows(model: OpenModel, *, prompts: int, seed: int, shots: int, batch: int | None) -> Rows[slice]:
+    """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
+    drawn = prompts_for(model, prompts, seed, shots)
+    parts = drawn.batches(batch)
 
     def read(part: slice) -> dict[str, Tensor]:
         return {"right": drawn.right(part, model.logits(drawn.ids[part]))}

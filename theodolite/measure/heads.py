@@ -111,7 +111,7 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
     _measured(
         "to_image",
         "Share of a head's attention that text behind an image pays to the image's tokens.",
-        "Only of texts with images: mean over the queries of text behind one.",
+        "Only of texts with images: mean over the queries behind an image's last token.",
         title="attention to the image",
         group=BEHAVIOUR,
     ),

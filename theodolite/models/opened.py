@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs, attend, softmax
-from theodolite.corpus.cutting import contexts_of_one_length
+from theodolite.corpus.cutting import contexts_of_one_length, whole_ids
 from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
 from theodolite.models.doors.taps import tapped
@@ -33,6 +33,7 @@ from theodolite.models.weights.head_weights import (
 )
 from theodolite.models.weights.weight_map import WeightMaps
 from theodolite.models.writing import written
+from theodolite.system.choices import check_whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,9 +240,15 @@ class OpenModel:
                 that writes nothing.
             WorkError: it writes by other logits than it has of the finished text.
         """
-        contexts = contexts_of_one_length(torch.as_tensor(ids), attention_mask, position_ids)
-        chosen = range(self.heads_of[layer] if 0 <= layer < self.layers else 0) if heads is None else heads
-        for head in chosen or [0]:
+        check_whole(layer=layer, generate=generate)
+        contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
+        try:
+            chosen = None if heads is None else [int(head) for head in heads]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"heads is {heads!r}: give a list of numbers, or None for all") from error
+        self.check_place(layer)
+        chosen = list(range(self.heads_of[layer])) if chosen is None else chosen
+        for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)
         if generate:
@@ -258,7 +265,7 @@ class OpenModel:
 
         def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
             if called.pop(module, None) == layer:
-                kept.append(softmax(inputs.logits(), inputs.sink)[:, list(chosen)])
+                kept.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
             return attend(inputs)
 
         hook = self.structure.attention_at(layer).register_forward_pre_hook(enter)

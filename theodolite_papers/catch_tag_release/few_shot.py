@@ -22,7 +22,7 @@ from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.estimates import Estimate, Floats
-from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts
+from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, prompts_for
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import HOLDS, all_of, unless_explained
 from theodolite.models.hooks import Hooks, hooked
@@ -54,7 +54,7 @@ ABLATION_PROMPTS = 20
 """Of each task, answered under every intervention, one at a time: sinks are of a text without padding."""
 
 CONTROLS = 2
-"""Seeded controls of each intervention. Of all controls the one that costs most is judged, prompt by prompt."""
+"""Seeded controls of each intervention. The one that costs most after sixteen examples is judged, paired by prompt."""
 
 DENSE, HIDDEN = "dense", "sinks hidden"
 OTHERS, ATTENDED = "as many other keys hidden", "as many other keys hidden, the most attended"
@@ -98,7 +98,7 @@ def answer(model: OpenModel, prompts: FewShotPrompts, batch: int | None = None) 
 
 
 def _asked(model: OpenModel, prompts: int) -> FewShotPrompts:
-    return FewShotPrompts.draw(model.required_tokenizer(), prompts, PROMPT_SEED)
+    return prompts_for(model, prompts, PROMPT_SEED)
 
 
 def tabulated(answers: Mapping[str, Answers], prompts: FewShotPrompts) -> pd.DataFrame:
