@@ -87,8 +87,8 @@ class AttentionStatistics(LayerSums):
 
     By group of contexts, of which numbers have their errors: contexts, queries, previous_queries and same_queries
     (L, G), how many queries there are, with a token before them, and with an earlier equal one; previous and same
-    (L, G, H), what these pay; with `pictured` text_queries (L, G) of text behind a picture, and what these pay to it,
-    picture (L, G, H); total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
+    (L, G, H), what these pay; with `pictured` text_queries (L, G) behind a picture's last token, and what these pay to
+    it, picture (L, G, H); total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
     sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last, with more than one leading
     token sink_registers; sink_tokens, keyed by layer, head, token and whether it is first: contexts (G), sinks and the
     sum of their positions; a token may be a sink at several positions of a context.

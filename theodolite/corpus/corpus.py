@@ -407,6 +407,7 @@ class Corpus:
                 if row.picture is None:  # a text file beside tables
                     columns.notes.rows_without_image += 1
                 elif read.takes(row):
+                    show_tokens(read.tokens)
                     yield row.label, [len(read.ids) - 1]
 
         sample = choose(numbered(), choice)
@@ -421,9 +422,11 @@ class Corpus:
                 f"{printable(path)} has no row with a picture and a text, or its label has too few: give a table of "
                 "some, or a smaller --per-label"
             )
-        pictured = Pictured.of_documents([read.documents[row] for row in chosen], reader, show_tokens)
+        # Read again, so that what is kept in memory is of the chosen ones alone.
+        documents = [read.documents[row] for row in chosen]
+        pictured = Pictured.of_documents(documents, reader, lambda: show_tokens(read.tokens))
         ids, _, lengths = padded([no_text(read.ids[row]) for row in chosen])
-        numbers, names = _numbered([document.label for document in pictured.documents])
+        numbers, names = _numbered([document.label for document in documents])
         counts = {"too_short": read.too_short, "picture_cut": read.cut}
         selection = columns.described() | {"image_column": image_column} | sample.balance(choice)
         selection |= {name: count for name, count in counts.items() if count}

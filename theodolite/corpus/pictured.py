@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from theodolite.corpus.documents import Document
 from theodolite.corpus.images import KEPT_BYTES, digest_of
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import WorkError
-from theodolite.system.progress import ShowTokens
 
 Tensors = Mapping[str, Tensor]
 
@@ -62,9 +61,9 @@ class Pictured:
 
     @classmethod
     def of_documents(
-        cls, documents: Sequence[Document], reader: PicturedTextReader, show: ShowTokens
+        cls, documents: Sequence[Document], reader: PicturedTextReader, hear: Callable[[], None]
     ) -> Pictured:
-        """Read the pictures once, which `show` counts; their tensors are kept while they fit `KEPT_BYTES`."""
+        """Read the pictures; their tensors are kept while they fit `KEPT_BYTES`. `hear` may raise to stop."""
         kept, room = dict[bytes, Tensors](), KEPT_BYTES
         digests: list[bytes] = []
         numbers: list[int] = []
@@ -77,7 +76,7 @@ class Pictured:
             room -= sum(tensor.nbytes for tensor in tensors.values())
             if room >= 0:
                 kept[digests[-1]] = tensors
-            show(len(digests))
+            hear()
         return cls(documents, reader, digests, torch.tensor(numbers), kept)
 
     @property
@@ -117,7 +116,7 @@ class PicturedRows:
     """Texts with pictures that fit a context, and the ids of each, those of a picture's tokens from `vocabulary` on.
 
     `cut` counts those left out because their picture has more tokens than a context, the longest `longest`, and
-    `too_short` those of too few tokens.
+    `too_short` those of too few tokens; `tokens` are those of all that are kept.
     """
 
     reader: PicturedTextReader
@@ -127,6 +126,7 @@ class PicturedRows:
     cut: int = 0
     too_short: int = 0
     longest: int = 0
+    tokens: int = 0
 
     def takes(self, document: Document) -> bool:
         """Read a text and its picture, cut to the length; tells whether it is kept."""
@@ -141,6 +141,7 @@ class PicturedRows:
             return False
         for number, place in enumerate(places):
             ids[place] = self.reader.vocabulary + number
+        self.tokens += len(ids)
         self.ids.append(ids)
         self.documents.append(document)
         return True

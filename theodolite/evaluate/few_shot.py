@@ -113,6 +113,14 @@ class FewShotPrompts:
         size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
         return [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
 
+    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
+        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
+
+        def read(part: slice) -> dict[str, Tensor]:
+            return {"right": self.right(part, model.logits(self.ids[part]))}
+
+        return Rows(self.batches(batch), read, lambda part: part.stop - part.start)
+
     def right(
         self, part: slice, logits: Float[Tensor, "prompts positions vocabulary"]
     ) -> Bool[Tensor, "prompts lines"]:
@@ -170,13 +178,7 @@ def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHO
 
 def answer_rows(model: OpenModel, *, prompts: int, seed: int, shots: int, batch: int | None) -> Rows[slice]:
     """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
-    drawn = prompts_for(model, prompts, seed, shots)
-    parts = drawn.batches(batch)
-
-    def read(part: slice) -> dict[str, Tensor]:
-        return {"right": drawn.right(part, model.logits(drawn.ids[part]))}
-
-    return Rows(parts, read, lambda part: part.stop - part.start)
+    return prompts_for(model, prompts, seed, shots).asked_of(model, batch)
 
 
 def few_shot_scores(

@@ -201,8 +201,9 @@ def _answers(
     while left or any(doing for _, doing in under_way.values()):
         hear()
         if time.monotonic() - heard > LIMIT:
-            needs = " and ".join(f"{count} {name}" for name, count in _offered()[0].items())
+            offered, _ = _offered()  # or no node is large enough any more
             if len(left) == len(calls):
+                needs = " and ".join(f"{count} {name}" for name, count in offered.items())
                 raise WorkError(
                     f"waited {LIMIT / 60:g} minutes for a worker, which needs of one node {needs}: end what else runs "
                     "there, give another address, or rerun when there is room"

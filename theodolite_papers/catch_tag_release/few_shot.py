@@ -22,7 +22,7 @@ from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.estimates import Estimate, Floats
-from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, prompts_for
+from theodolite.evaluate.few_shot import FewShotPrompts, prompts_for
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import HOLDS, all_of, unless_explained
 from theodolite.models.hooks import Hooks, hooked
@@ -93,8 +93,7 @@ def accuracy_by_shots(answers: Mapping[str, Floats]) -> go.Figure:
 
 def answer(model: OpenModel, prompts: FewShotPrompts, batch: int | None = None) -> Answers:
     """Mark the right answers of a model as it is now."""
-    parts = prompts.batches(batch)
-    return torch.cat([prompts.right(part, model.logits(prompts.ids[part])) for part in parts]).numpy()
+    return prompts.asked_of(model, batch).whole()["right"].numpy()
 
 
 def _asked(model: OpenModel, prompts: int) -> FewShotPrompts:
@@ -286,7 +285,7 @@ def show_ablations(
     for name, (words, untouched, controls) in PAIRS.items():
         lost = right[untouched][0] - right[name][0]
         of_controls = [right[untouched][0] - each for control in controls for each in right[control]]
-        costs = [each[:, MOST_SHOTS].mean() for each in of_controls]
+        costs = [each[:, -1].mean() for each in of_controls]
         hardest = of_controls[int(np.argmax(costs))]
         beyond = lost - hardest
         attention = ""
