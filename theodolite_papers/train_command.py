@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from theodolite_papers.training.tasks import Task
 
 training = typer.Typer(
-    help="Train a small model: the embedded one again, one of characters, one that adds, one that learns from "
-    "examples, or a grid with LocAteR.\n\n"
-    "Example: theodolite train addition --digits 10 --series --out adder",
+    help="Train a small model of a paper: one of characters, one that adds, or a grid with LocAteR.\n\n"
+    "Example: theodolite train addition --digits 10 --out adder",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -32,24 +31,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """Options of every training run of one model."""
+class _Small:
+    """Options of a small model's training run."""
 
     steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
     batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
     learning_rate: Annotated[
         float | None, typer.Option("--rate", help="Peak learning rate [default: as published].")
     ] = None
-
-
-@dataclass(frozen=True)
-class _Small(_Steps):
-    """Options of a small model's training run."""
-
     positions: Annotated[str, typer.Option(help="learned or rotary.")] = "learned"
-    series: Annotated[
-        bool, typer.Option("--series", help="Also save checkpoints during training, in OUT/series.")
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -61,38 +51,18 @@ class _Running:
     threads: Threads = 2
     as_json: AsJson = False
 
-    def settings(self, options: _Steps) -> dict[str, Any]:
-        """Return the options that were given, and the seed."""
-        given = {name: value for name, value in asdict(options).items() if value is not None}
-        return given | {"seed": self.seed}
-
     def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
         """Train a model on a task and say how good it is; `config`: where an option is not given."""
         from theodolite_papers.training.tasks import train_task_model
 
-        config, console = replace(config, **self.settings(options)), _quiet_screen()
+        given = {name: value for name, value in asdict(options).items() if value is not None}
+        config, console = replace(config, **given, seed=self.seed), _quiet_screen()
         result = train_task_model(self.out, task, config, threads=self.threads, console=console)
         _say(task.summary(result), self.out, self.as_json)
 
 
 RECORDS = ("training.json", "grid.json")
-"""The record that a trainer leaves in its folder; the embedded model has a README instead."""
-
-
-@training.command("embedded")
-@with_option_groups
-def embedded_command(*, options: _Steps, running: _Running) -> None:
-    """Retrain the model inside this package, on the documentation that ships with Python.
-
-    Example: theodolite train embedded --out mine --seed 0
-    """
-    with one_line_errors():
-        from theodolite_papers.training.embedded import train_embedded_model
-        from theodolite_papers.training.models import EmbeddedConfig
-
-        config, console = EmbeddedConfig(**running.settings(options)), _quiet_screen()
-        result = train_embedded_model(running.out, config=config, threads=running.threads, console=console)
-        _say(result.summary(), running.out, running.as_json)
+"""The record that a trainer leaves in its folder."""
 
 
 @training.command("characters")
@@ -107,7 +77,7 @@ def characters_command(
 
     Size, learning rate and steps as in Song & Zhong 2024, appendix A.2.
 
-    Example: theodolite train characters --text shakespeare.txt --series --out shakespeare
+    Example: theodolite train characters --text shakespeare.txt --out shakespeare
     """
     with one_line_errors():
         from theodolite_papers.training.tasks import PUBLISHED, Characters
@@ -127,7 +97,7 @@ def addition_command(
 
     Size, learning rate and steps as in Song & Zhong 2024, appendices A.2 and D.3.
 
-    Example: theodolite train addition --digits 10 --positions rotary --series --out adder
+    Example: theodolite train addition --digits 10 --positions rotary --out adder
     """
     with one_line_errors():
         from theodolite_papers.training.tasks import PUBLISHED, Additions

@@ -81,7 +81,7 @@ TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then
 
 def _train(root: Path, out: str = "out") -> object:
     """A training smaller than the command can make it."""
-    config = tasks.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4, series=True)
+    config = tasks.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4)
     config = replace(config, positions="learned")
     task = tasks.Characters.of_text(TEXT, length=32)
     return tasks.train_task_model(root / out, task, config, threads=1, console=Console(quiet=True))

@@ -170,13 +170,10 @@ def test_pieces_give_the_tokens_of_the_whole(monkeypatch, plain, kind):
 
 def words_with_merges() -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges over spaces and letters, whose words must not be cut."""
-    from theodolite.corpus.documents import Document
-    from theodolite_papers.training.embedded import Source, train_tokenizer
+    from theodolite_papers.training.tasks import byte_pair_tokenizer
 
     text = "aab bba  ab\n ba\n\n abab bbbb aaaa  b a " * 20
-    return PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer([Source("x", 1.0, (Document(text),))], 264, 0)
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=byte_pair_tokenizer([text], 264))
 
 
 def test_a_line_without_end_is_read_in_bounded_pieces(plain: PreTrainedTokenizerFast) -> None:

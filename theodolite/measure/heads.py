@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -40,6 +41,7 @@ from theodolite.measure.head_roles import (
     HeadRole,
 )
 from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
+from theodolite.theory.propagation import propagation_of_draws
 from theodolite.theory.unbiased import Jackknifed, ratio
 
 _head = partial(Column, "heads", range=SHARE)
@@ -151,6 +153,28 @@ def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
     """List the values of columns by name, and their standard errors by NAME_se."""
     values = {name: one.value.tolist() for name, one in columns.items()}
     return values | {f"{name}_se": one.error.tolist() for name, one in columns.items()}
+
+
+@gives(
+    _head(
+        "propagation_independent",
+        "Signal propagation if queries and keys were drawn independently: far from the measured one, a query's logits "
+        "depend on more than the size of queries and keys.",
+        "ρ = P(−1 ≤ x ≤ T − 1), x ~ N(0, σ²), σ² = tr(E[q qᵀ] Cov(k)) · scaling², q the last query and k the keys that "
+        "it sees, normed and turned by position as they are used; without soft-capping and biases.",
+        f"{BAO}, section 3; independent draws are ours",
+        "signal propagation of independent draws",
+        group=ATTENTION,
+        short="ρ indep.",
+        offered=False,
+    )
+)
+def propagation_of_moments(query_keys: State, attention: State) -> dict[str, Tensor]:
+    """Compute `propagation_independent`, L · H values, from the state of `QueryKeyMoments`."""
+    contexts = query_keys["contexts"]
+    variance = torch.einsum("lhxy,lhxy->lh", query_keys["query"], query_keys["key"]) / contexts**2
+    keys = attention["total_last_sees"].sum(dim=1) / contexts
+    return {"propagation_independent": propagation_of_draws(variance, keys).flatten()}
 
 
 @gives(

@@ -16,6 +16,7 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
 from theodolite.accumulate.means import ExampleNorms, Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
+from theodolite.accumulate.query_keys import QueryKeyMoments
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
@@ -142,6 +143,7 @@ class SurveyPass(HeadsPass):
         self.streams = KeptStreams(
             model.layers, self.means.length, model.width, sample_of(corpus, seed), model.source.dtype
         )
+        self.query_keys = QueryKeyMoments(model.layers, model.heads, model.head_width)
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
@@ -159,6 +161,7 @@ class SurveyPass(HeadsPass):
             "sketches": self.sketches,
             "massive": self.massive,
             "streams": self.streams,
+            "query_keys": self.query_keys,
         }
         examples = {} if self.examples is None else {"examples": self.examples}
         added = {f"extra.{one.name}": one for one in self.extra}
@@ -192,6 +195,7 @@ class SurveyPass(HeadsPass):
         """Take in one layer's attention, and compute its output."""
         for accumulator in self.extra:
             accumulator.attention(layer, inputs)
+        self.query_keys.update(layer, inputs, self.trailing)
         return super().attention(layer, inputs)
 
 

@@ -148,7 +148,8 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         labels = torch.full_like(labels, -1)
     if facts.pictures is not None:
         inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
-    inputs |= {name: states.of(f"corpus.{name}") for name in ("residual", "sketches", "outliers", "massive")}
+    of_text = "residual", "sketches", "outliers", "massive", "query_keys"
+    inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {
         "gram_norm": inputs["attention"]["gram_norm"],
         "sample": facts.sample,

@@ -114,6 +114,26 @@ def propagation_finite(
     return torch.where(certain, inside, _normal_between(-mean / spread, (1 - mean) / spread))
 
 
+def propagation_of_draws(
+    variance: Float[Tensor, "*heads"], keys: float | Float[Tensor, "*#heads"]
+) -> Float64[Tensor, "*heads"]:
+    """Compute ρ where keys are drawn without regard to the query and to their place: the same for every key.
+
+    s = (ω − mean ω + 1)/T of a logit ω has mean 1/T; it is taken as Gaussian. Bao et al. 2024 have tokens walk at
+    random (Assumption 1), so that logits grow with position; here they are stationary.
+
+    Args:
+        variance: of a query's logits, temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
+        keys: T, how many the query sees.
+
+    Raises:
+        UsageError: complex numbers.
+    """
+    check_real("variance", variance)
+    spread = variance.double().clamp_min(0).sqrt() + 0.0  # Adding 0 makes −0 a 0, whose reciprocal is +∞.
+    return _normal_between(-1 / spread, (torch.as_tensor(keys) - 1) / spread)
+
+
 def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
     """Measure the effective share of positions that propagate, (∫ρ)²/∫ρ²: 1 for a flat curve; NaN where none does.
 

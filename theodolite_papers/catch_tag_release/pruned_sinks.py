@@ -42,7 +42,6 @@ from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
-from theodolite_papers.catch_tag_release.averaging import error_of_ratio
 from theodolite_papers.experiment import Outcome, Study, declared
 
 METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
@@ -143,9 +142,13 @@ def halves(study: Study) -> tuple[Corpus, Corpus]:
         raise UsageError(f"{count} contexts are too few to calibrate and to measure: give 4 or more")
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} does not predict next tokens: pruned models are judged by that loss")
-    parts = (range(first, count, 2) for first in (0, 1))
-    first, second = (torch.tensor([rows[n] for n in evenly(len(rows), MOST_CONTEXTS)]) for rows in parts)
-    return corpus.subset(first), corpus.subset(second)
+    first, second = (corpus.subset(torch.arange(start, count, 2)) for start in (0, 1))
+    return few_of(first, MOST_CONTEXTS), few_of(second, MOST_CONTEXTS)
+
+
+def few_of(corpus: Corpus, most: int) -> Corpus:
+    """Keep so many contexts at most, evenly chosen."""
+    return corpus.subset(torch.tensor(evenly(len(corpus.contexts), most)))
 
 
 def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
@@ -216,9 +219,9 @@ def judge_methods(outcome: Outcome, dense: ModelSinks, measured: Mapping[str, Mo
     kept = {name: (dense.sinks & of.sinks).flatten(1).sum(1).double() for name, of in measured.items()}
     outcome.judge("retains", _kept(dense, measured["OATS"]), sparsity=f"{SPARSITY:.0%}")
     for name in others:
-        gain = kept["OATS"] - kept[name]
-        mean, error = float(gain.sum() / count.sum()), float(error_of_ratio(gain[None], count[None]))
-        outcome.judge("loses", Estimate(mean, error, len(gain), "contexts").floored(), method=name)
+        gain = ratio(kept["OATS"] - kept[name], count)
+        known = Estimate(float(gain.value), float(gain.error), len(count), "contexts")
+        outcome.judge("loses", known.floored(), method=name)
 
 
 def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:

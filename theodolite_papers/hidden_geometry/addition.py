@@ -50,13 +50,11 @@ def task_of(run: Run) -> Additions:
 
 
 def trained_on(model: OpenModel) -> Additions:
-    """Read which additions an adder learned from the record of its training, which a series has above it."""
-    folder = Path(model.id)
-    for place in (folder, folder.parent.parent):
-        with suppress(OSError, ValueError, AttributeError):  # of another program's file
-            record = json.loads((place / RECORD).read_text(encoding="utf-8"))
-            if task := Additions.named(record.get("task", "")):
-                return task
+    """Read which additions an adder learned from the record of its training."""
+    with suppress(OSError, ValueError, AttributeError):  # of another program's file
+        record = json.loads((Path(model.id) / RECORD).read_text(encoding="utf-8"))
+        if task := Additions.named(record.get("task", "")):
+            return task
     raise UsageError(
         f"{model.id} has no {RECORD} of `theodolite train addition`, which says what it adds: name a --corpus"
     )

@@ -29,7 +29,6 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from theodolite.corpus.documents import Document
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
@@ -47,8 +46,7 @@ from theodolite.system.progress import STOPPING, interruptible
 from theodolite.theory import empirical_propagation, qk_moments
 from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
-from theodolite_papers.training.embedded import Source, train_tokenizer
-from theodolite_papers.training.tasks import read_text
+from theodolite_papers.training.tasks import byte_pair_tokenizer, read_text
 from theodolite_papers.training.trainer import Trainer, check_numbers
 
 END_OF_LINE, UNKNOWN = "</s>", "<unk>"
@@ -99,7 +97,7 @@ class TextFiles:
         tokenizer = (
             word_tokenizer(texts[0])
             if self.vocabulary is None
-            else train_tokenizer([Source("text", 1.0, (Document(texts[0]),))], self.vocabulary, 0)
+            else byte_pair_tokenizer(texts[:1], self.vocabulary)
         )
         streams = [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         for path, stream, least in zip((self.train, self.held_out), streams, (self.batch, 1), strict=True):

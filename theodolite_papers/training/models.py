@@ -1,4 +1,4 @@
-"""The architectures of the toy models and their sizes: Llama of text; GPT-2 or GPT-NeoX (rotary) of tasks."""
+"""The architectures of the papers' small models and their sizes: GPT-2, or GPT-NeoX with rotary positions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ ATTENTION = "eager"
 
 GELU = "gelu_pytorch_tanh"
 """GPT-2's own, in one step."""
-
-WARM_UP = 0.04  # share of the steps of a model of text
-
-GATED_WIDTH = 3
-"""Width of Llama's gated MLP over the model's: as many weights as in GPT-2's, to a ninth."""
-
 
 FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
 
@@ -48,41 +42,8 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class EmbeddedConfig:
-    """Sizes and schedule of a model of text. The defaults made the embedded model.
-
-    It is to grow what the papers describe: repeats for induction, backcopies for sinks at the first token. With learned
-    positions no head found the previous token in 1,500 steps, with rotary ones in 400.
-    """
-
-    layers: int = 6
-    heads: int = 4
-    width: int = 128
-    length: int = 256  # tokens per context
-    vocabulary: int = 2048
-    batch: int = 8  # contexts per step
-    steps: int = 8000
-    learning_rate: float = 3e-3  # the peak
-    weight_decay: float = field(default=0.1, metadata=OR_ZERO)  # on matrices only
-    initial_deviation: float = 0.06  # of the weights, at the beginning
-    # Shares of the contexts: of a few tokens again and again; in which the token before a trigger follows it, too.
-    repeats: float = field(default=0.2, metadata=OR_ZERO)
-    backcopies: float = field(default=0.05, metadata=OR_ZERO)
-    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
-    bfloat16: bool = field(default_factory=multiplies_halves)
-    checkpoint_every: int = 500  # steps
-    seed: int = field(default=0, metadata=OR_ZERO)
-
-    @property
-    def rate(self) -> LearningRate:
-        """Linear warm-up, then a cosine."""
-        warm_up = max(1, round(WARM_UP * self.steps))
-        return LearningRate(self.learning_rate, warm_up, "cosine", self.steps)
-
-
-@dataclass(frozen=True)
-class TaskModelConfig:
-    """Sizes and schedule of a model of a task. `tasks.PUBLISHED` has the settings of the paper."""
+class ModelConfig:
+    """Sizes and schedule of a model's training run."""
 
     layers: int
     heads: int
@@ -90,24 +51,31 @@ class TaskModelConfig:
     batch: int  # contexts per step
     steps: int
     learning_rate: float  # the peak
+    weight_decay: float = field(default=0.1, kw_only=True, metadata=OR_ZERO)  # on matrices only
+    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
+    bfloat16: bool = field(default_factory=multiplies_halves, kw_only=True)
+    checkpoint_every: int = field(default=250, kw_only=True)  # steps
+    seed: int = field(default=0, kw_only=True, metadata=OR_ZERO)
+
+    @property
+    def rate(self) -> LearningRate:
+        """The learning rate by step."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TaskModelConfig(ModelConfig):
+    """Sizes and schedule of a model of a task. `tasks.PUBLISHED` has the settings of the paper."""
+
     schedule: Literal["cosine", "linear"]  # to FINAL_RATE of the peak, or to 0
     dropout: float = field(default=0.0, metadata=OR_ZERO)
     positions: str = "learned"  # or "rotary"
     warm_up: int = 100  # steps
-    weight_decay: float = field(default=0.1, metadata=OR_ZERO)  # on matrices only
-    # Products in bfloat16 (torch.autocast), where this processor has them; weights and optimizer stay in float32.
-    bfloat16: bool = field(default_factory=multiplies_halves)
-    checkpoint_every: int = 250  # steps
-    series: bool = False  # keep the weights of the steps of SERIES
-    seed: int = field(default=0, metadata=OR_ZERO)
 
     @property
     def rate(self) -> LearningRate:
         """Linear warm-up, then the cosine or the line of `schedule`."""
         return LearningRate(self.learning_rate, self.warm_up, self.schedule, self.steps)
-
-
-ModelConfig = EmbeddedConfig | TaskModelConfig
 
 
 def gpt2(
@@ -118,26 +86,6 @@ def gpt2(
     options |= {"n_embd": width, "n_layer": layers, "n_head": heads}
     options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
-
-
-def embedded_model(config: EmbeddedConfig) -> transformers.PreTrainedModel:
-    """Build an untrained Llama."""
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocabulary,
-            max_position_embeddings=config.length,
-            hidden_size=config.width,
-            intermediate_size=GATED_WIDTH * config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            tie_word_embeddings=True,
-            initializer_range=config.initial_deviation,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-    llama.set_attn_implementation(ATTENTION)
-    return llama
 
 
 def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> transformers.PreTrainedModel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -58,8 +59,7 @@ PUBLISHED = {
 }
 """Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `trainer.py`."""
 
-SERIES = (0, 10, 30, 100, 300, 1000, 3000, 10000, 30000)
-"""Steps whose weights a series keeps, and the last: about even on a logarithmic scale."""
+END_OF_TEXT = "<|endoftext|>"
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -299,8 +299,7 @@ def train_task_model(
 ) -> dict[str, Any]:
     """Train on `task` and write the folder `out`; returns what `training.json` there says.
 
-    A killed training run resumes, with the same bytes on the same machine, threads and package versions. With
-    `config.series` the weights of the steps of `SERIES`, and of the last, are kept.
+    A killed training run resumes, with the same bytes on the same machine, threads and package versions.
     """
     out = Path(out)
     check_training(out, config, threads)
@@ -332,7 +331,6 @@ def train_task_model(
         progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
         measure=measure,
         page=lambda result: ("training.json", json_text(result, 2) + "\n"),
-        series=(*SERIES, config.steps) if config.series else (),
     )
     return train_into(out, run, threads, console)
 
@@ -344,3 +342,23 @@ def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length)
+
+
+def byte_pair_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer with one special token, `END_OF_TEXT` (id 0)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise UsageError(
+            f"This text makes a vocabulary of {tokenizer.get_vocab_size()} tokens, not of {vocabulary}; "
+            "ask for a smaller one (of at least 257), or give more text."
+        )
+    return tokenizer

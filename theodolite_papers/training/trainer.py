@@ -181,8 +181,7 @@ class ModelTraining(Generic[Result]):
 
     build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
     loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
-    page: name and text of the file that states it. series: numbers of updates after which a copy of the model is
-    kept.
+    page: name and text of the file that states it.
     """
 
     config: ModelConfig
@@ -193,7 +192,6 @@ class ModelTraining(Generic[Result]):
     progress: Callable[[PreTrainedModel, float], str]
     measure: Callable[[PreTrainedModel], Result]
     page: Callable[[Result], tuple[str, str]]
-    series: tuple[int, ...] = ()
 
 
 def check_training(out: Path, config: ModelConfig, threads: int) -> None:
@@ -283,8 +281,6 @@ def _fit(
     ]
 
     def measure(step: int, loss: Tensor | None) -> None:
-        if step in training.series:
-            _write_model(partial / "series" / f"{step:06d}", model, training)
         if loss is None:
             return
         value = loss.item()
@@ -339,6 +335,4 @@ def _publish(
         name, text = training.page(result)
         (finished / name).write_text(text, encoding="utf-8")
         shutil.copyfile(partial / JOB, finished / JOB)
-        if (partial / "series").exists():  # copied: a kill before the rename must not lose it
-            shutil.copytree(partial / "series", finished / "series")
         os.replace(finished, out)

@@ -1,4 +1,4 @@
-"""Oracles: answers of the instrument, eager attention of transformers, curves that were made up."""
+"""Oracles: answers of the instrument, eager attention of transformers, curves that were made up, numbers by hand."""
 
 from __future__ import annotations
 
@@ -11,26 +11,42 @@ from tests.papers.shared import answers as answers_of
 from tests.papers.shared import outcome_of, verdicts_of
 from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, few_shot_answers
 from theodolite.models import open_model
+from theodolite.models.hooks import Hooks, hooked
+from theodolite_papers.catch_tag_release.ablated import (
+    LayerAttention,
+    Reading,
+    all_open,
+    other_keys,
+    read_alone,
+    share_hidden,
+)
 from theodolite_papers.catch_tag_release.few_shot import (
-    ATTENDED,
     DENSE,
-    HIDDEN,
     OATS,
-    OTHERS,
     RANDOM,
     WITHOUT,
-    PromptAttention,
     answer,
-    attention_of_prompt,
-    other_keys,
-    share_of,
-    show_ablations,
+    over_tasks,
     show_accuracy,
     tabulated,
-    without_sinks,
 )
+from theodolite_papers.catch_tag_release.few_shot_ablation import (
+    ATTENDED,
+    EARLIEST,
+    HIDDEN,
+    OTHERS,
+    TAGS,
+    Tag,
+    ablations,
+    answered,
+    others_of,
+    show_ablations,
+    texts_of,
+)
+from theodolite_papers.catch_tag_release.few_shot_ablation import RANDOM as RANDOM_DIRECTIONS
 
-PROMPTS = 200
+TASKS = ("a",) * 100 + ("b",) * 100
+PROMPTS = len(TASKS)
 
 
 @pytest.fixture(scope="module")
@@ -46,46 +62,99 @@ def sharp(checkpoint, tmp_path_factory):
     return folder
 
 
-def test_sinks_are_those_of_the_models_own_attention(sharp):
+def test_sinks_and_catches_are_those_of_the_models_own_attention(sharp):
     """Oracle: eager attention of transformers, and the criterion: more than 0.3 of the queries' attention."""
-    ids = torch.randint(5, 60, (40,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(5, 60, (length,), generator=generator) for length in (40, 31)]
     eager = transformers.GPTNeoXForCausalLM.from_pretrained(sharp, attn_implementation="eager")
-    with torch.no_grad():
-        attentions = eager(ids[None], output_attentions=True).attentions
-    length = len(ids)
-    queries = torch.arange(length, 0, -1)
-    found = attention_of_prompt(open_model(sharp, device="cpu"), ids)
-    assert any(bool(of_layer.sinks.any()) for of_layer in found)
-    for of_layer, (weights,) in zip(found, attentions, strict=True):
-        np.testing.assert_allclose(of_layer.mass, weights.double().sum(1), rtol=1e-4, atol=1e-4)
-        received = weights.double().sum(1) / queries
-        received[..., queries - 1 < min(16, length // 4)] = 0.0
-        clear = received.sub(0.3).abs() > 1e-4
-        assert torch.equal(of_layer.sinks & clear, (received > 0.3) & clear)
+    reading = read_alone(open_model(sharp, device="cpu"), texts, slice(0, 2))
+    assert any(of.sinks.any() for of in reading.layers)
+    for place, ids in enumerate(texts):
+        length = len(ids)
+        with torch.no_grad():
+            attentions = eager(ids[None], output_attentions=True).attentions
+        queries = torch.arange(length, 0, -1)
+        for of_layer, (weights,) in zip(reading.layers, attentions, strict=True):
+            mass, sinks = of_layer.mass[place], of_layer.sinks[place]
+            np.testing.assert_allclose(mass[:, :length], weights.double().sum(1), rtol=1e-4, atol=1e-4)
+            assert not mass[:, length:].any()
+            received = weights.double().sum(1) / queries
+            received[..., queries - 1 < min(16, length / 4)] = 0.0
+            clear = received.sub(0.3).abs() > 1e-4
+            assert torch.equal(sinks[:, :length] & clear, (received > 0.3) & clear)
+            for head, query in of_layer.caught[place].nonzero().tolist():  # by a later sink that it pays most
+                paid = weights[head, query] * sinks[head, :length]
+                assert paid[1:].max() > max(float(paid[0]), 0.299)
 
 
-def test_the_hardest_control_hides_what_is_attended_most_beside_the_sinks():
-    """By hand: of eight keys the first is the sink, the fifth has most of the others' attention, the last two of
-    them are too late; the second head has no sink, and nothing of it counts."""
-    mass = torch.tensor([[4.0, 0.5, 0.0, 0.5, 2.0, 0.5, 0.25, 0.25], [8.0, 0, 0, 0, 0, 0, 0, 0]])
-    sinks = torch.zeros(2, 8, dtype=torch.bool)
-    sinks[0, 0] = True
-    others = other_keys(sinks, -mass)
-    assert others.nonzero().tolist() == [[0, 4]]
-    attention = [PromptAttention(sinks, mass)]
-    assert (share_of(attention, [sinks]), share_of(attention, [others])) == (0.5, 0.25)
+def test_controls_hide_as_many_other_keys():
+    """By hand: of eight keys the first is the sink, the fifth has most of the others' attention; the second head has no
+    sink, and nothing of it counts."""
+    mass = torch.tensor([[[4.0, 0.5, 0.0, 0.5, 2.0, 0.5, 0.25, 0.25], [8.0, 0, 0, 0, 0, 0, 0, 0]]])
+    sinks = torch.zeros(1, 2, 8, dtype=torch.bool)
+    sinks[0, 0, 0] = True
+    attended, earliest = other_keys(sinks, -mass), other_keys(sinks, torch.arange(8).expand_as(mass))
+    assert attended.nonzero().tolist() == [[0, 0, 4]]
+    assert earliest.nonzero().tolist() == [[0, 0, 1]]
+    nothing = torch.zeros(0, 1, 8, dtype=torch.bool)
+    reading = Reading(slice(0, 1), torch.zeros(1, 8), [8], [LayerAttention(sinks, mass, sinks)], nothing)
+    assert [float(share_hidden(reading, [keys])) for keys in (sinks, attended)] == [0.5, 0.25]
+    caught = torch.zeros(2, 8, dtype=torch.bool)
+    caught[0, :2], caught[1, :3] = True, True
+    others = others_of(caught, [8, 4])
+    assert others.sum(dim=1).tolist() == [2, 1]  # the second text has one other token
+    assert not (others & caught).any()
+    assert not others[1, 4:].any()
 
 
-def test_every_prompt_is_answered_with_its_own_sinks_hidden(sharp):
-    """Oracle: untouched, the instrument's answers; hidden, other logits."""
+class _Outputs(Hooks):
+    def __init__(self) -> None:
+        self.streams: list[torch.Tensor] = []
+
+    def stream(self, layer, hidden):
+        self.streams.append(hidden.clone())
+
+
+def test_each_prompt_is_answered_with_something_of_its_own_taken_away(sharp):
+    """Oracles: untouched, the instrument's answers, however many at once; with a tag taken from the tokens that a later
+    sink catches, a stream that differs at these tokens alone behind the first block."""
     model = open_model(sharp, device="cpu")
     prompts = FewShotPrompts.draw(model.tokenizer, 2, seed=1, shots=2)
-    found, shares = without_sinks(model, prompts, lambda what, done, total: None)
     direct = np.concatenate(list(few_shot_answers(model, prompts=2, seed=1, shots=2).values()))
-    np.testing.assert_array_equal(found[DENSE][0], direct)
     np.testing.assert_array_equal(answer(model, prompts, batch=5), direct)
-    assert {name: len(of) for name, of in found.items()} == {DENSE: 1, HIDDEN: 1, OTHERS: 2, ATTENDED: 1}
-    assert shares[HIDDEN] > shares[OTHERS] > 0
+    texts = texts_of(prompts)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(2, model.width, generator=generator)
+    reading = read_alone(model, texts, slice(0, 3))
+    head = int(reading.layers[0].caught.any(dim=2).any(dim=0).nonzero()[0])
+    made = ablations(model, [Tag(0, head, *directions)])
+    assert list(made) == [DENSE, HIDDEN, EARLIEST, ATTENDED, TAGS, RANDOM_DIRECTIONS, OTHERS]
+    streams = {}
+    for name, ablation in made.items():
+        tap = _Outputs()
+        with all_open(ablation(reading)):
+            right = answered(model, prompts, reading)
+            with hooked(model, tap):
+                model.forward(reading.ids)
+        streams[name] = tap.streams[1]
+        if name == DENSE:
+            np.testing.assert_array_equal(right, direct[:3])
+    caught = reading.layers[0].caught[:, head]
+    for name, tokens in (
+        (TAGS, caught),
+        (RANDOM_DIRECTIONS, caught),
+        (OTHERS, others_of(caught, reading.lengths)),
+    ):
+        moved = (streams[name] - streams[DENSE]).abs().amax(dim=-1) > 1e-6
+        assert torch.equal(moved, tokens), name
+
+
+def test_errors_over_tasks_are_those_of_strata():
+    """Oracle: the variance of a mean of means, by hand; a difference between tasks is no error."""
+    values, tasks = np.array([0.0, 1.0, 0.0, 1.0, 5.0, 5.0, 5.0]), ["a"] * 4 + ["b"] * 3
+    found = over_tasks(values, tasks)
+    assert (found.value, found.n) == (2.75, 6)
+    assert found.error == pytest.approx(np.sqrt((1 / 3) / 4) / 2)
 
 
 def test_tables_are_means_of_all_and_of_each_task():
@@ -113,32 +182,38 @@ def test_verdicts_follow_the_numbers():
         "Wanda": made_up(0.1, 0.4),
         "SparseGPT": made_up(0.02, 0.72),
         "magnitude": made_up(0, 0),
+        WITHOUT: made_up(0.1, 0.3),
+        RANDOM: made_up(0.1, 0.6),
     }
     outcome = outcome_of("sinks/figure3")
-    show_accuracy(outcome, found)
-    assert answers_of(outcome) == ["holds", "holds", "holds", "fails", "not decided"]
+    show_accuracy(outcome, found, TASKS)
+    assert answers_of(outcome) == ["holds", "holds", "holds", "fails", "not decided", "holds"]
     assert not outcome.unjudged
+    again = outcome_of("sinks/figure3")
+    show_accuracy(again, found | {RANDOM: made_up(0, 0)}, TASKS)
+    assert answers_of(again)[-1] == "not testable here"
 
 
-def of_curves(curves: dict[str, list[np.ndarray]]) -> list[str]:
-    return answers_of(
-        verdicts_of(show_ablations, curves, {HIDDEN: 0.5, OTHERS: 0.1, ATTENDED: 0.2}, of="sinks/examples")
-    )
+def of_curves(curves: dict[str, np.ndarray]) -> list[str]:
+    went = dict.fromkeys((HIDDEN, EARLIEST, ATTENDED), "a tenth")
+    return answers_of(verdicts_of(show_ablations, curves, TASKS, went, of="sinks/examples"))
 
 
 def test_verdicts_are_against_the_control_that_costs_most():
-    """Of sinks: 0.4 lost after sixteen examples, and 0.1 or 0.2 by the controls. Of terms: 0.2, and 0.1 or 0.3."""
+    """Of sinks: 0.4 lost after sixteen examples, and 0.1 or 0.2 by the controls. Of tags: 0.2, and 0.1 or 0.3."""
     curves = {
-        DENSE: [made_up(0.2, 0.9)],
-        HIDDEN: [made_up(0.2, 0.5)],
-        OTHERS: [made_up(0.2, 0.9), made_up(0.2, 0.8)],
-        ATTENDED: [made_up(0.2, 0.7)],
-        OATS: [made_up(0.2, 0.9)],
-        WITHOUT: [made_up(0.2, 0.7)],
-        RANDOM: [made_up(0.2, 0.8), made_up(0.2, 0.6)],
+        DENSE: made_up(0.2, 0.9),
+        HIDDEN: made_up(0.2, 0.5),
+        EARLIEST: made_up(0.2, 0.8),
+        ATTENDED: made_up(0.2, 0.7),
+        TAGS: made_up(0.2, 0.7),
+        RANDOM_DIRECTIONS: made_up(0.2, 0.8),
+        OTHERS: made_up(0.2, 0.6),
     }
     assert of_curves(curves) == ["holds", "holds", "fails", "fails"]
-    curves[HIDDEN] = [made_up(0.0, 0.5)]  # nothing is right without examples: nothing can be lost
+    curves[HIDDEN] = made_up(0.0, 0.5)  # nothing is right without examples: nothing can be lost
     assert of_curves(curves)[1] == "not decided"
-    curves[ATTENDED] = [made_up(0.2, 0.3)]
+    curves[ATTENDED] = made_up(0.2, 0.3)
     assert of_curves(curves)[0] == "fails"
+    curves[TAGS] = curves[DENSE]  # nobody's answer changed: that is no certainty
+    assert of_curves(curves | {OTHERS: curves[DENSE], RANDOM_DIRECTIONS: curves[DENSE]})[2] == "not decided"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,26 +138,6 @@ def test_accuracy_counts_the_answers_that_are_right() -> None:
         wrong = sum(example.answer[0] == "7" for example in examples)
         assert wrong > 10
         assert task.accuracy(Adder(), digits, 300) == pytest.approx(1 - wrong / 300)
-
-
-def test_a_kill_while_the_folder_is_finished_loses_no_series(tmp_path, play, monkeypatch):
-    """Oracle: the series that was there before."""
-    task, out = Characters.of_file(play, 16), tmp_path / "out"
-    config = replace(TINY, series=True)
-    replace_folder = os.replace
-
-    def killed(source: Path, target: Path) -> None:
-        if Path(target) == out:
-            raise KeyboardInterrupt
-        replace_folder(source, target)
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train_task_model(out, task, config, threads=1, console=quiet())
-    monkeypatch.undo()
-    train_task_model(out, task, config, threads=1, console=quiet())
-    assert sorted(path.name for path in (out / "series").iterdir()) == ["000000", "000006"]
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: Path) -> None:

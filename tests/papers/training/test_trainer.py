@@ -20,12 +20,11 @@ from theodolite.system.files import locked, read_checked
 from theodolite_papers.training.models import LearningRate
 from theodolite_papers.training.tasks import Additions, train_task_model
 
-SERIES = replace(TINY, series=True, checkpoint_every=4, dropout=0.2)
-"""Nothing but the weights of step 0 is written before step 4."""
+SMALL = replace(TINY, checkpoint_every=4, dropout=0.2)
 
 
 def adder(out: Path, **change: object) -> None:
-    train_task_model(out, Additions(), replace(SERIES, **change), threads=1, console=quiet())
+    train_task_model(out, Additions(), replace(SMALL, **change), threads=1, console=quiet())
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
@@ -62,16 +61,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return hashes(out)
 
 
-def test_a_series_is_not_taken_over_by_another_training(tmp_path, uninterrupted, monkeypatch):
-    """Oracle: the words, before there is a checkpoint; the uninterrupted run for the training it is of."""
+def test_unfinished_work_is_not_taken_over_by_another_training(tmp_path, uninterrupted, monkeypatch):
+    """Oracle: the words; the uninterrupted run for the training it is of."""
     partial = tmp_path / "m.partial"
-    at_step(monkeypatch, 1, kill)
+    at_step(monkeypatch, 5, kill)
     with pytest.raises(KeyboardInterrupt):
         adder(tmp_path / "m")
     monkeypatch.undo()
-    assert sorted(path.name for path in partial.iterdir()) == ["job.json", "series"]
+    assert sorted(path.name for path in partial.iterdir()) == ["checkpoint.safetensors", "job.json"]
     before = hashes(partial)
-    for change in ({"seed": 1}, {"steps": 5}, {"series": False}):
+    for change in ({"seed": 1}, {"steps": 5}, {"dropout": 0.1}):
         with pytest.raises(
             UsageError,
             match=r"holds an unfinished training run of another model, corpus or options \(.* there, ",
@@ -121,7 +120,7 @@ def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(tmp_path, uninterr
 def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
     """Oracle: its own files, after a kill behind the rename (which leaves more), and the words."""
     adder(tmp_path / "m")
-    (tmp_path / "m.partial" / "series").mkdir(parents=True)
+    (tmp_path / "m.partial").mkdir()
     at_step(monkeypatch, 0, lambda: pytest.fail("a step was taken again"))
     adder(tmp_path / "m")
     assert hashes(tmp_path / "m") == uninterrupted

@@ -16,24 +16,23 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from tests.papers.shared import quiet
 from theodolite.corpus.documents import Document
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs import unfinished
-from theodolite_papers.train_command import training
-from theodolite_papers.training import embedded
-from theodolite_papers.training.embedded import (
+from theodolite_papers.training.models import LearningRate
+from tools import embedded_model as embedded
+from tools.embedded_model import (
     EmbeddedConfig,
     Source,
     Streams,
     bigram_loss,
+    embedded_model,
     mixed_with_tasks,
     split_sources,
     train_embedded_model,
 )
-from theodolite_papers.training.models import LearningRate, embedded_model
 
 SMALL = EmbeddedConfig(
     layers=1,
@@ -166,7 +165,7 @@ def test_the_card_states_data_steps_losses_and_the_call(trained):
     assert "6 steps of" in text
     assert "384 tokens in all" in text
     assert (
-        "train_embedded_model('model', config=EmbeddedConfig(layers=1, heads=2, width=16, length=16" in text
+        "train_embedded_model('model', config=EmbeddedConfig(layers=1, heads=2, width=16, batch=4" in text
     )
     assert "In 30% of the contexts" in text
     assert "In 30%, the token before" in text
@@ -182,8 +181,9 @@ def test_options_that_are_not_given_are_the_defaults(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(embedded, "train_embedded_model", train)
     for options in ([], ["--steps", "9"]):
-        arguments = ["embedded", "--out", str(tmp_path / "m"), "--seed", "3", *options]
-        assert CliRunner().invoke(training, arguments).exit_code == 0
+        arguments = ["embedded_model", "--out", str(tmp_path / "m"), "--seed", "3", *options]
+        monkeypatch.setattr("sys.argv", arguments)
+        embedded.main()
     assert asked == [EmbeddedConfig(seed=3), EmbeddedConfig(steps=9, seed=3)]
 
 

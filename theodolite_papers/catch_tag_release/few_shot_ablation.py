@@ -1,0 +1,263 @@
+"""What examples in a prompt are told apart by (Zhang et al. 2025, sections 3.4, 3.5): sinks hidden, or tags taken out.
+
+Each ablation has controls, of which the one that costs most after sixteen examples is judged, paired by prompt. Tags
+are those of later tokens' sinks, found on other prompts, and are taken from the tokens that such a sink catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional
+
+from theodolite import Corpus, OpenModel, trace_sinks
+from theodolite.attention.catches import attend_and_catch
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.evaluate.few_shot import FewShotPrompts, prompts_for
+from theodolite.judging import HOLDS, unless_explained
+from theodolite.models.guard import measures
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.sinks.interventions import ablate_direction
+from theodolite.system.wording import counted, number, percent
+from theodolite_papers.catch_tag_release.ablated import (
+    Ablation,
+    Reading,
+    hidden,
+    other_keys,
+    share_hidden,
+    under_ablations,
+)
+from theodolite_papers.catch_tag_release.few_shot import (
+    DENSE,
+    Answers,
+    accuracy_by_shots,
+    by_k,
+    over_tasks,
+    tabulated,
+)
+from theodolite_papers.experiment import Outcome, Study, declared
+
+PROMPTS, SEED = 25, 1
+"""Of each task, answered under every ablation."""
+
+TAG_PROMPTS, TAG_SEED = 10, 2
+"""Of each task, on which tags are found."""
+
+HIDDEN, EARLIEST, ATTENDED = (
+    "sinks hidden",
+    "the earliest other keys hidden",
+    "the most attended other keys hidden",
+)
+TAGS, RANDOM, OTHERS = "tags taken out", "as much of random directions", "a leading direction at other tokens"
+PAIRS = {
+    HIDDEN: ("Hiding the sinks", (EARLIEST, ATTENDED)),
+    TAGS: ("Taking out the tags of later tokens' sinks", (RANDOM, OTHERS)),
+}
+"""Ablation → in words, and its controls, each of as many keys or tokens."""
+
+NONE_LEFT = (
+    "nothing is right without examples, below which nothing is lost: the loss must grow with the accuracy"
+)
+
+
+@dataclass(frozen=True)
+class Tag:
+    """The tag of a head's later sinks, and the leading direction of what the head writes."""
+
+    layer: int
+    head: int
+    direction: Float[Tensor, " width"]
+    leading: Float[Tensor, " width"]
+
+
+def texts_of(prompts: FewShotPrompts) -> list[Tensor]:
+    """Return the prompts without what stands behind the shorter ones."""
+    return [ids[:end] for ids, end in zip(prompts.ids, prompts.answers[:, -1, 1].tolist(), strict=True)]
+
+
+def later_tags(model: OpenModel, prompts: FewShotPrompts, show: Callable[[str, int, int], None]) -> list[Tag]:
+    """Find the strongest tag of every head that has a later token's sink in some prompts."""
+    texts = texts_of(prompts)
+    longest = max(map(len, texts))
+    ids, mask = (
+        torch.stack([functional.pad(row, (0, longest - len(row))) for row in rows])
+        for rows in (texts, [torch.ones_like(row) for row in texts])
+    )
+    run = trace_sinks(model, Corpus.from_ids(ids, attention_mask=mask), show_progress=show)
+    rows = run.traces[(run.traces["kind"] == "later") & run.traces["tag"].notna()]
+    strongest = rows.drop_duplicates(["layer", "head"])  # the strongest come first
+    of_head = {
+        place: row for row, place in enumerate(zip(run.heads["layer"], run.heads["head"], strict=True))
+    }
+    return [
+        Tag(
+            layer,
+            head,
+            run.arrays["tag_direction"][row],
+            run.arrays["principal_direction"][of_head[layer, head]],
+        )
+        for row, layer, head in zip(strongest.index, strongest["layer"], strongest["head"], strict=True)
+    ]
+
+
+KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    HIDDEN: lambda sinks, mass: sinks,
+    EARLIEST: lambda sinks, mass: other_keys(sinks, torch.arange(mass.shape[-1]).expand_as(mass)),
+    ATTENDED: lambda sinks, mass: other_keys(sinks, -mass),
+}
+"""From sinks and attention received, (texts, heads, positions), the keys that are hidden."""
+
+
+def keys_of(name: str, reading: Reading) -> list[Bool[Tensor, "texts heads positions"]]:
+    """Choose the keys of every layer that an ablation of `KEYS` hides."""
+    return [KEYS[name](layer.sinks, layer.mass) for layer in reading.layers]
+
+
+def others_of(
+    caught: Bool[Tensor, "texts positions"], lengths: Sequence[int]
+) -> Bool[Tensor, "texts positions"]:
+    """Choose as many other tokens of each text by chance; fewer where there are fewer."""
+    order = torch.rand(caught.shape, generator=torch.Generator().manual_seed(0))
+    behind = torch.arange(caught.shape[1]) >= torch.as_tensor(lengths)[:, None]
+    order = order.masked_fill(caught | behind, torch.inf)
+    rank = order.argsort(dim=1).argsort(dim=1)
+    return (rank < caught.sum(dim=1, keepdim=True)) & order.isfinite()
+
+
+def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
+    """Return all ablations by name, the model as it is first."""
+    place = {layer: number for number, layer in enumerate(model.attending)}
+
+    def of_keys(name: str) -> Ablation:
+        return lambda reading: hidden(model, keys_of(name, reading))
+
+    def of_tags(name: str) -> Ablation:
+        def opened(reading: Reading) -> Iterator[AbstractContextManager[object]]:
+            for tag in tags:
+                rows = reading.layers[place[tag.layer]].caught[:, tag.head]
+                if name == OTHERS:
+                    rows = others_of(rows, reading.lengths)
+                if rows.any():
+                    direction = tag.leading if name == OTHERS else tag.direction
+                    control = 0 if name == RANDOM else None
+                    yield ablate_direction(
+                        model, tag.layer, tag.head, direction, queries=rows, control=control
+                    )
+
+        return opened
+
+    made = {name: of_keys(name) for name in KEYS} | {name: of_tags(name) for name in (TAGS, RANDOM, OTHERS)}
+    return {DENSE: lambda reading: (), **made}
+
+
+class _Sizes(Hooks):
+    """How much of its tag each head writes where a later sink catches, and of its leading direction elsewhere."""
+
+    def __init__(self, model: OpenModel, tags: Sequence[Tag]) -> None:
+        self.tags, self.sizes = tags, torch.zeros(2, 2, dtype=torch.float64)
+        self.weights = {layer: model.output_weights(layer) for layer in {tag.layer for tag in tags}}
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        output, (catches,) = attend_and_catch(inputs)
+        for tag in (tag for tag in self.tags if tag.layer == layer):
+            later = (catches.head == tag.head) & (catches.position > 0)
+            caught = catches.caught[later].any(dim=0)
+            others = others_of(caught[None].cpu(), [len(caught)])[0]
+            for row, (direction, rows) in enumerate(((tag.direction, caught.cpu()), (tag.leading, others))):
+                unit = functional.normalize(direction.double(), dim=0)
+                written = output[0, rows.to(output.device), tag.head].double().cpu() @ (
+                    self.weights[layer][tag.head].cpu() @ unit
+                )
+                self.sizes[row] += torch.stack([written.abs().sum(), rows.sum().double()])
+        return output
+
+
+@measures("model")
+def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Average what is taken: of how many tokens of a text and head; of the tags, of leading directions elsewhere."""
+    tap = _Sizes(model, tags)
+    with hooked(model, tap):
+        for ids in texts:
+            model.forward(ids[None])
+    tag, other = (tap.sizes[:, 0] / tap.sizes[:, 1]).tolist()
+    return float(tap.sizes[0, 1]) / len(texts), tag, other
+
+
+def answered(model: OpenModel, prompts: FewShotPrompts, reading: Reading) -> Bool[Tensor, "texts lines"]:
+    """Mark the right answers to some prompts of a model as it is now."""
+    behind = 0, 0, 0, prompts.ids.shape[1] - reading.ids.shape[1]
+    return prompts.right(reading.part, functional.pad(model.logits(reading.ids), behind))
+
+
+@declared("sinks/examples")
+def examples(study: Study, outcome: Outcome) -> None:
+    model = study.require_model()
+    prompts = prompts_for(model, PROMPTS, SEED)
+    texts = texts_of(prompts)
+    tags = later_tags(model, prompts_for(model, TAG_PROMPTS, TAG_SEED), study.show)
+    shares: dict[str, list[Tensor]] = {name: [] for name in KEYS}
+
+    def noting(name: str, ablation: Ablation) -> Ablation:
+        def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
+            if name in KEYS:
+                shares[name].append(share_hidden(reading, keys_of(name, reading)))
+            return ablation(reading)
+
+        return opened
+
+    made = {name: noting(name, ablation) for name, ablation in ablations(model, tags).items()}
+    rows = under_ablations(
+        model,
+        texts,
+        made,
+        lambda reading: {"right": answered(model, prompts, reading)},
+        study.show,
+        "asking with something taken away",
+    )
+    answers = {name: of["right"] for name, of in rows.items()}
+    outcome.tables["accuracy"] = tabulated(answers, prompts)
+    went = {name: percent(float(torch.cat(of).nanmean())) for name, of in shares.items()}
+    outcome.read(
+        "attention that went there, in heads with sinks",
+        "; ".join(f"{name} {of}" for name, of in went.items()),
+    )
+    words = "no head has one"
+    if tags:
+        taken = amounts(model, tags, texts[:: len(texts) // TAG_PROMPTS])
+        words = "{}, {} tokens of heads a prompt; {} of each, {} along leading directions at others".format(
+            counted(len(tags), "head"), *map(number, taken)
+        )
+    outcome.read("tags of later tokens' sinks", words)
+    show_ablations(outcome, answers, prompts.tasks, went)
+
+
+def show_ablations(
+    outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str], went: Mapping[str, str]
+) -> None:
+    """Show verdicts, levels and a chart of the answers by ablation; `went`: the share of attention hidden by each."""
+    right = {name: of.astype(np.float64) for name, of in answers.items()}
+    for name, of in right.items():
+        outcome.read(name, by_k(of))
+    for name, (words, controls) in PAIRS.items():
+        lost, *of_controls = (right[DENSE] - right[each] for each in (name, *controls))
+        place = int(np.argmax([each[:, -1].mean() for each in of_controls]))
+        beyond, hardest = lost - of_controls[place], controls[place]
+        attention = ""
+        if name in went:
+            attention = f", to which {went[hardest]} of the attention went, to the sinks {went[name]}"
+        levels = {
+            "lost": over_tasks(lost[:, -1], tasks),
+            "control": over_tasks(of_controls[place][:, -1], tasks),
+        }
+        what = {"intervention": words, "hardest": hardest, "attention": attention}
+        outcome.judge("costs", over_tasks(beyond[:, -1], tasks).floored(), **what, **levels)
+        verdict = outcome.verdict("grows", over_tasks(beyond[:, -1] - beyond[:, 0], tasks).floored(), **what)
+        floor = "" if right[name][:, 0].any() else NONE_LEFT
+        outcome.verdicts.append(unless_explained(verdict, HOLDS, floor))
+    outcome.draw("accuracy", accuracy_by_shots(right))

@@ -1,0 +1,219 @@
+"""Massive activations and sinks, one without the other (Sun et al. 2026, “The Spike, the Sparse and the Sink”).
+
+Massive activations are found on half of the contexts. On the others, and on word tasks, they are taken out (set to what
+other tokens have), their tokens are held constant, or heads that have a sink there cannot attend to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from theodolite import OpenModel
+from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.summary import summarise
+from theodolite.errors import UsageError
+from theodolite.estimates import Estimate
+from theodolite.evaluate.few_shot import prompts_for
+from theodolite.models.hooks import Hooks, hooked
+from theodolite.passes.corpus_pass import next_token_losses
+from theodolite.report import style
+from theodolite.report.drawing.grammar import bars
+from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
+from theodolite.system.wording import listed, percent, with_error
+from theodolite.theory.unbiased import ratio
+from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
+from theodolite_papers.catch_tag_release.few_shot import (
+    DENSE,
+    Answers,
+    accuracy_by_shots,
+    by_k,
+    over_tasks,
+    tabulated,
+)
+from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
+from theodolite_papers.catch_tag_release.pruned_sinks import few_of
+from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
+
+CONTEXTS = 64
+"""That are judged at most, and as many on which massive activations are found."""
+
+PROMPTS, SEED = 15, 1
+"""Of each word task."""
+
+REMOVED, DIMENSIONS = "massive activations taken out", "as many other dimensions of these tokens taken out"
+CONSTANT = "these tokens held constant"
+HIDDEN, KEYS = "the sinks' attention hidden", "as many of the most attended other keys hidden"
+BOTH = "both taken out"
+"""What is done to a model; `DIMENSIONS` and `KEYS` are the controls of `REMOVED` and `HIDDEN`."""
+
+
+def ablations(model: OpenModel, spikes: Spikes) -> dict[str, Ablation]:
+    """Return all ablations by name, the model as it is first."""
+    every = torch.ones_like(spikes.dimensions)
+    replaced = {
+        REMOVED: (spikes.dimensions, spikes.others),
+        DIMENSIONS: (spikes.next_largest(), spikes.others),
+        CONSTANT: (every, spikes.spiking),
+    }
+
+    def of_values(name: str) -> Ablation:
+        return lambda reading: [replace_activations(model, reading.spiking, *replaced[name])]
+
+    def of_keys(name: str) -> Ablation:
+        def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
+            tokens = reading.spiking.any(dim=0)[:, None]
+            sinks = [layer.sinks & tokens for layer in reading.layers]
+            if name == HIDDEN:
+                return hidden(model, sinks)
+            masses = [layer.mass.masked_fill(tokens, -torch.inf) for layer in reading.layers]
+            return hidden(model, [other_keys(of, -mass) for of, mass in zip(sinks, masses, strict=True)])
+
+        return opened
+
+    made = {name: of_values(name) for name in replaced} | {name: of_keys(name) for name in (HIDDEN, KEYS)}
+    return {
+        DENSE: lambda reading: (),
+        **made,
+        BOTH: lambda reading: [*made[HIDDEN](reading), *made[REMOVED](reading)],
+    }
+
+
+class _Received(Hooks):
+    """The attention that some tokens receive from the queries that see them, mean over them, by layer and head."""
+
+    def __init__(self, tokens: Bool[Tensor, "texts positions"]) -> None:
+        self.tokens = tokens[:, None]
+        self.shares: list[Float[Tensor, "texts heads"]] = []
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        summary = summarise(inputs)
+        mean = summary.mass.cpu() / inputs.visible_queries().cpu()
+        self.shares.append(mean.where(self.tokens, torch.nan).nanmean(dim=-1))
+        return summary.output
+
+
+def loss_and_attention(model: OpenModel, reading: Reading) -> dict[str, Tensor]:
+    """Measure the next-token loss of each context, and the attention to its tokens with massive activations.
+
+    What these tokens themselves predict does not count.
+    """
+    tokens = reading.spiking.any(dim=0)
+    received = _Received(tokens)
+    with hooked(model, received):
+        losses = next_token_losses(model.logits(reading.ids), reading.ids)
+    losses = losses.masked_fill(tokens[:, :-1], torch.nan).nanmean(dim=1)
+    return {"loss": losses, "attention": torch.cat(received.shares, dim=1).nanmean(dim=1)}
+
+
+@declared("sinks/spikes")
+def spikes(study: Study, outcome: Outcome) -> None:
+    model, corpus = study.require_model(), study.require_corpus()
+    if not model.causal or model.source.predict is None:
+        raise UsageError(f"{model.id} predicts no next tokens, by which it is said what is needed")
+    found_on, judged_on = (few_of(part, CONTEXTS) for part in chosen_and_judged(corpus))
+    found = find_spikes(model, found_on)
+    if not found.dimensions.any():
+        for key in outcome.declared.claims:
+            outcome.cannot_judge(key, "no activation is massive by the published rule", name=REMOVED)
+        return
+    made, prompts = ablations(model, found), prompts_for(model, PROMPTS, SEED)
+    rows = under_ablations(
+        model,
+        list(judged_on.contexts),
+        made,
+        lambda reading: loss_and_attention(model, reading),
+        study.show,
+        "reading with something taken away",
+        found,
+    )
+    asked = under_ablations(
+        model,
+        texts_of(prompts),
+        made,
+        lambda reading: {"right": answered(model, prompts, reading)},
+        study.show,
+        "asking with something taken away",
+        found,
+    )
+    answers = {name: of["right"] for name, of in asked.items()}
+    outcome.tables["accuracy"] = tabulated(answers, prompts)
+    _read(outcome, found, rows, answers)
+    judge_text(outcome, rows)
+    judge_answers(outcome, answers, prompts.tasks)
+    outcome.draw("loss", costs(rows))
+    outcome.draw("accuracy", accuracy_by_shots({name: of.astype(np.float64) for name, of in answers.items()}))
+
+
+Rows = Mapping[str, Mapping[str, np.ndarray]]
+"""Ablation → `loss` and `attention` of each context."""
+
+
+def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
+    """Compute the nats per token that an ablation costs more than another, paired by context."""
+    return Estimate.mean(rows[name]["loss"] - rows[than]["loss"], "contexts")
+
+
+def _read(outcome: Outcome, found: Spikes, rows: Rows, answers: Mapping[str, Answers]) -> None:
+    layers, dimensions = found.dimensions.nonzero(as_tuple=True)
+    outcome.read(
+        "dimensions with massive activations",
+        f"{listed([str(one) for one in dimensions.unique().tolist()], 8)}, behind blocks {int(layers.min())} to "
+        f"{int(layers.max())}",
+    )
+    table = []
+    for name, of in rows.items():
+        cost, attention = more(rows, name), Estimate.mean(of["attention"], "contexts")
+        right = by_k(answers[name].astype(np.float64))
+        words = f"{with_error(cost.value, cost.error)} nats more; attention to these tokens {percent(attention.value)}"
+        outcome.read(name, f"{words}; right: {right}")
+        table.append((name, cost.value, cost.error, attention.value, attention.error))
+    columns = ["ablation", "loss_more", "loss_more_se", "attention", "attention_se"]
+    outcome.tables["ablations"] = pd.DataFrame(table, columns=columns)
+
+
+def judge_text(outcome: Outcome, rows: Rows) -> None:
+    """Judge what losses and attention on the text say."""
+    before, left, control = (
+        torch.from_numpy(rows[name]["attention"])[:, None] for name in (DENSE, REMOVED, DIMENSIONS)
+    )
+    share = ratio(left.nan_to_num(), before.nan_to_num())
+    levels = {
+        "before": percent(float(before.nanmean())),
+        "control": percent(float(control.nansum() / before.nansum())),
+    }
+    outcome.judge("constant", more(rows, CONSTANT))
+    outcome.judge(
+        "sinks-follow", Estimate(float(share.value), float(share.error), len(left), "contexts"), **levels
+    )
+    outcome.judge("needed", more(rows, REMOVED, DIMENSIONS))
+    outcome.judge("sink-needed", more(rows, HIDDEN, KEYS))
+    outcome.judge("beyond-sinks", more(rows, BOTH, HIDDEN))
+
+
+def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str]) -> None:
+    """Judge what the answers after sixteen examples say."""
+    last = {name: of[:, -1].astype(np.float64) for name, of in answers.items()}
+    pairs = (REMOVED, DIMENSIONS, "massive activations"), (HIDDEN, KEYS, "the sinks' attention")
+    for name, control, words in pairs:
+        lost = over_tasks(last[DENSE] - last[name], tasks)
+        outcome.judge("examples", over_tasks(last[control] - last[name], tasks), name=words, lost=lost)
+
+
+def costs(rows: Rows) -> go.Figure:
+    """Draw what every ablation costs, with 95 % intervals, on a logarithmic axis."""
+    names = [name for name in rows if name != DENSE]
+    estimates = [more(rows, name) for name in names]
+    values = np.array([max(of.value, 0.0) for of in estimates])
+    hover = "%{y}: %{x:.3g} nats more<extra></extra>"
+    own = {"orientation": "h", "error_x": style.error_bars([of.margin for of in estimates])}
+    layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"type": "log"}}
+    shown = bars(values, names, "", style.BLUE, hover, **own)
+    return style.figure([shown], "nats per token more", "", height=150 + 40 * len(names), layout=layout)

@@ -1,0 +1,107 @@
+"""Judge the three papers on the real models: `python -m tools.real_results [MODEL …]`, `make real`.
+
+The folders of the runs lie beside the models, outside of the repository. What is finished there is not made again, so
+that a stopped run goes on; delete the folder to begin anew. At the end docs/results/real and the gallery have all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from theodolite.report.outcome import RESULT
+from theodolite_papers import catalogue
+from tools import gallery
+from tools.real_models import MODELS, cache, fetch, real_model
+
+LENGTH = 256
+SECONDS = "seconds.json"
+
+OF_HEADS = ",".join(
+    f"localization/{name}" for name in ("behaviour", "assumptions", "gradient", "collapse", "width")
+)
+PROMPTS = ",".join(f"sinks/figure{number}" for number in (2, 7, 8, 9, 10, 11))
+PRUNED = "sinks/figure3,sinks/figure4,sinks/figure5"
+OF_ADDERS = {"geometry/addition", "geometry/training"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Experiments on one survey of a model, of so many contexts of Python's documentation."""
+
+    model: str
+    experiments: str
+    contexts: int
+    folder: str
+
+    def names(self) -> list[str]:
+        """List the experiments by name."""
+        every = (name for group in self.experiments.split(",") for name in catalogue.names_of(group))
+        return [name for name in every if name not in OF_ADDERS and not name.endswith("/claims")]
+
+
+STAGES = (
+    Stage("smollm2", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes,sinks/examples", 384, "smollm2"),
+    Stage("gemma3", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes", 384, "gemma3"),
+    Stage("minilm", f"geometry,{OF_HEADS},{PROMPTS}", 384, "minilm"),
+    Stage("smollm2", PRUNED, 64, "smollm2-pruned"),
+    Stage("gemma3", PRUNED, 64, "gemma3-pruned"),
+)
+"""What is judged of which model; pruned models are calibrated and measured on fewer contexts."""
+
+
+def folder() -> Path:
+    """Return the folder of the runs."""
+    return cache().with_name("real-results")
+
+
+def run(stage: Stage) -> None:
+    """Make what is left of a stage; the seconds that it took are added to those before."""
+    place = folder() / stage.folder
+    left = [
+        name
+        for name in stage.names()
+        if not (place / "reproduce" / name.replace("/", "-") / RESULT).is_file()
+    ]
+    if not left:
+        return
+    model = real_model(stage.model)
+    assert model is not None
+    command = [str(Path(sys.executable).with_name("theodolite")), "reproduce", ",".join(left)]
+    command += [str(model.relative_to(cache())), "--length", str(LENGTH), "--contexts", str(stage.contexts)]
+    began = time.monotonic()
+    # From the folder of the models, so that no result names a path of this machine.
+    done = subprocess.run([*command, "--out", str(place)], cwd=cache(), stdout=subprocess.DEVNULL)
+    if done.returncode not in (0, 1):
+        sys.exit(done.returncode)
+    seconds = took() | {stage.folder: round(took().get(stage.folder, 0) + time.monotonic() - began)}
+    (folder() / SECONDS).write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+
+
+def took() -> dict[str, int]:
+    """Return the seconds that every stage took so far."""
+    path = folder() / SECONDS
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def main(names: Sequence[str]) -> None:
+    """Judge the models that are named, or all, and take the results in."""
+    chosen = [stage for stage in STAGES if stage.model in (names or MODELS)]
+    for stage in chosen:
+        fetch(stage.model)
+        folder().mkdir(parents=True, exist_ok=True)
+        print(f"{stage.folder}: {len(stage.names())} experiments", file=sys.stderr)
+        run(stage)
+    gallery.take_in(folder(), {stage.folder: stage.model for stage in STAGES}, took())
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("stopped: rerun to go on")
