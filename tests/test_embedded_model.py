@@ -164,9 +164,7 @@ def test_the_card_states_data_steps_losses_and_the_call(trained):
         assert f"| {result.validation_loss[name]:.3f} | {result.bigram_loss[name]:.3f} |" in text
     assert "6 steps of" in text
     assert "384 tokens in all" in text
-    assert (
-        "train_embedded_model('model', config=EmbeddedConfig(layers=1, heads=2, width=16, batch=4" in text
-    )
+    assert "train_embedded_model('model', config=EmbeddedConfig(layers=1, heads=2, width=16, batch=4" in text
     assert "In 30% of the contexts" in text
     assert "In 30%, the token before" in text
 

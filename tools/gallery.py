@@ -1,7 +1,9 @@
-"""Make the gallery of every claim of the papers; `python -m tools.gallery FOLDER …` takes in new results.
+"""Make the gallery of every claim of the papers, by model: pages of the site, from committed results.
 
-What folders of `theodolite reproduce` have goes into docs/results/gallery (each `result.json` without its tables) and
-docs/images/gallery; where several have an experiment, the last one. The pages are made of these when the site is built.
+`make real` takes in the results of the real models: docs/results/real has one file for each, of every `result.json`
+without its tables. What needs no model, or one that is trained for it, is in docs/results/gallery:
+`python -m tools.gallery FOLDER …` takes that in from folders of `theodolite reproduce`. Pictures go to
+docs/images/gallery.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +23,26 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.report.outcome import JUDGED, KINDS, RESULT, SOURCES
 from theodolite_papers import ALIASES, EXPERIMENTS
 from theodolite_papers.catalogue import all_need
+from tools.real_models import MODELS
 
 DOCS = Path(__file__).parent.parent / "docs"
-PICTURES, RESULTS = DOCS / "images" / "gallery", DOCS / "results" / "gallery"
+PICTURES, RESULTS, REAL = DOCS / "images" / "gallery", DOCS / "results" / "gallery", DOCS / "results" / "real"
 ANSWERS = (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
 GROUPS = {"geometry": "Position and context", "localization": "Localization", "sinks": "Sinks and pruning"}
+NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3", "minilm": "MiniLM"}
+"""How the real models are called in tables."""
 
-_ADDER = (
-    "theodolite train addition --digits 10 --positions rotary --rate 3e-4 --steps 8000 --series --out adder"
-)
+_ADDER = "theodolite train addition --digits 10 --positions rotary --rate 3e-4 --steps 8000 --out adder"
 _LOCATER = "theodolite train locater --text wikitext-2/valid.txt --held-out wikitext-2/test.txt --out grid"
 TRAININGS = {
     **dict.fromkeys(
-        (f"geometry/{name}" for name in ("training", "addition", "figure21", "figure22", "figure23")), _ADDER
+        (f"geometry/{name}" for name in ("addition", "figure21", "figure22", "figure23")), _ADDER
     ),
     **dict.fromkeys((f"localization/figure{number}" for number in (6, 7, 8, 9, 10, 11, 12)), _LOCATER),
 }
 """Experiment → the command that trains what it is read from."""
+
+Result = dict[str, Any]
 
 
 def names() -> list[str]:
@@ -44,9 +50,9 @@ def names() -> list[str]:
     return [name for name in EXPERIMENTS if not name.endswith("/claims")]
 
 
-def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
+def new_results(folders: Sequence[Path]) -> dict[str, tuple[Result, Path]]:
     """Find name → (result, folder) of every experiment in the folders or their `reproduce/`."""
-    found: dict[str, tuple[dict[str, Any], Path]] = {}
+    found: dict[str, tuple[Result, Path]] = {}
     for folder in folders:
         for path in sorted([*folder.glob(f"*/{RESULT}"), *folder.glob(f"reproduce/*/{RESULT}")]):
             loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +61,7 @@ def new_results(folders: list[Path]) -> dict[str, tuple[dict[str, Any], Path]]:
     return found
 
 
-def kept(result: dict[str, Any]) -> dict[str, Any]:
+def kept(result: Result) -> Result:
     """Take from a result what the pages show: judged tables, verdicts, readings, and a short provenance."""
     provenance = {"seed": result["provenance"]["seed"], "versions": result["provenance"]["versions"]}
     for of, told in {"model": ("id", "sha256"), "corpus": ("name", "length", "contexts", "sha256")}.items():
@@ -66,23 +72,36 @@ def kept(result: dict[str, Any]) -> dict[str, Any]:
     return {part: result[part] for part in parts} | {JUDGED: judged, "provenance": provenance}
 
 
-def results() -> dict[str, dict[str, Any]]:
-    """Load name → result of what was taken in."""
-    loaded = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json")))
-    return {result["name"]: result for result in loaded}
+def results() -> dict[str, dict[str, Result]]:
+    """Load name → model → result of what was taken in; the model "" is none, or one that was trained for it."""
+    found: dict[str, dict[str, Result]] = {}
+    for model in MODELS:
+        path = REAL / f"{model}.json"
+        taken = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
+        for name, result in taken.items():
+            found.setdefault(name, {})[NAMES[model]] = result
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found.setdefault(result["name"], {})[""] = result
+    return found
 
 
 def pages() -> dict[str, str]:
     """Write name → text of the index and of the page of every paper."""
     found = results()
-    rows = ["| | " + " | ".join(ANSWERS) + " |", "| --- |" + " ---: |" * len(ANSWERS)]
+    rows = ["| | model | " + " | ".join(ANSWERS) + " |", "| --- | --- |" + " ---: |" * len(ANSWERS)]
     made = {}
     for group, title in GROUPS.items():
         members = [name for name in [*names(), *sorted({*found} & {*ALIASES})] if name.startswith(group)]
-        verdicts = [Verdict(**each) for name in members if name in found for each in found[name]["verdicts"]]
-        answers = [verdict.answer for verdict in independent(verdicts)]
-        counts = " | ".join(str(answers.count(answer)) for answer in ANSWERS)
-        rows.append(f"| [{title}](gallery-{group}.md) | {counts} |")
+        for model in (*NAMES.values(), ""):
+            verdicts = [
+                Verdict(**each)
+                for name in members
+                for each in found.get(name, {}).get(model, {"verdicts": []})["verdicts"]
+            ]
+            answers = [verdict.answer for verdict in independent(verdicts)]
+            counts = " | ".join(str(answers.count(answer)) for answer in ANSWERS)
+            rows.append(f"| [{title}](gallery-{group}.md) | {model or 'theory, small models'} | {counts} |")
         lines = [
             f"# Gallery: {title[0].lower()}{title[1:]}",
             "",
@@ -97,50 +116,79 @@ def pages() -> dict[str, str]:
 
 _INDEX = """# Gallery
 
-The papers' tables and figures, made again, with a [verdict](reproduce.md#how-a-claim-is-judged) on every claim.
-
-Most is of the [model inside the package](embedded-model.md), which has 1.5 million parameters: what fails here may
-hold in larger models, and the same commands say so for yours.
+The papers' tables and figures, made again for three models that people use, with a
+[verdict](reproduce.md#how-a-claim-is-judged) on every claim: SmolLM2-135M-Instruct and Gemma 3 270M
+(decoders, GGUF files of four bits a weight) and all-MiniLM-L6-v2 (an encoder), on Python's documentation.
+`make real` makes all of it. What is theory, or of models that are trained for it, is counted apart.
 
 """
 
 
-def _entry(name: str, result: dict[str, Any]) -> list[str]:
+def _entry(name: str, by_model: Mapping[str, Result]) -> list[str]:
+    result = next(iter(by_model.values()))
     lines = [f"## {name}", "", f"**{plain(result['title'])}.** {plain(result['paper'])}.", ""]
     for picture in sorted(PICTURES.glob(f"{_file(name)}.*")):
         lines += [f"![{plain(result['title'])}](images/gallery/{picture.name})", ""]
-    for verdict in result["verdicts"]:
-        lines.append(
-            f'- <span class="verdict {KINDS[verdict["answer"]]}">{verdict["answer"]}</span> {plain(verdict["claim"])}'
-            f"<br><small>{plain(verdict['evidence'])}</small>"
+    claims: dict[str, dict[str, dict[str, str]]] = {}
+    for model, one in by_model.items():
+        for verdict in one["verdicts"]:
+            claims.setdefault(verdict["claim"], {})[model] = verdict
+    if claims:
+        lines += [
+            "| claim | " + " | ".join(model or "verdict" for model in by_model) + " |",
+            "| --- |" + " --- |" * len(by_model),
+        ]
+        for claim, verdicts in claims.items():
+            answers = (_answer(verdicts[model]) if model in verdicts else "" for model in by_model)
+            lines.append(f"| {plain(claim)} | {' | '.join(answers)} |")
+        evidence = "".join(
+            f"<p>{plain(claim)}"
+            + "".join(
+                f"<br><small>{model + ': ' if model else ''}{plain(verdict['evidence'])}</small>"
+                for model, verdict in verdicts.items()
+            )
+            + "</p>"
+            for claim, verdicts in claims.items()
         )
-    if not result["verdicts"]:
+        lines += ["", f"<details><summary>The numbers</summary>{evidence}</details>"]
+    else:
         lines.append("No claim is judged here; the page has the numbers.")
-    return [*lines, "", *_commands(name, result["provenance"])]
+    return [*lines, "", *_commands(name, by_model)]
+
+
+def _answer(verdict: Mapping[str, str]) -> str:
+    return f'<span class="verdict {KINDS[verdict["answer"]]}">{verdict["answer"]}</span>'
 
 
 def _missing(name: str) -> list[str]:
     experiment = EXPERIMENTS[name]
     why = "Needs training." if name in TRAININGS else "Needs nothing but the command."
     lines = [f"## {name}", "", f"**{plain(experiment.title)}.** {plain(experiment.paper)}.", ""]
-    return [*lines, f'- <span class="verdict open">not made here</span> {why}', "", *_commands(name, None)]
+    return [*lines, f'- <span class="verdict open">not made here</span> {why}', "", *_commands(name, {})]
 
 
-def _commands(name: str, provenance: dict[str, Any] | None) -> list[str]:
+def _commands(name: str, by_model: Mapping[str, Result]) -> list[str]:
     """List the commands that make an experiment, with the text of the committed one."""
     training = TRAININGS.get(name)
     folder = " " + training.split("--out ")[1].split("/")[0].split()[0] if training else ""
     experiment = EXPERIMENTS[ALIASES[name].of if name in ALIASES else name]
     alone = all_need([experiment], "nothing")
     options, made = "", ""
-    if provenance is not None:
-        corpus = provenance.get("corpus")
+    for model, result in list(by_model.items())[:1]:
+        corpus = result["provenance"].get("corpus")
         # Theory reads no text, and what is on a prompt reads that: their numbers are the same for any run.
         if corpus is not None and not alone and "prompt" not in experiment.declared.needs:
             text = "" if corpus["name"] == spec.DOCS or training is _ADDER else f" --corpus {corpus['name']}"
             options = f"{text} --length {corpus['length']} --contexts {corpus['contexts']}"
-        of = "no model" if alone else Path(provenance["model"]["id"]).name
-        made = f"<small>Made of {of}, seed {provenance['seed']}.</small>"
+        folder = folder or (" MODEL" if model else "")
+        of = (
+            "no model"
+            if alone
+            else ", ".join(by_model)
+            if model
+            else Path(result["provenance"]["model"]["id"]).name
+        )
+        made = f"<small>Made of {of}, seed {result['provenance']['seed']}.</small>"
     commands = [*([training] if training else []), f"theodolite reproduce {name}{folder}{options}"]
     return ["```bash", *commands, "```", "", made]
 
@@ -155,20 +203,34 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]|$])", r"\\\1", html.escape(text, quote=False)).removesuffix(".")
 
 
-def main(folders: list[str]) -> None:
-    """Take in what the folders have, with the first figure of each page as Chromium draws it."""
+def take_in(runs: Path, model_of: Mapping[str, str], seconds: Mapping[str, int]) -> None:
+    """Take in the runs of the real models, by folder; a picture is of the first model that has it."""
+    pictured: dict[str, Path] = {}
+    REAL.mkdir(parents=True, exist_ok=True)
+    for model in dict.fromkeys(model_of.values()):
+        folders = [folder for folder, of in model_of.items() if of == model]
+        found = new_results([runs / folder for folder in folders])
+        if found:
+            took = {folder: seconds[folder] for folder in folders if folder in seconds}
+            taken = {"seconds": took, "results": {name: kept(result) for name, (result, _) in found.items()}}
+            text = json.dumps(taken, indent=1, ensure_ascii=False)
+            (REAL / f"{model}.json").write_text(text + "\n", encoding="utf-8")
+        pictured = {name: folder for name, (_, folder) in found.items()} | pictured
+    draw(pictured)
+
+
+def draw(folders: Mapping[str, Path]) -> None:
+    """Draw the first figure of each experiment's page, as Chromium shows it."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
-    found = new_results([Path(folder) for folder in folders])
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found or chromium is None:
-        raise SystemExit("give folders that `theodolite reproduce` wrote; pictures need Chromium")
+    if chromium is None:
+        print("no pictures: they need Chromium", file=sys.stderr)
+        return
     with sync_playwright() as playwright:
         page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
-        for name, (result, folder) in found.items():
-            text = json.dumps(kept(result), indent=1, ensure_ascii=False)
-            (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
+        for name, folder in folders.items():
             page.goto((folder / "index.html").resolve().as_uri())
             figure = page.locator("[data-figure].js-plotly-plot:not(.compact)").first
             shown = page.locator("[data-figure]:not(.compact)")
@@ -181,6 +243,17 @@ def main(folders: list[str]) -> None:
                 # In the 256 colours that are nearest to its own: a third of the room, and fewer would bend scales.
                 picture = picture.quantize(256, kmeans=3, dither=Image.Dither.NONE)
                 picture.save(PICTURES / f"{_file(name)}.png", optimize=True)
+
+
+def main(folders: Sequence[str]) -> None:
+    """Take in what needs no real model."""
+    found = new_results([Path(folder) for folder in folders])
+    if not found:
+        raise SystemExit("give folders that `theodolite reproduce` wrote")
+    for name, (result, _) in found.items():
+        text = json.dumps(kept(result), indent=1, ensure_ascii=False)
+        (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
+    draw({name: folder for name, (_, folder) in found.items()})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ OF_HEADS = ",".join(
     f"localization/{name}" for name in ("behaviour", "assumptions", "gradient", "collapse", "width")
 )
 PROMPTS = ",".join(f"sinks/figure{number}" for number in (2, 7, 8, 9, 10, 11))
+SINKS = ",".join(("localization/walk", *(f"sinks/{name}" for name in ("trace", "ablation", "outliers"))))
 PRUNED = "sinks/figure3,sinks/figure4,sinks/figure5"
-OF_ADDERS = {"geometry/addition", "geometry/training"}
+ADDER = "geometry/addition"
 
 
 @dataclass(frozen=True)
@@ -37,22 +38,27 @@ class Stage:
     model: str
     experiments: str
     contexts: int
-    folder: str
+
+    @property
+    def folder(self) -> str:
+        """The name of its run folder."""
+        return f"{self.model}-{self.contexts}"
 
     def names(self) -> list[str]:
         """List the experiments by name."""
         every = (name for group in self.experiments.split(",") for name in catalogue.names_of(group))
-        return [name for name in every if name not in OF_ADDERS and not name.endswith("/claims")]
+        return [name for name in every if name != ADDER and not name.endswith("/claims")]
 
 
 STAGES = (
-    Stage("smollm2", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes,sinks/examples", 384, "smollm2"),
-    Stage("gemma3", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes", 384, "gemma3"),
-    Stage("minilm", f"geometry,{OF_HEADS},{PROMPTS}", 384, "minilm"),
-    Stage("smollm2", PRUNED, 64, "smollm2-pruned"),
-    Stage("gemma3", PRUNED, 64, "gemma3-pruned"),
+    Stage("smollm2", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes,sinks/examples", 384),
+    Stage("gemma3", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes", 256),
+    Stage("minilm", f"geometry,{OF_HEADS},{PROMPTS}", 384),
+    Stage("smollm2", f"{SINKS},{PRUNED}", 64),
+    Stage("gemma3", f"{SINKS},{PRUNED}", 64),
+    Stage("minilm", SINKS, 64),
 )
-"""What is judged of which model; pruned models are calibrated and measured on fewer contexts."""
+"""What is judged of which model; what reads the text many times, or prunes, has fewer contexts."""
 
 
 def folder() -> Path:

@@ -17,6 +17,7 @@ from theodolite.theory.propagation import (
     curve_width,
     propagation,
     propagation_finite,
+    propagation_of_draws,
 )
 from theodolite.theory.quadratic_form import probability_between
 from theodolite.theory.regimes import REGIMES, RegimeMargins, regime, regime_margins, regime_of_curve
@@ -70,6 +71,7 @@ __all__ = [
     "propagation_exact",
     "propagation_exact_head",
     "propagation_finite",
+    "propagation_of_draws",
     "qk_eigenvalues",
     "qk_moments",
     "qk_singular_values",

@@ -39,9 +39,6 @@ CONTEXTS = 64
 SHOWN_POSITIONS = 64
 """Of the second moments x_s·x_t, evenly chosen."""
 
-MARKS = 6
-"""Positions of which whole vectors are kept, at about equal ratios; their pairs have full second moments."""
-
 LAGS = 8
 """Of the autocorrelation of increments."""
 
@@ -58,12 +55,6 @@ MEASURES = {
     "trace_ratio": ("τ over E‖x_{t+1} − x_t‖²", "1", ""),
     "autocorrelation": ("autocorrelation of successive increments", "0", "autocorrelation"),
     "growth": ("exponent of the growth of E‖x_t‖² with t", "1", "growth"),
-    "frobenius": (
-        "‖E[x_s x_tᵀ] − min(s, t) Σ̂‖_F / ‖E[x_s x_tᵀ]‖_F, median over pairs",
-        "0",
-        "Frobenius error",
-    ),
-    "cosine": ("cosine between E[x_s x_tᵀ] and Σ̂, median over pairs", "1", "cosine"),
 }
 """What is read off one layer: in words, of a true walk, and in the picker of those that are drawn by layer."""
 
@@ -73,14 +64,13 @@ class WalkSums(LayerSums):
 
     Of each layer: contexts (G,) by group; gram (G, S, S) of x_s·x_t at the positions `shown`; position_sum (G, S, d)
     of x_s there; lagged (G, LAGS + 1) sums over steps of ε_t·ε_{t+lag}; increments (d, d) of εεᵀ over all steps,
-    about zero; kept (C, M, d), x at the positions `marks` of every context.
+    about zero.
     """
 
     def __init__(self, layers: int, width: int, contexts: int, length: int) -> None:
         self.positions = length - 1
         last, shown = self.positions - 1, min(self.positions, SHOWN_POSITIONS)
         self.shown = np.unique(np.linspace(0, last, shown).round().astype(int)).tolist()
-        self.marks = sorted({round(step) - 1 for step in np.geomspace(1, last + 1, MARKS)})
         self.groups, shown = Groups(contexts), len(self.shown)
         super().__init__(
             layers,
@@ -90,7 +80,6 @@ class WalkSums(LayerSums):
                 "position_sum": (GROUPS, shown, width),
                 "lagged": (GROUPS, LAGS + 1),
                 "increments": (width, width),
-                "kept": (contexts, len(self.marks), width),
             },
         )
 
@@ -108,8 +97,6 @@ class WalkSums(LayerSums):
             self.add("lagged", layer, torch.stack(lagged), group)
         flat = steps.flatten(0, 1)
         self.add("increments", layer, flat.T @ flat)
-        # Every context is seen once, so that adding is putting in place.
-        self.at("kept", layer, walk.device)[first_context : first_context + len(walk)] += walk[:, self.marks]
 
     def of(self, name: str, layer: int) -> Tensor:
         """Return one layer's sums, on the CPU."""
@@ -137,28 +124,6 @@ class WalkSums(LayerSums):
         mean = (weights @ self.of("lagged", layer)) / steps
         return mean / mean[0]
 
-    def second_moment_errors(self, layer: int, weights: Tensor = ALL) -> tuple[Tensor, Tensor]:
-        """Compute ‖M − min(s, t) Σ̂‖_F / ‖M‖_F and cos(M, Σ̂) of M = E[x_s x_tᵀ], for every pair s ≤ t of the marks.
-
-        ‖M‖_F² is taken over pairs of different contexts, (x_s·x'_s)(x_t·x'_t), so that the noise of few contexts in
-        d² entries does not add to it. An estimate below zero counts as zero.
-        """
-        vectors, sigma = self.of("kept", layer), self.covariance(layer)
-        vectors = vectors[weights[self.groups.of(torch.arange(len(vectors)))] > 0]
-        count = len(vectors)
-        products = torch.einsum("cmd,emd->mce", vectors, vectors)
-        diagonal = products.diagonal(dim1=1, dim2=2)
-        first, second = torch.triu_indices(len(self.marks), len(self.marks))
-        norm = (products[first] * products[second]).sum((1, 2)) - (diagonal[first] * diagonal[second]).sum(1)
-        norm = (norm / max(1, count * (count - 1))).clamp_min(0)
-        inner = torch.einsum("cmd,cmd->m", vectors[:, first] @ sigma, vectors[:, second]) / count
-        shared = (
-            torch.tensor(self.marks, dtype=torch.float64)[first] + 1
-        )  # the smaller of both: first ≤ second
-        size = sigma.square().sum()
-        error = (norm - 2 * shared * inner + shared.square() * size).clamp_min(0)
-        return (error / norm).sqrt(), (inner / (norm * size).sqrt()).clamp(-1, 1)
-
     def numbers(self, layer: int, weights: Tensor = ALL) -> dict[str, float]:
         """Compute `MEASURES` of one layer."""
         shared, gram = self.steps_shared, self.gram(layer, weights)
@@ -169,7 +134,6 @@ class WalkSums(LayerSums):
         apart = ~torch.eye(len(gram), dtype=torch.bool)
         at, norms = shared.diagonal().log(), gram.diagonal().log()
         steps = (weights @ self.of("lagged", layer))[0] / (contexts * (self.positions - 1))
-        frobenius, cosine = self.second_moment_errors(layer, weights)
         values = (
             _r_squared(gram, shared),
             _r_squared(centred, shared),
@@ -177,16 +141,13 @@ class WalkSums(LayerSums):
             _fitted_trace(gram, shared) / steps,
             self.autocorrelations(layer, weights)[1],
             ((at - at.mean()) * norms).sum() / (at - at.mean()).square().sum(),
-            frobenius.nanmedian(),
-            cosine.nanmedian(),
         )
         return dict(zip(MEASURES, map(float, values), strict=True))
 
     def table(self) -> pd.DataFrame:
         """Tabulate layers: `MEASURES`, each with its standard error `…_se` over contexts.
 
-        Errors are from leaving out each of the groups of contexts, NaN below eight contexts. Σ̂ is held in those of
-        `frobenius` and `cosine`: it is known from n − 1 times as many vectors.
+        Errors are from leaving out each of the groups of contexts, NaN below eight contexts.
         """
         rows = []
         for layer in range(self.layers):
@@ -200,18 +161,6 @@ class WalkSums(LayerSums):
             of_errors = zip((f"{name}_se" for name in row), errors, strict=True)
             rows.append({"layer": layer} | row | dict(of_errors))
         return pd.DataFrame(rows)
-
-    def pair_table(self) -> pd.DataFrame:
-        """Tabulate layers and pairs of marked positions: both errors of the full second moments."""
-        first, second = torch.triu_indices(len(self.marks), len(self.marks))
-        marks, rows = torch.tensor(self.marks) + 1, []
-        for layer in range(self.layers):
-            frobenius, cosine = self.second_moment_errors(layer)
-            columns = {"s": marks[first], "t": marks[second], "frobenius": frobenius, "cosine": cosine}
-            rows.append(
-                pd.DataFrame({"layer": layer} | {name: value.numpy() for name, value in columns.items()})
-            )
-        return pd.concat(rows, ignore_index=True)
 
 
 def _fitted_trace(gram: Tensor, shared: Tensor) -> Tensor:
@@ -230,7 +179,7 @@ def simulated_walk(text: WalkSums, seed: int) -> WalkSums:
 
     The walks are in the eigenbasis of Σ̂: every number that is read off the sums is the same in any rotated basis.
     """
-    contexts, _, width = text.of("kept", 0).shape
+    contexts, width = text.groups.contexts, text.of("increments", 0).shape[0]
     sums = WalkSums(text.layers, width, contexts, text.positions + 1)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(text.layers):
@@ -323,7 +272,6 @@ def walk(study: Study, outcome: Outcome) -> None:
     layers = pd.concat([*parts, residual.assign(tokens=TEXT, vectors="residual stream")], ignore_index=True)
     first = ["tokens", "vectors"]
     outcome.tables["layers"] = layers[[*first, *layers.columns.drop(first)]]
-    outcome.tables["pairs"] = text.inputs.pair_table()
     _draw(outcome, sums, tables)
 
 
@@ -353,7 +301,6 @@ def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual:
         ("residual", "r_squared", _column(residual, "r_squared")),
         ("uncorrelated", "autocorrelation", replace(of_text, values=np.abs(of_text.values))),
         ("grows", "growth", _column(text, "growth")),
-        ("full", "frobenius", _column(text, "frobenius")),
         ("drifts", "autocorrelation", Estimates(of_text.values - of_random.values, errors, *OF_GROUPS)),
     ):
         outcome.judge(claim, estimates, measure=MEASURES[name][0])
