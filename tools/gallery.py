@@ -171,8 +171,7 @@ def _commands(name: str, by_model: Mapping[str, Result]) -> list[str]:
     """List the commands that make an experiment, with the text of the committed one."""
     training = TRAININGS.get(name)
     folder = " " + training.split("--out ")[1].split("/")[0].split()[0] if training else ""
-    experiment = EXPERIMENTS[ALIASES[name].of if name in ALIASES else name]
-    alone = all_need([experiment], "nothing")
+    experiment, alone = EXPERIMENTS[ALIASES[name].of if name in ALIASES else name], _alone(name)
     options, made = "", ""
     for model, result in list(by_model.items())[:1]:
         corpus = result["provenance"].get("corpus")
@@ -193,6 +192,11 @@ def _commands(name: str, by_model: Mapping[str, Result]) -> list[str]:
     return ["```bash", *commands, "```", "", made]
 
 
+def _alone(name: str) -> bool:
+    """Tell whether an experiment reads no model: it is theory, or a simulation."""
+    return all_need([EXPERIMENTS[ALIASES[name].of if name in ALIASES else name]], "nothing")
+
+
 def _file(name: str) -> str:
     return name.replace("/", "-")
 
@@ -210,13 +214,19 @@ def take_in(runs: Path, model_of: Mapping[str, str], seconds: Mapping[str, int])
     for model in dict.fromkeys(model_of.values()):
         folders = [folder for folder, of in model_of.items() if of == model]
         found = new_results([runs / folder for folder in folders])
-        if found:
+        of_model = {name: kept(result) for name, (result, _) in found.items() if not _alone(name)}
+        for name, (result, _) in found.items():
+            if _alone(name):
+                _write(RESULTS / f"{_file(name)}.json", kept(result))
+        if of_model:
             took = {folder: seconds[folder] for folder in folders if folder in seconds}
-            taken = {"seconds": took, "results": {name: kept(result) for name, (result, _) in found.items()}}
-            text = json.dumps(taken, indent=1, ensure_ascii=False)
-            (REAL / f"{model}.json").write_text(text + "\n", encoding="utf-8")
+            _write(REAL / f"{model}.json", {"seconds": took, "results": of_model})
         pictured = {name: folder for name, (_, folder) in found.items()} | pictured
     draw(pictured)
+
+
+def _write(path: Path, what: Result) -> None:
+    path.write_text(json.dumps(what, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def draw(folders: Mapping[str, Path]) -> None:
@@ -251,8 +261,7 @@ def main(folders: Sequence[str]) -> None:
     if not found:
         raise SystemExit("give folders that `theodolite reproduce` wrote")
     for name, (result, _) in found.items():
-        text = json.dumps(kept(result), indent=1, ensure_ascii=False)
-        (RESULTS / f"{_file(name)}.json").write_text(text + "\n", encoding="utf-8")
+        _write(RESULTS / f"{_file(name)}.json", kept(result))
     draw({name: folder for name, (_, folder) in found.items()})
 
 

@@ -27,7 +27,7 @@ OF_HEADS = ",".join(
 )
 PROMPTS = ",".join(f"sinks/figure{number}" for number in (2, 7, 8, 9, 10, 11))
 SINKS = ",".join(("localization/walk", *(f"sinks/{name}" for name in ("trace", "ablation", "outliers"))))
-PRUNED = "sinks/figure3,sinks/figure4,sinks/figure5"
+PRUNED = "sinks/figure5,sinks/figure4,sinks/figure3"
 ADDER = "geometry/addition"
 
 
@@ -54,9 +54,9 @@ STAGES = (
     Stage("smollm2", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes,sinks/examples", 384),
     Stage("gemma3", f"geometry,{OF_HEADS},{PROMPTS},sinks/spikes", 256),
     Stage("minilm", f"geometry,{OF_HEADS},{PROMPTS}", 384),
+    Stage("minilm", SINKS, 64),
     Stage("smollm2", f"{SINKS},{PRUNED}", 64),
     Stage("gemma3", f"{SINKS},{PRUNED}", 64),
-    Stage("minilm", SINKS, 64),
 )
 """What is judged of which model; what reads the text many times, or prunes, has fewer contexts."""
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 from theodolite import Corpus, OpenModel, trace_sinks
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
+from theodolite.estimates import Estimate, Floats
 from theodolite.evaluate.few_shot import FewShotPrompts, prompts_for
 from theodolite.judging import HOLDS, unless_explained
 from theodolite.models.guard import measures
@@ -48,6 +49,9 @@ PROMPTS, SEED = 25, 1
 
 TAG_PROMPTS, TAG_SEED = 10, 2
 """Of each task, on which tags are found."""
+
+LEAST_CAUGHT = 20
+"""Prompts in which a later token's sink catches something, for what its tag does to be judged."""
 
 HIDDEN, EARLIEST, ATTENDED = (
     "sinks hidden",
@@ -83,13 +87,8 @@ def texts_of(prompts: FewShotPrompts) -> list[Tensor]:
 
 def later_tags(model: OpenModel, prompts: FewShotPrompts, show: Callable[[str, int, int], None]) -> list[Tag]:
     """Find the strongest tag of every head that has a later token's sink in some prompts."""
-    texts = texts_of(prompts)
-    longest = max(map(len, texts))
-    ids, mask = (
-        torch.stack([functional.pad(row, (0, longest - len(row))) for row in rows])
-        for rows in (texts, [torch.ones_like(row) for row in texts])
-    )
-    run = trace_sinks(model, Corpus.from_ids(ids, attention_mask=mask), show_progress=show)
+    mask = torch.arange(prompts.ids.shape[1]) < prompts.answers[:, -1, 1:]
+    run = trace_sinks(model, Corpus.from_ids(prompts.ids, attention_mask=mask.long()), show_progress=show)
     rows = run.traces[(run.traces["kind"] == "later") & run.traces["tag"].notna()]
     strongest = rows.drop_duplicates(["layer", "head"])  # the strongest come first
     of_head = {
@@ -179,14 +178,14 @@ class _Sizes(Hooks):
 
 
 @measures("model")
-def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> tuple[float, float, float]:
-    """Average what is taken: of how many tokens of a text and head; of the tags, of leading directions elsewhere."""
+def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> tuple[float, float]:
+    """Average what is taken from a token of a head: of its tag, and of its leading direction elsewhere."""
     tap = _Sizes(model, tags)
     with hooked(model, tap):
         for ids in texts:
             model.forward(ids[None])
     tag, other = (tap.sizes[:, 0] / tap.sizes[:, 1]).tolist()
-    return float(tap.sizes[0, 1]) / len(texts), tag, other
+    return tag, other
 
 
 def answered(model: OpenModel, prompts: FewShotPrompts, reading: Reading) -> Bool[Tensor, "texts lines"]:
@@ -201,12 +200,16 @@ def examples(study: Study, outcome: Outcome) -> None:
     prompts = prompts_for(model, PROMPTS, SEED)
     texts = texts_of(prompts)
     tags = later_tags(model, prompts_for(model, TAG_PROMPTS, TAG_SEED), study.show)
-    shares: dict[str, list[Tensor]] = {name: [] for name in KEYS}
+    noted: dict[str, list[Tensor]] = {name: [] for name in (*KEYS, TAGS)}
+    place = {layer: number for number, layer in enumerate(model.attending)}
 
     def noting(name: str, ablation: Ablation) -> Ablation:
         def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
             if name in KEYS:
-                shares[name].append(share_hidden(reading, keys_of(name, reading)))
+                noted[name].append(share_hidden(reading, keys_of(name, reading)))
+            elif name == TAGS:
+                caught = [reading.layers[place[tag.layer]].caught[:, tag.head].sum(dim=1) for tag in tags]
+                noted[name].append(sum(caught, torch.zeros(len(reading.ids))))
             return ablation(reading)
 
         return opened
@@ -222,42 +225,57 @@ def examples(study: Study, outcome: Outcome) -> None:
     )
     answers = {name: of["right"] for name, of in rows.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
-    went = {name: percent(float(torch.cat(of).nanmean())) for name, of in shares.items()}
+    went = {name: percent(float(torch.cat(noted[name]).nanmean())) for name in KEYS}
+    caught = torch.cat(noted[TAGS])
     outcome.read(
         "attention that went there, in heads with sinks",
         "; ".join(f"{name} {of}" for name, of in went.items()),
     )
-    words = "no head has one"
-    if tags:
-        taken = amounts(model, tags, texts[:: len(texts) // TAG_PROMPTS])
-        words = "{}, {} tokens of heads a prompt; {} of each, {} along leading directions at others".format(
-            counted(len(tags), "head"), *map(number, taken)
-        )
-    outcome.read("tags of later tokens' sinks", words)
-    show_ablations(outcome, answers, prompts.tasks, went)
+    words = f"in {int((caught > 0).sum())} of {counted(len(texts), 'prompt')}, {number(float(caught.mean()))} a prompt"
+    outcome.read("tokens that a later token's sink catches, in heads with a tag", words)
+    if caught.any():
+        some = [texts[row] for row in caught.nonzero().flatten()[:TAG_PROMPTS]]
+        of_tags, elsewhere = map(number, amounts(model, tags, some))
+        outcome.read("taken from such a token", f"{of_tags}; {elsewhere} along leading directions at others")
+    show_ablations(outcome, answers, prompts.tasks, went, (caught > 0).numpy())
 
 
 def show_ablations(
-    outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str], went: Mapping[str, str]
+    outcome: Outcome,
+    answers: Mapping[str, Answers],
+    tasks: Sequence[str],
+    went: Mapping[str, str],
+    caught: Bool[np.ndarray, " prompts"],
 ) -> None:
-    """Show verdicts, levels and a chart of the answers by ablation; `went`: the share of attention hidden by each."""
+    """Show verdicts, levels and a chart of the answers by ablation.
+
+    went: the share of attention hidden by each. caught: the prompts with tokens that a later token's sink catches, of
+    which tags are judged.
+    """
     right = {name: of.astype(np.float64) for name, of in answers.items()}
     for name, of in right.items():
         outcome.read(name, by_k(of))
     for name, (words, controls) in PAIRS.items():
+        if name == TAGS and caught.sum() < LEAST_CAUGHT:
+            few = counted(int(caught.sum()), "prompt")
+            for claim in ("costs", "grows"):
+                why = f"a later token's sink catches something in {few} of {len(caught)} only"
+                outcome.cannot_judge(claim, why, intervention=words)
+            continue
+
+        def mean(values: Floats, tags: bool = name == TAGS) -> Estimate:
+            return Estimate.mean(values[caught], "prompts") if tags else over_tasks(values, tasks)
+
         lost, *of_controls = (right[DENSE] - right[each] for each in (name, *controls))
-        place = int(np.argmax([each[:, -1].mean() for each in of_controls]))
+        place = int(np.argmax([mean(each[:, -1]).value for each in of_controls]))
         beyond, hardest = lost - of_controls[place], controls[place]
         attention = ""
         if name in went:
             attention = f", to which {went[hardest]} of the attention went, to the sinks {went[name]}"
-        levels = {
-            "lost": over_tasks(lost[:, -1], tasks),
-            "control": over_tasks(of_controls[place][:, -1], tasks),
-        }
+        levels = {"lost": mean(lost[:, -1]), "control": mean(of_controls[place][:, -1])}
         what = {"intervention": words, "hardest": hardest, "attention": attention}
-        outcome.judge("costs", over_tasks(beyond[:, -1], tasks).floored(), **what, **levels)
-        verdict = outcome.verdict("grows", over_tasks(beyond[:, -1] - beyond[:, 0], tasks).floored(), **what)
+        outcome.judge("costs", mean(beyond[:, -1]).floored(), **what, **levels)
+        verdict = outcome.verdict("grows", mean(beyond[:, -1] - beyond[:, 0]).floored(), **what)
         floor = "" if right[name][:, 0].any() else NONE_LEFT
         outcome.verdicts.append(unless_explained(verdict, HOLDS, floor))
     outcome.draw("accuracy", accuracy_by_shots(right))

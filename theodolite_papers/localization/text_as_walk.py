@@ -50,8 +50,6 @@ ALL = torch.ones(GROUPS, dtype=torch.float64)
 
 MEASURES = {
     "r_squared": ("R² of τ·min(s, t) for E[x_s·x_t], τ fitted", "1", "R²"),
-    "r_squared_centred": ("the same, each position's mean over contexts taken off", "1", ""),
-    "correlation": ("correlation of E[x_s·x_t] with min(s, t), s ≠ t", "near 1", ""),
     "trace_ratio": ("τ over E‖x_{t+1} − x_t‖²", "1", ""),
     "autocorrelation": ("autocorrelation of successive increments", "0", "autocorrelation"),
     "growth": ("exponent of the growth of E‖x_t‖² with t", "1", "growth"),
@@ -62,9 +60,8 @@ MEASURES = {
 class WalkSums(LayerSums):
     """Sums over contexts of products of vectors and of increments, for N layers of width d.
 
-    Of each layer: contexts (G,) by group; gram (G, S, S) of x_s·x_t at the positions `shown`; position_sum (G, S, d)
-    of x_s there; lagged (G, LAGS + 1) sums over steps of ε_t·ε_{t+lag}; increments (d, d) of εεᵀ over all steps,
-    about zero.
+    Of each layer: contexts (G,) by group; gram (G, S, S) of x_s·x_t at the positions `shown`; lagged (G, LAGS + 1)
+    sums over steps of ε_t·ε_{t+lag}; increments (d, d) of εεᵀ over all steps, about zero.
     """
 
     def __init__(self, layers: int, width: int, contexts: int, length: int) -> None:
@@ -77,7 +74,6 @@ class WalkSums(LayerSums):
             {
                 "contexts": (GROUPS,),
                 "gram": (GROUPS, shown, shown),
-                "position_sum": (GROUPS, shown, width),
                 "lagged": (GROUPS, LAGS + 1),
                 "increments": (width, width),
             },
@@ -93,7 +89,6 @@ class WalkSums(LayerSums):
             lagged = [(of_group[:, : count - lag] * of_group[:, lag:]).sum() for lag in range(LAGS + 1)]
             self.add("contexts", layer, torch.tensor(float(len(chosen)), device=walk.device), group)
             self.add("gram", layer, (chosen @ chosen.mT).sum(0), group)
-            self.add("position_sum", layer, chosen.sum(0), group)
             self.add("lagged", layer, torch.stack(lagged), group)
         flat = steps.flatten(0, 1)
         self.add("increments", layer, flat.T @ flat)
@@ -128,16 +123,10 @@ class WalkSums(LayerSums):
         """Compute `MEASURES` of one layer."""
         shared, gram = self.steps_shared, self.gram(layer, weights)
         contexts = weights @ self.of("contexts", layer)
-        mean = torch.tensordot(weights, self.of("position_sum", layer), dims=1) / contexts
-        # The mean of C contexts holds a C-th of their covariance.
-        centred = (gram - mean @ mean.T) * contexts / (contexts - 1).clamp_min(1)
-        apart = ~torch.eye(len(gram), dtype=torch.bool)
         at, norms = shared.diagonal().log(), gram.diagonal().log()
         steps = (weights @ self.of("lagged", layer))[0] / (contexts * (self.positions - 1))
         values = (
             _r_squared(gram, shared),
-            _r_squared(centred, shared),
-            torch.corrcoef(torch.stack([gram[apart], shared[apart]]))[0, 1],
             _fitted_trace(gram, shared) / steps,
             self.autocorrelations(layer, weights)[1],
             ((at - at.mean()) * norms).sum() / (at - at.mean()).square().sum(),

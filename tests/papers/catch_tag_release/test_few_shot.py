@@ -196,7 +196,8 @@ def test_verdicts_follow_the_numbers():
 
 def of_curves(curves: dict[str, np.ndarray]) -> list[str]:
     went = dict.fromkeys((HIDDEN, EARLIEST, ATTENDED), "a tenth")
-    return answers_of(verdicts_of(show_ablations, curves, TASKS, went, of="sinks/examples"))
+    caught = np.ones(PROMPTS, dtype=bool)
+    return answers_of(verdicts_of(show_ablations, curves, TASKS, went, caught, of="sinks/examples"))
 
 
 def test_verdicts_are_against_the_control_that_costs_most():
@@ -217,3 +218,13 @@ def test_verdicts_are_against_the_control_that_costs_most():
     assert of_curves(curves)[0] == "fails"
     curves[TAGS] = curves[DENSE]  # nobody's answer changed: that is no certainty
     assert of_curves(curves | {OTHERS: curves[DENSE], RANDOM_DIRECTIONS: curves[DENSE]})[2] == "not decided"
+    few = np.arange(PROMPTS) < 5
+    verdicts = verdicts_of(
+        show_ablations,
+        curves,
+        TASKS,
+        dict.fromkeys((HIDDEN, EARLIEST, ATTENDED), ""),
+        few,
+        of="sinks/examples",
+    )
+    assert answers_of(verdicts)[2:] == ["not testable here"] * 2
