@@ -91,18 +91,10 @@ def later_tags(model: OpenModel, prompts: FewShotPrompts, show: Callable[[str, i
     run = trace_sinks(model, Corpus.from_ids(prompts.ids, attention_mask=mask.long()), show_progress=show)
     rows = run.traces[(run.traces["kind"] == "later") & run.traces["tag"].notna()]
     strongest = rows.drop_duplicates(["layer", "head"])  # the strongest come first
-    of_head = {
-        place: row for row, place in enumerate(zip(run.heads["layer"], run.heads["head"], strict=True))
-    }
-    return [
-        Tag(
-            layer,
-            head,
-            run.arrays["tag_direction"][row],
-            run.arrays["principal_direction"][of_head[layer, head]],
-        )
-        for row, layer, head in zip(strongest.index, strongest["layer"], strongest["head"], strict=True)
-    ]
+    heads = run.heads.reset_index().set_index(["layer", "head"])["index"]
+    tags, leading = run.arrays["tag_direction"], run.arrays["principal_direction"]
+    places = zip(strongest.index, strongest["layer"], strongest["head"], strict=True)
+    return [Tag(layer, head, tags[row], leading[heads[layer, head]]) for row, layer, head in places]
 
 
 KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
