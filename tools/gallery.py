@@ -220,9 +220,15 @@ def take_in(runs: Path, model_of: Mapping[str, str], seconds: Mapping[str, int])
                 _write(RESULTS / f"{_file(name)}.json", kept(result))
         if of_model:
             took = {folder: seconds[folder] for folder in folders if folder in seconds}
-            _write(REAL / f"{model}.json", {"seconds": took, "results": of_model})
+            lines = ",\n".join(f"{_json(name)}: {_json(result)}" for name, result in of_model.items())
+            text = f'{{"seconds": {_json(took)}, "results": {{\n{lines}\n}}}}\n'
+            (REAL / f"{model}.json").write_text(text, encoding="utf-8")
         pictured = {name: folder for name, (_, folder) in found.items()} | pictured
     draw(pictured)
+
+
+def _json(what: object) -> str:
+    return json.dumps(what, ensure_ascii=False, separators=(",", ":"))
 
 
 def _write(path: Path, what: Result) -> None:

@@ -25,7 +25,7 @@ from theodolite.evaluate.few_shot import prompts_for
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import next_token_losses
 from theodolite.report import style
-from theodolite.report.drawing.grammar import bars
+from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
 from theodolite.system.wording import listed, percent, with_error
 from theodolite.theory.unbiased import ratio
@@ -213,7 +213,7 @@ def costs(rows: Rows) -> go.Figure:
     estimates = [more(rows, name) for name in names]
     values = np.array([max(of.value, 0.0) for of in estimates])
     hover = "%{y}: %{x:.3g} nats more<extra></extra>"
-    own = {"orientation": "h", "error_x": style.error_bars([of.margin for of in estimates])}
+    own = {"marker": {"size": 11}, "error_x": style.error_bars([of.margin for of in estimates])}
     layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"type": "log"}}
-    shown = bars(values, names, "", style.BLUE, hover, **own)
+    shown = dots(values, names, None, None, style.BLUE, hover, **own)
     return style.figure([shown], "nats per token more", "", height=150 + 40 * len(names), layout=layout)
