@@ -9,7 +9,7 @@ import theodolite
 from theodolite.corpus.python_texts import python_topics
 from theodolite.models import open_weights
 from theodolite.system import embedded
-from theodolite_papers.training.models import EmbeddedConfig, embedded_model
+from tools.embedded_model import EmbeddedConfig, embedded_model
 
 
 def test_the_embedded_model_has_one_name():

@@ -15,7 +15,7 @@ from tests import checkpoints
 from theodolite.models import open_model, open_streamed
 from theodolite.system.processor import multiplies_halves, once, parallel_map
 from theodolite_papers.localization.locater_training import Recipe
-from theodolite_papers.training.models import EmbeddedConfig
+from tools.embedded_model import EmbeddedConfig
 
 
 def processor(monkeypatch: pytest.MonkeyPatch, machine: str, capability: str) -> None:
