@@ -151,5 +151,6 @@ def test_a_state_has_the_bytes_of_the_formula(shape, opened):
         "sketches": ("sketches.",),
         "outliers": ("outliers.",),
         "attention": ("attention.",),
+        "queries and keys": ("query_keys.",),
     }.items():
         assert parts[name] == sum(count for key, count in held.items() if key.startswith(prefixes)), name

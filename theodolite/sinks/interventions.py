@@ -121,7 +121,7 @@ def ablate_direction(
         output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
 
-    name = _described(
+    name = described(
         "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries, rows=rows
     )
     with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
@@ -176,7 +176,7 @@ def attention_knockout(
         return restore_blind_queries(inputs, masked, heads, output)
 
     attention = model.attention_alone(layer)
-    name = _described(
+    name = described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column, rows=rows
     )
     masking = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
@@ -240,12 +240,12 @@ def without_low_rank(
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
             replacements.append((projection, serving, matrix - low_rank))
         remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-        name = _described("without_low_rank", layer=layer, heads=heads, **remaining)
+        name = described("without_low_rank", layer=layer, heads=heads, **remaining)
     with model.intervention(name, replaced(replacements)):
         yield shares
 
 
-def _described(name: str, **arguments: object) -> str:
+def described(name: str, **arguments: object) -> str:
     """Describe an intervention for the provenance of what is measured meanwhile; tensors by their hash."""
     parts = []
     arguments = {name: value for name, value in arguments.items() if (name, value) != ("rows", None)}

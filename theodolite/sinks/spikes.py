@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
+from theodolite.models.doors.answers import suspended
 from theodolite.models.guard import guarded, measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.structure import Turns, first_output, removed_on_leaving
 from theodolite.passes.corpus_pass import batch_of, check_fit
+from theodolite.sinks.interventions import described
 from theodolite.theory.outliers import Thresholds, massive_activations
+
+MOST_AXES = 3  # of one stream: contexts, positions, dimensions
 
 HALF = 0.5
 """Of the largest |x| of a dimension: what is smaller is no spike of a few tokens (in Gemma 3 a dimension may be massive
@@ -104,9 +108,13 @@ def find_spikes(model: OpenModel, corpus: Corpus) -> Spikes:
     The text is read twice.
 
     Raises:
-        UsageError: the corpus does not fit the model.
+        UsageError: the corpus does not fit the model, or has contexts of several lengths.
     """
     check_fit(model, corpus, least_contexts=1, text_alone="finding massive activations")
+    if corpus.lengths is not None:
+        raise UsageError(
+            "finding massive activations needs contexts of one length: make the corpus with pack=True"
+        )
 
     def read(hooks: Hooks) -> None:
         with hooked(model, hooks):
@@ -163,7 +171,7 @@ def replace_activations(
 
     Raises:
         UsageError: the blocks are no modules that run one after the other, or are not in memory; on calling the model:
-            other contexts.
+            other contexts than those of `tokens` (so in `generate`, or a survey), or several streams.
     """
     structure = model.structure
     if structure.free or model.streamed is not None:
@@ -171,10 +179,14 @@ def replace_activations(
     left = Turns(structure.blocks)
 
     def leave(block: nn.Module, _args: Any, output: Any) -> Any:
+        if block not in left or suspended():  # a copy, whose weights are read, say
+            return None
         layer = left.take(block)
         chosen, hidden = tokens[layer], first_output(output)
         if not chosen.any() or not dimensions[layer].any():
             return None
+        if hidden.ndim > MOST_AXES:
+            raise UsageError(f"{model.id} has several streams: its activations cannot be replaced")
         ordered = structure.layout.ordered(hidden)
         if ordered.shape[:2] != chosen.shape:
             raise UsageError(
@@ -188,7 +200,7 @@ def replace_activations(
     with guarded(model.root):
         handles = [model.source.trunk.register_forward_pre_hook(lambda _module, _args: left.begin_pass())]
         handles += [block.register_forward_hook(leave) for block in left]
-    name = f"replace_activations({int(tokens.sum())} tokens, {int(dimensions.sum())} dimensions)"
+    name = described("replace_activations", tokens=tokens, dimensions=dimensions, values=values)
     with removed_on_leaving(handles), model.intervention(name):
         yield
 

@@ -131,7 +131,8 @@ def propagation_of_draws(
     """
     check_real("variance", variance)
     spread = variance.double().clamp_min(0).sqrt() + 0.0  # Adding 0 makes −0 a 0, whose reciprocal is +∞.
-    return _normal_between(-1 / spread, (torch.as_tensor(keys) - 1) / spread)
+    alone = torch.as_tensor(keys) <= 1
+    return torch.where(alone, 1.0, _normal_between(-1 / spread, (torch.as_tensor(keys) - 1) / spread))
 
 
 def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:

@@ -30,7 +30,10 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """A layer's sinks, the attention that each key receives, and the queries that a later token's sink catches."""
+    """A layer's sinks, the attention that each key receives, and the queries that a later token's sink catches.
+
+    `caught` is not looked for where massive activations are.
+    """
 
     sinks: Bool[Tensor, "texts heads positions"]
     mass: Float[Tensor, "texts heads positions"]
@@ -73,10 +76,11 @@ class _Tap(Hooks):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         summary = summarise(inputs)
-        _, (catches,) = attend_and_catch(inputs)
-        later = catches.position > 0
-        caught = torch.zeros(summary.sinks[0].shape, device=later.device)
-        caught.index_add_(0, catches.head[later], catches.caught[later].to(caught))
+        caught = torch.zeros(summary.sinks[0].shape, device=summary.sinks.device)
+        if self.marks is None:
+            _, (catches,) = attend_and_catch(inputs)
+            later = catches.position > 0
+            caught.index_add_(0, catches.head[later], catches.caught[later].to(caught))
         self.layers[layer] = summary.sinks[0].cpu(), summary.mass[0].cpu(), caught.cpu() > 0
         return summary.output
 

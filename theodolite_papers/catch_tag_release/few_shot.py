@@ -134,7 +134,10 @@ def show_accuracy(outcome: Outcome, answers: Mapping[str, Answers], tasks: Seque
         outcome.read(name, by_k(of))
     for name in ("Wanda", "SparseGPT"):
         gap, of_pair = right[OATS] - right[name], {"method": name, "removed": f"{percent(SPARSITY)} removed"}
-        outcome.judge("similar", over_tasks(gap[:, 0], tasks).floored(), **of_pair)
+        if not right[DENSE][:, 0].any():
+            outcome.cannot_judge("similar", "nothing is right without examples, in any model", **of_pair)
+        else:
+            outcome.judge("similar", over_tasks(gap[:, 0], tasks).floored(), **of_pair)
         outcome.judge("widens", over_tasks(gap[:, -1] - gap[:, 0], tasks), **of_pair)
     if right[RANDOM].any():
         outcome.judge("low-rank", over_tasks((right[RANDOM] - right[WITHOUT])[:, -1], tasks))

@@ -111,12 +111,15 @@ def keys_of(name: str, reading: Reading) -> list[Bool[Tensor, "texts heads posit
 
 
 def others_of(
-    caught: Bool[Tensor, "texts positions"], lengths: Sequence[int]
+    caught: Bool[Tensor, "texts positions"],
+    sinks: Bool[Tensor, "texts positions"],
+    lengths: Sequence[int],
 ) -> Bool[Tensor, "texts positions"]:
-    """Choose as many other tokens of each text by chance; fewer where there are fewer."""
+    """Choose as many other tokens of each text by chance, no sinks, nor the first; fewer where there are fewer."""
     order = torch.rand(caught.shape, generator=torch.Generator().manual_seed(0))
     behind = torch.arange(caught.shape[1]) >= torch.as_tensor(lengths)[:, None]
-    order = order.masked_fill(caught | behind, torch.inf)
+    order = order.masked_fill(caught | sinks | behind, torch.inf)
+    order[:, 0] = torch.inf
     rank = order.argsort(dim=1).argsort(dim=1)
     return (rank < caught.sum(dim=1, keepdim=True)) & order.isfinite()
 
@@ -131,9 +134,10 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
     def of_tags(name: str) -> Ablation:
         def opened(reading: Reading) -> Iterator[AbstractContextManager[object]]:
             for tag in tags:
-                rows = reading.layers[place[tag.layer]].caught[:, tag.head]
+                layer = reading.layers[place[tag.layer]]
+                rows = layer.caught[:, tag.head]
                 if name == OTHERS:
-                    rows = others_of(rows, reading.lengths)
+                    rows = others_of(rows, layer.sinks[:, tag.head], reading.lengths)
                 if rows.any():
                     direction = tag.leading if name == OTHERS else tag.direction
                     control = 0 if name == RANDOM else None
@@ -157,9 +161,10 @@ class _Sizes(Hooks):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, (catches,) = attend_and_catch(inputs)
         for tag in (tag for tag in self.tags if tag.layer == layer):
-            later = (catches.head == tag.head) & (catches.position > 0)
-            caught = catches.caught[later].any(dim=0)
-            others = others_of(caught[None].cpu(), [len(caught)])[0]
+            of_head = catches.head == tag.head
+            caught = catches.caught[of_head & (catches.position > 0)].any(dim=0)
+            sinks = torch.zeros_like(caught).index_fill_(0, catches.position[of_head].clamp_min(0), True)
+            others = others_of(caught[None].cpu(), sinks[None].cpu(), [len(caught)])[0]
             for row, (direction, rows) in enumerate(((tag.direction, caught.cpu()), (tag.leading, others))):
                 unit = functional.normalize(direction.double(), dim=0)
                 written = output[0, rows.to(output.device), tag.head].double().cpu() @ (
@@ -268,6 +273,6 @@ def show_ablations(
         what = {"intervention": words, "hardest": hardest, "attention": attention}
         outcome.judge("costs", mean(beyond[:, -1]).floored(), **what, **levels)
         verdict = outcome.verdict("grows", mean(beyond[:, -1] - beyond[:, 0]).floored(), **what)
-        floor = "" if right[name][:, 0].any() else NONE_LEFT
+        floor = "" if right[DENSE][:, 0].any() else NONE_LEFT
         outcome.verdicts.append(unless_explained(verdict, HOLDS, floor))
     outcome.draw("accuracy", accuracy_by_shots(right))

@@ -27,7 +27,7 @@ from theodolite.passes.corpus_pass import next_token_losses
 from theodolite.report import style
 from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
-from theodolite.system.wording import listed, percent, with_error
+from theodolite.system.wording import listed, number, percent, with_error
 from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
 from theodolite_papers.catch_tag_release.few_shot import (
@@ -42,10 +42,10 @@ from theodolite_papers.catch_tag_release.few_shot_ablation import answered, text
 from theodolite_papers.catch_tag_release.pruned_sinks import few_of
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
-CONTEXTS = 64
+CONTEXTS = 32
 """That are judged at most, and as many on which massive activations are found."""
 
-PROMPTS, SEED = 15, 1
+PROMPTS, SEED = 8, 1
 """Of each word task."""
 
 REMOVED, DIMENSIONS = "massive activations taken out", "as many other dimensions of these tokens taken out"
@@ -87,21 +87,23 @@ def ablations(model: OpenModel, spikes: Spikes) -> dict[str, Ablation]:
 
 
 class _Received(Hooks):
-    """The attention that some tokens receive from the queries that see them, mean over them, by layer and head."""
+    """The attention that some tokens receive from the queries that see them, and how many heads have a sink there."""
 
     def __init__(self, tokens: Bool[Tensor, "texts positions"]) -> None:
         self.tokens = tokens[:, None]
         self.shares: list[Float[Tensor, "texts heads"]] = []
+        self.sinks = torch.zeros(len(tokens), dtype=torch.float64)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         summary = summarise(inputs)
         mean = summary.mass.cpu() / inputs.visible_queries().cpu()
         self.shares.append(mean.where(self.tokens, torch.nan).nanmean(dim=-1))
+        self.sinks += (summary.sinks.cpu() & self.tokens).sum(dim=(1, 2))
         return summary.output
 
 
 def loss_and_attention(model: OpenModel, reading: Reading) -> dict[str, Tensor]:
-    """Measure the next-token loss of each context, and the attention to its tokens with massive activations.
+    """Measure the loss of each context, and the attention to and the sinks at its tokens with massive activations.
 
     What these tokens themselves predict does not count.
     """
@@ -110,7 +112,8 @@ def loss_and_attention(model: OpenModel, reading: Reading) -> dict[str, Tensor]:
     with hooked(model, received):
         losses = next_token_losses(model.logits(reading.ids), reading.ids)
     losses = losses.masked_fill(tokens[:, :-1], torch.nan).nanmean(dim=1)
-    return {"loss": losses, "attention": torch.cat(received.shares, dim=1).nanmean(dim=1)}
+    attention = torch.cat(received.shares, dim=1).nanmean(dim=1)
+    return {"loss": losses, "attention": attention, "sinks": received.sinks}
 
 
 @declared("sinks/spikes")
@@ -120,6 +123,7 @@ def spikes(study: Study, outcome: Outcome) -> None:
         raise UsageError(f"{model.id} predicts no next tokens, by which it is said what is needed")
     found_on, judged_on = (few_of(part, CONTEXTS) for part in chosen_and_judged(corpus))
     found = find_spikes(model, found_on)
+    outcome.contexts = 0  # more of them would not be read
     if not found.dimensions.any():
         for key in outcome.declared.claims:
             outcome.cannot_judge(key, "no activation is massive by the published rule", name=REMOVED)
@@ -153,7 +157,7 @@ def spikes(study: Study, outcome: Outcome) -> None:
 
 
 Rows = Mapping[str, Mapping[str, np.ndarray]]
-"""Ablation → `loss` and `attention` of each context."""
+"""Ablation → `loss`, `attention` and `sinks` of each context."""
 
 
 def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
@@ -170,9 +174,11 @@ def _read(outcome: Outcome, found: Spikes, rows: Rows, answers: Mapping[str, Ans
     )
     table = []
     for name, of in rows.items():
-        cost, attention = more(rows, name), Estimate.mean(of["attention"], "contexts")
+        known = np.isfinite(of["attention"])  # contexts with such a token
+        cost, attention = more(rows, name), Estimate.mean(of["attention"][known], "contexts")
         right = by_k(answers[name].astype(np.float64))
         words = f"{with_error(cost.value, cost.error)} nats more; attention to these tokens {percent(attention.value)}"
+        words += f", {number(of['sinks'].mean())} sinks there"
         outcome.read(name, f"{words}; right: {right}")
         table.append((name, cost.value, cost.error, attention.value, attention.error))
     columns = ["ablation", "loss_more", "loss_more_se", "attention", "attention_se"]
@@ -180,19 +186,21 @@ def _read(outcome: Outcome, found: Spikes, rows: Rows, answers: Mapping[str, Ans
 
 
 def judge_text(outcome: Outcome, rows: Rows) -> None:
-    """Judge what losses and attention on the text say."""
+    """Judge what losses and sinks on the text say."""
     before, left, control = (
-        torch.from_numpy(rows[name]["attention"])[:, None] for name in (DENSE, REMOVED, DIMENSIONS)
+        torch.from_numpy(rows[name]["sinks"]).double() for name in (DENSE, REMOVED, DIMENSIONS)
     )
-    share = ratio(left.nan_to_num(), before.nan_to_num())
-    levels = {
-        "before": percent(float(before.nanmean())),
-        "control": percent(float(control.nansum() / before.nansum())),
-    }
     outcome.judge("constant", more(rows, CONSTANT))
-    outcome.judge(
-        "sinks-follow", Estimate(float(share.value), float(share.error), len(left), "contexts"), **levels
-    )
+    if before.any():
+        share = ratio(left, before)
+        estimate = Estimate(float(share.value), float(share.error), len(left), "contexts")
+        levels = {
+            "before": number(float(before.mean())),
+            "control": percent(float(control.sum() / before.sum())),
+        }
+        outcome.judge("sinks-follow", estimate.floored(count=int(before.sum())), **levels)
+    else:
+        outcome.cannot_judge("sinks-follow", "no head has a sink at these tokens")
     outcome.judge("needed", more(rows, REMOVED, DIMENSIONS))
     outcome.judge("sink-needed", more(rows, HIDDEN, KEYS))
     outcome.judge("beyond-sinks", more(rows, BOTH, HIDDEN))
@@ -204,7 +212,8 @@ def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Seque
     pairs = (REMOVED, DIMENSIONS, "massive activations"), (HIDDEN, KEYS, "the sinks' attention")
     for name, control, words in pairs:
         lost = over_tasks(last[DENSE] - last[name], tasks)
-        outcome.judge("examples", over_tasks(last[control] - last[name], tasks), name=words, lost=lost)
+        beyond = over_tasks(last[control] - last[name], tasks).floored()
+        outcome.judge("examples", beyond, name=words, lost=lost)
 
 
 def costs(rows: Rows) -> go.Figure:

@@ -88,7 +88,7 @@ def of_layer(model: OpenModel, layer: int, sample: Sample) -> dict[str, Float[Te
     later = logits[:, :, 1:]
     flat = {
         "query": propagation_of_draws(_variance(logits), keys).nanmean(dim=0),
-        "later": propagation_of_draws(_variance(later), keys - 1).nanmean(dim=0),
+        "later": propagation_of_draws(_variance(later), later.isfinite().sum(dim=-1)).nanmean(dim=0),
     }
     unknown = torch.full_like(flat["query"], torch.nan)
     flat |= {"draws": unknown, "mean": unknown}

@@ -101,7 +101,7 @@ def test_controls_hide_as_many_other_keys():
     assert [float(share_hidden(reading, [keys])) for keys in (sinks, attended)] == [0.5, 0.25]
     caught = torch.zeros(2, 8, dtype=torch.bool)
     caught[0, :2], caught[1, :3] = True, True
-    others = others_of(caught, [8, 4])
+    others = others_of(caught, torch.zeros_like(caught), [8, 4])
     assert others.sum(dim=1).tolist() == [2, 1]  # the second text has one other token
     assert not (others & caught).any()
     assert not others[1, 4:].any()
@@ -140,11 +140,10 @@ def test_each_prompt_is_answered_with_something_of_its_own_taken_away(sharp):
         if name == DENSE:
             np.testing.assert_array_equal(right, direct[:3])
     caught = reading.layers[0].caught[:, head]
-    for name, tokens in (
-        (TAGS, caught),
-        (RANDOM_DIRECTIONS, caught),
-        (OTHERS, others_of(caught, reading.lengths)),
-    ):
+    sinks = reading.layers[0].sinks[:, head]
+    others = others_of(caught, sinks, reading.lengths)
+    assert not (others & (caught | sinks)).any()
+    for name, tokens in ((TAGS, caught), (RANDOM_DIRECTIONS, caught), (OTHERS, others)):
         moved = (streams[name] - streams[DENSE]).abs().amax(dim=-1) > 1e-6
         assert torch.equal(moved, tokens), name
 
@@ -189,6 +188,11 @@ def test_verdicts_follow_the_numbers():
     show_accuracy(outcome, found, TASKS)
     assert answers_of(outcome) == ["holds", "holds", "holds", "fails", "not decided", "holds"]
     assert not outcome.unjudged
+    floor = outcome_of("sinks/figure3")
+    show_accuracy(
+        floor, found | {name: made_up(0.0, 0.5) for name in (DENSE, OATS, "Wanda", "SparseGPT")}, TASKS
+    )
+    assert answers_of(floor)[1] == answers_of(floor)[3] == "not testable here"
     again = outcome_of("sinks/figure3")
     show_accuracy(again, found | {RANDOM: made_up(0, 0)}, TASKS)
     assert answers_of(again)[-1] == "not testable here"
@@ -212,7 +216,9 @@ def test_verdicts_are_against_the_control_that_costs_most():
         OTHERS: made_up(0.2, 0.6),
     }
     assert of_curves(curves) == ["holds", "holds", "fails", "fails"]
-    curves[HIDDEN] = made_up(0.0, 0.5)  # nothing is right without examples: nothing can be lost
+    curves |= {
+        name: made_up(0.0, of[:, -1].mean()) for name, of in curves.items()
+    }  # then nothing can be lost
     assert of_curves(curves)[1] == "not decided"
     curves[ATTENDED] = made_up(0.2, 0.3)
     assert of_curves(curves)[0] == "fails"
