@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from theodolite.errors import UsageError
 from theodolite.report.outcome import RESULT
 from theodolite_papers import catalogue
 from tools import gallery
 from tools.real_models import MODELS, cache, fetch, real_model
 
 LENGTH = 256
-SECONDS = "seconds.json"
+SECONDS, ASKED = "seconds.json", "asked.json"
 
 OF_HEADS = ",".join(
     f"localization/{name}" for name in ("behaviour", "assumptions", "gradient", "collapse", "width")
@@ -67,26 +68,29 @@ def folder() -> Path:
 
 
 def run(stage: Stage) -> None:
-    """Make what is left of a stage; the seconds that it took are added to those before."""
-    place = folder() / stage.folder
-    left = [
-        name
-        for name in stage.names()
-        if not (place / "reproduce" / name.replace("/", "-") / RESULT).is_file()
+    """Make what is left of a stage; the seconds that it took are added to those before.
+
+    What a model refused (an encoder has no loss, say) is not asked again.
+    """
+    place, model = folder() / stage.folder, real_model(stage.model)
+    asked = json.loads((place / ASKED).read_text(encoding="utf-8")) if (place / ASKED).is_file() else []
+    made = [
+        name for name in stage.names() if (place / "reproduce" / name.replace("/", "-") / RESULT).is_file()
     ]
+    left = [name for name in stage.names() if name not in (*asked, *made)]
     if not left:
         return
-    model = real_model(stage.model)
     assert model is not None
     command = [str(Path(sys.executable).with_name("theodolite")), "reproduce", ",".join(left)]
     command += [str(model.relative_to(cache())), "--length", str(LENGTH), "--contexts", str(stage.contexts)]
     began = time.monotonic()
     # From the folder of the models, so that no result names a path of this machine.
     done = subprocess.run([*command, "--out", str(place)], cwd=cache(), stdout=subprocess.DEVNULL)
-    if done.returncode not in (0, 1):
-        sys.exit(done.returncode)
     seconds = took() | {stage.folder: round(took().get(stage.folder, 0) + time.monotonic() - began)}
     (folder() / SECONDS).write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+    if done.returncode not in (0, UsageError.exit_status):
+        sys.exit(f"{stage.folder} ended with {done.returncode}: rerun to go on")
+    (place / ASKED).write_text(json.dumps(left), encoding="utf-8")
 
 
 def took() -> dict[str, int]:

@@ -9,9 +9,12 @@ import transformers
 
 from tests.papers.shared import answers as answers_of
 from tests.papers.shared import outcome_of, verdicts_of
+from theodolite import Corpus, survey
 from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, few_shot_answers
 from theodolite.models import open_model
 from theodolite.models.hooks import Hooks, hooked
+from theodolite_papers import EXPERIMENTS, Study
+from theodolite_papers.catch_tag_release import few_shot_ablation
 from theodolite_papers.catch_tag_release.ablated import (
     LayerAttention,
     Reading,
@@ -234,3 +237,21 @@ def test_verdicts_are_against_the_control_that_costs_most():
         of="sinks/examples",
     )
     assert answers_of(verdicts)[2:] == ["not testable here"] * 2
+
+
+@pytest.mark.slow
+def test_the_experiments_run_on_the_embedded_model(monkeypatch):
+    """Oracle: the instrument's own answers; it has no massive activation, of which the other experiment would be."""
+    model = open_model(device="cpu")
+    corpus = Corpus.python_docs(model.tokenizer, 64, 16)
+    monkeypatch.setattr(few_shot_ablation, "PROMPTS", 2)
+    monkeypatch.setattr(few_shot_ablation, "TAG_PROMPTS", 2)
+    study = Study(survey(model, corpus), model, corpus)
+    outcome = study.outcome(EXPERIMENTS["sinks/examples"])
+    table = outcome.tables["accuracy"].set_index(["model", "task", "shots"])["accuracy"]
+    direct = few_shot_answers(model, prompts=2, seed=few_shot_ablation.SEED)
+    for task, right in direct.items():
+        assert table[DENSE, task, 16] == right[:, 16].mean()
+    assert len(outcome.verdicts) == 4
+    spikes = study.outcome(EXPERIMENTS["sinks/spikes"])
+    assert set(answers_of(spikes)) == {"not testable here"}
