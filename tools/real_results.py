@@ -21,7 +21,7 @@ from tools import gallery
 from tools.real_models import MODELS, cache, fetch, real_model
 
 LENGTH = 256
-SECONDS, ASKED = "seconds.json", "asked.json"
+SECONDS, REFUSED = "seconds.json", "refused.json"
 
 OF_HEADS = ",".join(
     f"localization/{name}" for name in ("behaviour", "assumptions", "gradient", "collapse", "width")
@@ -73,11 +73,9 @@ def run(stage: Stage) -> None:
     What a model refused (an encoder has no loss, say) is not asked again.
     """
     place, model = folder() / stage.folder, real_model(stage.model)
-    asked = json.loads((place / ASKED).read_text(encoding="utf-8")) if (place / ASKED).is_file() else []
-    made = [
-        name for name in stage.names() if (place / "reproduce" / name.replace("/", "-") / RESULT).is_file()
-    ]
-    left = [name for name in stage.names() if name not in (*asked, *made)]
+    path = place / REFUSED
+    refused = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    left = [name for name in missing(stage) if name not in refused]
     if not left:
         return
     assert model is not None
@@ -90,7 +88,13 @@ def run(stage: Stage) -> None:
     (folder() / SECONDS).write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
     if done.returncode not in (0, UsageError.exit_status):
         sys.exit(f"{stage.folder} ended with {done.returncode}: rerun to go on")
-    (place / ASKED).write_text(json.dumps(left), encoding="utf-8")
+    path.write_text(json.dumps(missing(stage)), encoding="utf-8")
+
+
+def missing(stage: Stage) -> list[str]:
+    """List the experiments of a stage that have no result."""
+    pages = folder() / stage.folder / "reproduce"
+    return [name for name in stage.names() if not (pages / name.replace("/", "-") / RESULT).is_file()]
 
 
 def took() -> dict[str, int]:

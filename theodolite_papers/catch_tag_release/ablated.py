@@ -48,14 +48,14 @@ class Reading:
         part: which of all texts they are.
         ids: their tokens, 0 behind the shorter ones.
         lengths: tokens of each.
-        layers: the attention of every layer.
+        layers: the attention of every layer that attends.
         spiking: the tokens that carry a massive activation, behind every block; none where these are not looked for.
     """
 
     part: slice
     ids: Int[Tensor, "texts positions"]
     lengths: Sequence[int]
-    layers: Sequence[LayerAttention]
+    layers: Mapping[int, LayerAttention]
     spiking: Bool[Tensor, "blocks texts positions"]
 
 
@@ -101,10 +101,10 @@ def read_alone(
         longest = max(row.shape[-1] for row in rows)
         return torch.stack([functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
 
-    layers = [
-        LayerAttention(*(joined(tap.layers[layer][place] for tap in alone) for place in range(3)))
+    layers = {
+        layer: LayerAttention(*(joined(tap.layers[layer][place] for tap in alone) for place in range(3)))
         for layer in model.attending
-    ]
+    }
     blocks = range(0 if spikes is None else model.layers)
     carry = [joined(tap.marks.carry[block][0] for tap in alone if tap.marks) for block in blocks]
     ids = joined(chosen)
@@ -146,10 +146,10 @@ def all_open(interventions: Iterable[AbstractContextManager[object]]) -> Iterato
 
 
 def hidden(
-    model: OpenModel, keys: Sequence[Bool[Tensor, "texts heads positions"]]
+    model: OpenModel, keys: Mapping[int, Bool[Tensor, "texts heads positions"]]
 ) -> Iterator[AbstractContextManager[object]]:
     """Hide keys, given by layer, in the heads that have any."""
-    for layer, of_layer in zip(model.attending, keys, strict=True):
+    for layer, of_layer in keys.items():
         for head in of_layer.any(dim=-1).any(dim=0).nonzero().flatten().tolist():
             yield attention_knockout(model, layer, head, of_layer[:, head])
 
@@ -164,13 +164,13 @@ def other_keys(
 
 
 def share_hidden(
-    reading: Reading, keys: Sequence[Bool[Tensor, "texts heads positions"]]
+    reading: Reading, keys: Mapping[int, Bool[Tensor, "texts heads positions"]]
 ) -> Float[Tensor, " texts"]:
     """Average the share of attention that goes to some keys, given by layer, over each text's heads with a sink."""
     shares = [
-        (of.mass.where(of_layer, 0.0).sum(dim=-1) / of.mass.sum(dim=-1)).where(
+        (of.mass.where(keys[layer], 0.0).sum(dim=-1) / of.mass.sum(dim=-1)).where(
             of.sinks.any(dim=-1), torch.nan
         )
-        for of, of_layer in zip(reading.layers, keys, strict=True)
+        for layer, of in reading.layers.items()
     ]
     return torch.cat(shares, dim=1).nanmean(dim=1)

@@ -111,11 +111,9 @@ def figure_3(study: Study, outcome: Outcome) -> None:
 def tags_kept(before: Run, after: Run) -> str:
     """Say how many of the tags of one trace another one has, weighted by what they catch and explain."""
     table = survival_of_tags(before, after).table
-    own = table[table["status"] != NEW]
-    weights = own["tagged_before"]
-    return (
-        percent(float(weights[own["status"] == SURVIVED].sum() / weights.sum())) if weights.sum() else "none"
-    )
+    weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
+    kept = weights[table["status"] == SURVIVED].sum()
+    return percent(float(kept / weights.sum())) if weights.any() else "none"
 
 
 def _take_out(

@@ -53,11 +53,8 @@ TAG_PROMPTS, TAG_SEED = 10, 2
 LEAST_CAUGHT = 20
 """Prompts in which a later token's sink catches something, for what its tag does to be judged."""
 
-HIDDEN, EARLIEST, ATTENDED = (
-    "sinks hidden",
-    "the earliest other keys hidden",
-    "the most attended other keys hidden",
-)
+HIDDEN = "sinks hidden"
+EARLIEST, ATTENDED = "the earliest other keys hidden", "the most attended other keys hidden"
 TAGS, RANDOM, OTHERS = "tags taken out", "as much of random directions", "a leading direction at other tokens"
 PAIRS = {
     HIDDEN: ("Hiding the sinks", (EARLIEST, ATTENDED)),
@@ -105,9 +102,9 @@ KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """From sinks and attention received, (texts, heads, positions), the keys that are hidden."""
 
 
-def keys_of(name: str, reading: Reading) -> list[Bool[Tensor, "texts heads positions"]]:
+def keys_of(name: str, reading: Reading) -> dict[int, Bool[Tensor, "texts heads positions"]]:
     """Choose the keys of every layer that an ablation of `KEYS` hides."""
-    return [KEYS[name](layer.sinks, layer.mass) for layer in reading.layers]
+    return {layer: KEYS[name](of.sinks, of.mass) for layer, of in reading.layers.items()}
 
 
 def others_of(
@@ -126,7 +123,6 @@ def others_of(
 
 def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
     """Return all ablations by name, the model as it is first."""
-    place = {layer: number for number, layer in enumerate(model.attending)}
 
     def of_keys(name: str) -> Ablation:
         return lambda reading: hidden(model, keys_of(name, reading))
@@ -134,7 +130,7 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
     def of_tags(name: str) -> Ablation:
         def opened(reading: Reading) -> Iterator[AbstractContextManager[object]]:
             for tag in tags:
-                layer = reading.layers[place[tag.layer]]
+                layer = reading.layers[tag.layer]
                 rows = layer.caught[:, tag.head]
                 if name == OTHERS:
                     rows = others_of(rows, layer.sinks[:, tag.head], reading.lengths)
@@ -198,14 +194,13 @@ def examples(study: Study, outcome: Outcome) -> None:
     texts = texts_of(prompts)
     tags = later_tags(model, prompts_for(model, TAG_PROMPTS, TAG_SEED), study.show)
     noted: dict[str, list[Tensor]] = {name: [] for name in (*KEYS, TAGS)}
-    place = {layer: number for number, layer in enumerate(model.attending)}
 
     def noting(name: str, ablation: Ablation) -> Ablation:
         def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
             if name in KEYS:
                 noted[name].append(share_hidden(reading, keys_of(name, reading)))
             elif name == TAGS:
-                caught = [reading.layers[place[tag.layer]].caught[:, tag.head].sum(dim=1) for tag in tags]
+                caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
                 noted[name].append(sum(caught, torch.zeros(len(reading.ids))))
             return ablation(reading)
 

@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from theodolite import Corpus, OpenModel
 from theodolite.attention.catches import attend_and_catch
@@ -30,7 +29,7 @@ from theodolite.judging import FAILS, all_of, mix_of
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
-from theodolite.passes.corpus_pass import batch_of
+from theodolite.passes.corpus_pass import batch_of, next_token_losses
 from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
@@ -99,11 +98,7 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
         batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])
         ids = ids.to(model.device)
         with hooked(model, batch_sinks):
-            logits = model.logits(ids)
-        pairs = zip(logits, ids, strict=True)
-        by_token = (cross_entropy(row[:-1].float(), tokens[1:], reduction="none") for row, tokens in pairs)
-        by_context = [of.double().mean() for of in by_token]
-        losses.append(torch.stack(by_context).cpu())
+            losses.append(next_token_losses(model.logits(ids), ids).mean(dim=1))
         sinks.append(batch_sinks.sinks)
     traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
     return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -70,11 +71,11 @@ def ablations(model: OpenModel, spikes: Spikes) -> dict[str, Ablation]:
     def of_keys(name: str) -> Ablation:
         def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
             tokens = reading.spiking.any(dim=0)[:, None]
-            sinks = [layer.sinks & tokens for layer in reading.layers]
+            sinks = {layer: of.sinks & tokens for layer, of in reading.layers.items()}
             if name == HIDDEN:
                 return hidden(model, sinks)
-            masses = [layer.mass.masked_fill(tokens, -torch.inf) for layer in reading.layers]
-            return hidden(model, [other_keys(of, -mass) for of, mass in zip(sinks, masses, strict=True)])
+            orders = {layer: -of.mass.masked_fill(tokens, -torch.inf) for layer, of in reading.layers.items()}
+            return hidden(model, {layer: other_keys(of, orders[layer]) for layer, of in sinks.items()})
 
         return opened
 
@@ -129,25 +130,18 @@ def spikes(study: Study, outcome: Outcome) -> None:
             outcome.cannot_judge(key, "no activation is massive by the published rule", name=REMOVED)
         return
     made, prompts = ablations(model, found), prompts_for(model, PROMPTS, SEED)
-    rows = under_ablations(
-        model,
-        list(judged_on.contexts),
-        made,
-        lambda reading: loss_and_attention(model, reading),
-        study.show,
-        "reading with something taken away",
-        found,
+
+    def asked(reading: Reading) -> dict[str, Tensor]:
+        return {"right": answered(model, prompts, reading)}
+
+    rows, answered_by = (
+        under_ablations(model, texts, made, measure, study.show, f"{doing} with something taken away", found)
+        for doing, texts, measure in (
+            ("reading", list(judged_on.contexts), partial(loss_and_attention, model)),
+            ("asking", texts_of(prompts), asked),
+        )
     )
-    asked = under_ablations(
-        model,
-        texts_of(prompts),
-        made,
-        lambda reading: {"right": answered(model, prompts, reading)},
-        study.show,
-        "asking with something taken away",
-        found,
-    )
-    answers = {name: of["right"] for name, of in asked.items()}
+    answers = {name: of["right"] for name, of in answered_by.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
     _read(outcome, found, rows, answers)
     judge_text(outcome, rows)

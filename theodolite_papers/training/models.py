@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ class LearningRate:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ABC):
     """Sizes and schedule of a model's training run."""
 
     layers: int
@@ -58,9 +59,9 @@ class ModelConfig:
     seed: int = field(default=0, kw_only=True, metadata=OR_ZERO)
 
     @property
+    @abstractmethod
     def rate(self) -> LearningRate:
         """The learning rate by step."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

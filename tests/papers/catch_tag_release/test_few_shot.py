@@ -71,13 +71,13 @@ def test_sinks_and_catches_are_those_of_the_models_own_attention(sharp):
     texts = [torch.randint(5, 60, (length,), generator=generator) for length in (40, 31)]
     eager = transformers.GPTNeoXForCausalLM.from_pretrained(sharp, attn_implementation="eager")
     reading = read_alone(open_model(sharp, device="cpu"), texts, slice(0, 2))
-    assert any(of.sinks.any() for of in reading.layers)
+    assert any(of.sinks.any() for of in reading.layers.values())
     for place, ids in enumerate(texts):
         length = len(ids)
         with torch.no_grad():
             attentions = eager(ids[None], output_attentions=True).attentions
         queries = torch.arange(length, 0, -1)
-        for of_layer, (weights,) in zip(reading.layers, attentions, strict=True):
+        for of_layer, (weights,) in zip(reading.layers.values(), attentions, strict=True):
             mass, sinks = of_layer.mass[place], of_layer.sinks[place]
             np.testing.assert_allclose(mass[:, :length], weights.double().sum(1), rtol=1e-4, atol=1e-4)
             assert not mass[:, length:].any()
@@ -100,8 +100,8 @@ def test_controls_hide_as_many_other_keys():
     assert attended.nonzero().tolist() == [[0, 0, 4]]
     assert earliest.nonzero().tolist() == [[0, 0, 1]]
     nothing = torch.zeros(0, 1, 8, dtype=torch.bool)
-    reading = Reading(slice(0, 1), torch.zeros(1, 8), [8], [LayerAttention(sinks, mass, sinks)], nothing)
-    assert [float(share_hidden(reading, [keys])) for keys in (sinks, attended)] == [0.5, 0.25]
+    reading = Reading(slice(0, 1), torch.zeros(1, 8), [8], {0: LayerAttention(sinks, mass, sinks)}, nothing)
+    assert [float(share_hidden(reading, {0: keys})) for keys in (sinks, attended)] == [0.5, 0.25]
     caught = torch.zeros(2, 8, dtype=torch.bool)
     caught[0, :2], caught[1, :3] = True, True
     others = others_of(caught, torch.zeros_like(caught), [8, 4])
