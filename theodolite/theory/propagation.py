@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Real
 from torch import Tensor
 
 from theodolite.errors import UsageError
@@ -115,7 +115,7 @@ def propagation_finite(
 
 
 def propagation_of_draws(
-    variance: Float[Tensor, "*heads"], keys: float | Float[Tensor, "*#heads"]
+    variance: Float[Tensor, "*heads"], keys: int | float | Real[Tensor, "*#heads"]
 ) -> Float64[Tensor, "*heads"]:
     """Compute ρ where keys are drawn without regard to the query and to their place: the same for every key.
 
