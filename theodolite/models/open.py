@@ -261,7 +261,9 @@ def verified_parts(
     """
     with on_a_few_tokens(source):
         if source.predict is not None and holds_quantised_layers(source.root):
-            source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
+            source.predict(
+                source.sample(1), 1
+            )  # compressed-tensors unpacks when the whole model is first run
         structure = find_structure(source)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         run = source.small_pass(length)

@@ -209,7 +209,7 @@ class OpenModel:
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
-            return self.source.predict(ids)
+            return self.source.predict(ids, 0)
 
     @measures("self")
     def attention(

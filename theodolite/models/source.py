@@ -36,7 +36,7 @@ class Source:
         root: the whole model, which is hooked and tapped.
         trunk: the module that a pass begins with, which runs the blocks.
         run: the trunk on a batch, without an output head where it has one.
-        predict: the next-token logits of a batch; None where there is no output head.
+        predict: the next-token logits of a batch, of so many last positions (0: of all); None without an output head.
         reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
@@ -50,7 +50,7 @@ class Source:
     root: nn.Module
     trunk: nn.Module
     run: Callable[[Inputs], Any]
-    predict: Callable[[Tensor], Float[Tensor, "contexts positions vocabulary"]] | None
+    predict: Callable[[Tensor, int], Float[Tensor, "contexts positions vocabulary"]] | None
     reads: str
     vocabulary: int | None
     longest: int | None
@@ -77,8 +77,9 @@ class Source:
         longest = longest_of(model)
         sample = _sampler(model, vocabulary, longest, lambda: _image_shape(model))
         options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
-        if entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
-            options["logits_to_keep"] = 1
+        # An entry may be the whole model, whose logits nobody reads in a run.
+        chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+        fewest = {"logits_to_keep": 1} if chooses and entry is not None else {}
 
         def given(batch: Inputs) -> dict[str, Any]:
             read = {name: batch.ids, **batch.pictures} if isinstance(batch, PicturedIds) else {name: batch}
@@ -89,10 +90,11 @@ class Source:
             return placed | options
 
         def run(batch: Inputs) -> Any:
-            return (entry or trunk)(**given(batch))
+            return (entry or trunk)(**given(batch), **fewest)
 
-        def predict(batch: Tensor) -> Tensor:
-            return model(**given(batch)).logits
+        def predict(batch: Tensor, last: int) -> Tensor:
+            keep = {"logits_to_keep": last} if chooses else {}
+            return model(**given(batch), **keep).logits[:, -last:]
 
         return cls(
             root=model,
@@ -130,7 +132,7 @@ class Source:
             """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
             return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
 
-        def predict(batch: Tensor) -> Tensor:
+        def predict(batch: Tensor, last: int) -> Tensor:
             logits = first_output(trunk(batch))
             layout = Layout.of(logits.shape, *batch.shape) if isinstance(logits, Tensor) else None
             if layout is not None and layout.is_row:
@@ -141,7 +143,7 @@ class Source:
                     f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
                     "forward that returns them"
                 )
-            return logits
+            return logits[:, -last:]
 
         return cls(
             root=module,

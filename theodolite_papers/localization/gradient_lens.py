@@ -86,7 +86,7 @@ def last_query(
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
     with hooked(model, hooks), torch.enable_grad():
-        logits = model.source.predict(contexts[:, :-1].to(model.device))[:, -1].float()
+        logits = model.source.predict(contexts[:, :-1].to(model.device), 1)[:, 0].float()
         loss = functional.cross_entropy(logits, contexts[:, -1].to(logits.device), reduction="sum")
         layers = sorted(hooks.leaves)
         gradients = torch.autograd.grad(loss, [hooks.leaves[layer] for layer in layers])
