@@ -211,12 +211,13 @@ def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Seque
 
 
 def costs(rows: Rows) -> go.Figure:
-    """Draw what every ablation costs, with 95 % intervals, on a logarithmic axis."""
+    """Draw what every ablation costs, with 95 % intervals."""
     names = [name for name in rows if name != DENSE]
     estimates = [more(rows, name) for name in names]
-    values = np.array([max(of.value, 0.0) for of in estimates])
+    values = np.array([of.value for of in estimates])
     hover = "%{y}: %{x:.3g} nats more<extra></extra>"
     own = {"marker": {"size": 11}, "error_x": style.error_bars([of.margin for of in estimates])}
-    layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"type": "log"}}
-    shown = dots(values, names, None, None, style.BLUE, hover, **own)
+    named = {"mode": "markers+text", "textposition": "middle right", "cliponaxis": False}
+    layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"rangemode": "tozero"}}
+    shown = dots(values, names, [number(of) for of in values], None, style.BLUE, hover, **own, **named)
     return style.figure([shown], "nats per token more", "", height=150 + 40 * len(names), layout=layout)
