@@ -66,6 +66,9 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", "--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
         (["survey", "--actors", "2"], "without --ray there are no workers: leave out --actors"),
         (["survey", "--shard", "3"], "--shard 3: give K/N"),
+        (["survey", "--layers", "3-1"], "--layers 3-1: give numbers and spans, such as 0,5,10-12"),
+        (["trace", "--layers", "0,x"], "--layers 0,x: give numbers and spans"),
+        (["survey", "--layers", "0", "--shard", "1/2"], "look at all layers: leave out --layers"),
         (["survey", "--shard", "3/2"], "--shard 3/2: give K/N"),
         (
             ["survey", "--shard", "1/2", "--ray"],

@@ -20,9 +20,19 @@ from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import OpenModel, open_model, open_weights, verification
 from theodolite.models.hooks import hooked
+from theodolite.models.stored.loading import Checkpoint
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
 from tools import measured_families
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "/", "/tree/v2", "/blob/v2/config.json", "?library=transformers", "#usage"]
+)
+def test_the_address_of_a_page_on_the_hub_names_its_model(rest: str) -> None:
+    found = Checkpoint.at(f"https://huggingface.co/someone/their-model.v1{rest}", None)
+    assert (found.place, found.id) == ("someone/their-model.v1",) * 2
+    assert found.revision == ("v2" if "v2" in rest else None)
 
 
 def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:

@@ -9,6 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,6 +54,23 @@ def test_every_measured_column_equals_the_dense_computation(family, checkpoint, 
         np.testing.assert_allclose(run.outliers[name].astype(float), expected, rtol=tolerance, err_msg=name)
     for name, expected in dense.head_columns(kept, corpus.contexts.numpy(), model.causal).items():
         np.testing.assert_allclose(run.heads[name], expected, rtol=tolerance, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_of_chosen_layers_the_heads_are_those_of_all(family, opened, corpus, tmp_path) -> None:
+    """Oracle: the survey of all layers, byte for byte; the fingerprint tells them apart."""
+    model = opened(family)
+    whole, last = survey(model, corpus, tmp_path / "whole"), model.layers - 1
+    some = survey(model.only([last]), corpus, tmp_path / "some")
+    of_last = whole.heads[whole.heads["layer"] == last].reset_index(drop=True)
+    pd.testing.assert_frame_equal(some.heads, of_last)
+    pd.testing.assert_frame_equal(some.layers, whole.layers)
+    assert some.provenance["model"]["chosen_layers"] == [last]
+    with pytest.raises(UsageError, match="chosen_layers"):
+        survey(model, corpus, tmp_path / "some")
+    for layers, says in (([], "no layer is chosen"), ([model.layers], "does not exist")):
+        with pytest.raises(UsageError, match=says):
+            model.only(layers)
 
 
 def kept_with_weights(checkpoint, corpus):

@@ -228,7 +228,7 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
             "no pattern 'any': there are 'induction', 'previous' and",
         ),
         (lambda run: figures.inherited_smoothness(run, 7), "no cutoff 7: there are 10, 5, 3 and 1"),
-        (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': there are '' and '_data'"),
+        (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': did you mean _data"),
         (
             lambda run: figures.spiral("runs/first"),
             r"drawn of a Run, such as Run.load\(FOLDER\); this is str",

@@ -18,7 +18,7 @@ from theodolite.corpus.documents import IMAGE_COLUMN, LABELS_BY, READERS, TABLES
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_checkpoint
+from theodolite.system.checkpoint_folders import HUB_PAGE, local_checkpoint
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted, gguf_described, listed, visible
 
@@ -70,11 +70,34 @@ Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [defa
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")
 ]
+MOST_LAYERS = 100_000  # of a span that is written out
 Stream = Annotated[
     bool,
     typer.Option("--stream", help="Read the model's files block by block: memory is that of one block."),
 ]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        "--layers",
+        metavar="0,5,10-12",
+        help="Blocks whose heads are looked at, counted from 0 [default: all]. Hidden states are those of all blocks.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")]
+
+
+def numbers_of(given: str | None, option: str) -> list[int] | None:
+    """Parse numbers and spans of them, such as 0,5,10-12; `UsageError` where it is something else."""
+    if given is None:
+        return None
+    numbers: list[int] = []
+    for part in given.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < MOST_LAYERS):
+            raise UsageError(f"{option} {visible(given, 40)}: give numbers and spans, such as 0,5,10-12")
+        numbers += range(int(first), int(last) + 1)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -220,11 +243,12 @@ class Opening:
         return _said_how_stored(model_opened)
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """Return the model's name without @REVISION, and the options for opening it."""
+        """Return the model's name without @REVISION or the address around it, and the options for opening it."""
         options = {"dtype": self.dtype, "revision": self.revision, "attention": self.attention}
         if model is None or Path(model).exists():
             return model, options
-        name, at, revision = model.partition("@")
+        page = HUB_PAGE.fullmatch(model)
+        name, at, revision = (page[1], page[2], page[2] or "") if page else model.partition("@")
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
         return None if name == embedded.NAME else name, options | ({"revision": revision} if revision else {})

@@ -14,6 +14,7 @@ from rich.console import Console
 from theodolite.cli.options import (
     AsJson,
     Batch,
+    Layers,
     Model,
     Models,
     Opening,
@@ -23,6 +24,7 @@ from theodolite.cli.options import (
     default_folder,
     finish,
     finish_trace,
+    numbers_of,
     say_where,
 )
 from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
@@ -93,6 +95,7 @@ def survey_command(
     baseline: Baseline = None,
     shard: Shard = None,
     stream: Stream = False,
+    layers: Layers = None,
     opening: Opening,
     cluster: Cluster,
 ) -> None:
@@ -116,7 +119,9 @@ def survey_command(
             refuse_unread("--stream: one process reads the files, for all of the text", others)
         if shard is not None:
             refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
-        part = None if shard is None else shard_of(shard)
+        part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
+        if cluster.ray is not None or shard is not None:
+            refuse_unread("Ray workers and shards look at all layers", {"--layers": layers})
         opening.check(*(models or ()))
         text.check()
         check_target(out)
@@ -131,6 +136,7 @@ def survey_command(
             text=text,
             batch=batch,
             stream=stream,
+            layers=chosen,
             opening=opening,
             cluster=cluster,
             stopped=stopped,
@@ -179,6 +185,7 @@ def _survey_one(
     text: TextBeside,
     batch: int | None,
     stream: bool,
+    layers: list[int] | None,
     opening: Opening,
     cluster: Cluster,
     stopped: Callable[[], bool],
@@ -192,6 +199,7 @@ def _survey_one(
 
     corpus = opening.read_first(model, text, stopped, batch)
     opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
+    opened = opened if layers is None else opened.only(layers)
     corpus = corpus or text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     how: dict[str, Any] = {"batch": batch, "seed": text.seed}
@@ -224,6 +232,7 @@ def _survey_one(
 
         with bars(stopped, of=baseline) as show:
             beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
+            model_beside = model_beside if layers is None else model_beside.only(layers)
             survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")
@@ -304,6 +313,7 @@ def trace_command(
             help="Tokens that the model writes behind every context, greedily; they are traced with it."
         ),
     ] = None,
+    layers: Layers = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -324,6 +334,7 @@ def trace_command(
         opening.check(model)
         text.check()
         check_out(out)
+        chosen = numbers_of(layers, "--layers")
 
         from theodolite.corpus.sampling import LEAST_LENGTH
         from theodolite.models import continued
@@ -338,6 +349,7 @@ def trace_command(
 
         corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)
+        opened = opened if chosen is None else opened.only(chosen)
         if generate is not None:
             text = replace(text, length=text.length_for(opened, generate))
         corpus = corpus or text.read(opened, stopped)

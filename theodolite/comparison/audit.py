@@ -26,7 +26,7 @@ from theodolite.judging import Answer, Criterion, Verdict, combined, judge
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE
-from theodolite.system.wording import head_name, listed, percent, with_error
+from theodolite.system.wording import head_name, listed, nearest, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
@@ -119,7 +119,9 @@ class Audit:
         """
         parts = {part.name: part for part in self.parts}
         if name not in parts:
-            raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
+            raise UsageError(
+                f"no part {name!r}: {nearest(name, parts, f'there are {listed(list(parts), 9)}')}"
+            )
         return parts[name]
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import hashlib
 import logging
@@ -28,6 +27,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.rotary import turned_alike_up_to
 from theodolite.system.progress import ShowProgress
+from theodolite.system.wording import nearest
 
 BATCH = 8
 """Requests per forward pass."""
@@ -181,8 +181,7 @@ def _task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any,
     manager = _all_tasks(include_path)
     for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, 3)
-            hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists what there is"
+            hint = nearest(name, manager.all_tasks, "`lm-eval ls tasks` lists what there is")
             raise UsageError(f"lm-eval knows no task {name}: {hint}")
     return manager, names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class OpenModel:
         streamed: what reads its blocks from its files as they run, where it was opened so. `block_present` keeps a
             block's weights (of `open_weights`: its attention's) in memory while open, as all other models do.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
+        chosen: the layers whose heads alone are looked at, where `only` chose some.
     """
 
     source: Source
@@ -67,6 +68,7 @@ class OpenModel:
     revision: str | None = None
     sha256: str | None = None
     stored: dict[str, Any] = field(default_factory=dict, repr=False)
+    chosen: tuple[int, ...] | None = None
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
@@ -388,6 +390,31 @@ class OpenModel:
         refuse_unreadable_layers(
             [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
         )
+
+    def only(self, layers: Sequence[int]) -> OpenModel:
+        """Return the same model, of which the heads of some layers are looked at, as if no other attended.
+
+        What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
+
+        Raises:
+            UsageError: no layer, or one that does not exist or attend.
+        """
+        chosen = tuple(sorted(set(layers)))
+        if not chosen:
+            raise UsageError(f"no layer is chosen: {self.id} has {self.layers}, counted from 0")
+        for layer in chosen:
+            self.check_place(layer)
+        of = self.structure
+        kept = [layer in chosen for layer in range(self.layers)]
+        structure = replace(
+            of,
+            attention=tuple(
+                module if keep else None for keep, module in zip(kept, of.attention, strict=True)
+            ),
+            heads_of=tuple(keep * heads for keep, heads in zip(kept, of.heads_of, strict=True)),
+            value_widths=tuple(keep * width for keep, width in zip(kept, of.value_widths, strict=True)),
+        )
+        return replace(self, structure=structure, chosen=chosen)
 
     def check_place(self, layer: int, head: int = 0) -> None:
         """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""

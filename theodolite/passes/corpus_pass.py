@@ -210,6 +210,7 @@ def fingerprint_of(model: OpenModel) -> dict[str, Any]:
         "dtype": str(model.source.dtype),
         "device": model.device.type,
         **({"attention": model.source.attention} if model.source.attention else {}),
+        **({"chosen_layers": list(model.chosen)} if model.chosen else {}),
         **({"interventions": list(model.interventions)} if model.interventions else {}),
     }
 

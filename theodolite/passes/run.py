@@ -242,6 +242,7 @@ def describe_model(model: OpenModel) -> dict[str, Any]:
             "causal": model.causal,
             "positions": model.positions,
             **({"attention": model.source.attention} if model.source.attention else {}),
+            **({"chosen_layers": list(model.chosen)} if model.chosen else {}),
         },
         "device": model.device.type,
     }

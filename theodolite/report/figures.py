@@ -28,7 +28,7 @@ from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers
 from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
-from theodolite.system.wording import head_name, listed
+from theodolite.system.wording import head_name, listed, nearest
 
 MODULES = (geometry, layers, split, heads)
 """Where they are declared."""
@@ -87,8 +87,9 @@ def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
     for name, choices in (_CHOICES | {"measure": tuple(offered(run))}).items():
         if name in arguments and arguments[name] not in choices:
+            there_are = f"there are {listed([repr(choice) for choice in choices], 60)}"
             raise UsageError(
-                f"no {name} {arguments[name]!r}: there are {listed([repr(choice) for choice in choices], 60)}"
+                f"no {name} {arguments[name]!r}: {nearest(str(arguments[name]), map(str, choices), there_are)}"
             )
 
 
@@ -116,4 +117,6 @@ __all__ = ["FIGURES", "available", *FIGURES]
 
 
 def __getattr__(name: str) -> Callable[..., go.Figure]:  # for type checkers, which do not see the update
-    raise AttributeError(f"no figure {name!r}: there are {listed(list(FIGURES), 60)}")
+    raise AttributeError(
+        f"no figure {name!r}: {nearest(name, FIGURES, f'there are {listed(list(FIGURES), 60)}')}"
+    )

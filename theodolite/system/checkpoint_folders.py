@@ -25,6 +25,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """The name of one of the files into which a GGUF model is split."""
 
+HUB_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/\s]+/[^/\s?#]+)(?:/(?:tree|blob|resolve)/([^/\s?#]+))?\S*"
+)
+"""The address of a model's page, with its name and perhaps a revision."""
+
 
 def local_checkpoint(source: str | Path) -> Path | None:
     """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name.

@@ -6,10 +6,11 @@ and markup is escaped for Plotly, which reads a subset of HTML.
 
 from __future__ import annotations
 
+import difflib
 import html
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MISSING = "–"
@@ -129,6 +130,12 @@ def percent_with_error(share: float, error: float = math.nan) -> str:
 def head_name(layer: int, head: int) -> str:
     """Name a head: `L3H5` is block 3, head 5, both counted from 0."""
     return f"L{layer}H{head}"
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
+    near = difflib.get_close_matches(word, list(known), 3)
+    return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
 def listed(items: list[str], limit: int = 5) -> str:
