@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from tests.browser import needs_browser, violations, watched
@@ -18,6 +19,7 @@ from theodolite.comparison.page import experiment_of
 from theodolite.comparison.page import outcome as compared
 from theodolite.passes.run import Run
 from theodolite.report.outcome import write_index, write_outcome
+from theodolite.report.page import write_report
 from theodolite_papers import EXPERIMENTS, Study
 
 pytestmark = [needs_browser, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -65,6 +67,10 @@ def draw_the_first(tab: Any) -> None:
     tab.wait_for_selector(".plot .main-svg", state="attached")
 
 
+def unfold(tab: Any) -> None:
+    tab.evaluate("document.querySelectorAll('details:not(.numbers)').forEach(one => { one.open = true; })")
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -76,8 +82,7 @@ def test_axe_finds_nothing_and_nothing_scrolls_sideways(show, kind, size, scheme
     tab = show(kind, size, scheme)
     if kind != "index":
         draw_the_first(tab)
-        folded = ".health details, .reading, #tables details:first-of-type"
-        tab.evaluate(f"document.querySelectorAll('{folded}').forEach(one => {{ one.open = true; }})")
+        unfold(tab)
         tab.locator("details.numbers summary").first.click()
     assert violations(tab) == []
     tab.emulate_media(color_scheme=other)
@@ -144,6 +149,7 @@ def test_the_contents_tell_where_one_is(show) -> None:
 @pytest.mark.browser
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
+    unfold(tab)
     for figure in tab.locator(
         "[data-figure]:visible"
     ).all():  # each adds buttons as it comes into view and is drawn
@@ -182,6 +188,8 @@ def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
     tab.locator("[data-step='1']").focus()
     tab.keyboard.press("Enter")
     assert tab.locator("#head-title").text_content() == "One head: L1H0"
+    assert tab.url.endswith("#L1H0")
+    unfold(tab)
     tab.locator("#figure-rank details.numbers summary").click()
     tab.locator("#figure-rank .numbers tbody td").first.wait_for()  # it is filled after the click
     caption = tab.locator("#figure-rank caption", has_text="replicated")
@@ -202,8 +210,7 @@ def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
     after = tab.evaluate(read)
     assert before != after
     assert float(after[1]) == pytest.approx(float(run.arrays["positional_pca"][0, 1, 0]), rel=1e-3)
-    tab.locator("#tables details summary", has_text="Layers").click()
-    table = tab.locator("#tables table").first
+    table = tab.locator("table", has=tab.locator("#layer-0"))
     table.locator("th button", has_text="rank").first.focus()
     tab.keyboard.press("Enter")
     place = table.locator("th").all_text_contents().index(table.locator("th[aria-sort]").text_content())
@@ -212,6 +219,55 @@ def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
     ]
     assert shown == sorted(run.layers["rank"].tolist(), reverse=True)
     assert tab.faults == []
+
+
+def test_whoever_is_sent_the_address_of_a_head_or_a_layer_sees_it(show, pages, run: Run) -> None:
+    tab = show("survey")
+    for place, name in (("L2H1", "One head: L2H1"), ("L0H3", "One head: L0H3")):
+        tab.goto(f"{pages['survey'].as_uri()}#{place}")
+        tab.reload()
+        assert tab.locator("#head-title").text_content() == name
+        assert tab.locator("tr.chosen td").first.text_content() == place
+    groups = tab.locator("#head-card h3").all_text_contents()
+    assert groups[0] == "Roles and their scores"
+    tab.evaluate("location.hash = 'layer-2'")
+    tab.wait_for_function("document.querySelector('tr.chosen').id === 'layer-2'")
+    assert tab.locator("#layer-2").is_visible()
+    link = tab.locator(".summary a[href^='#L']").first
+    link.click()
+    tab.wait_for_function(
+        "name => document.getElementById('head-title').textContent === `One head: ${name}`",
+        arg=link.text_content(),
+    )
+    assert tab.faults == []
+
+
+@pytest.mark.browser
+def test_a_long_table_is_filtered_and_saved(chromium: Any, tmp_path: Path) -> None:
+    """Oracle: the run's own table."""
+    run = make_survey(blocks=8, heads=8, length=8, contexts=4)
+    tab = chromium.new_page(accept_downloads=True)
+    faults = watched(tab)
+    tab.goto(write_report(run, tmp_path).as_uri())
+    tab.locator("summary", has_text="All heads").click()
+    tools = tab.locator(".tools", has=tab.locator("input[aria-label*='Heads']"))
+    rows = tab.locator("table:has(tr[data-head]) tbody tr:visible")
+    assert rows.count() == 25
+    assert tools.locator("span").text_content() == "25 of 64 rows"
+    tools.locator("button", has_text="Show all 64").click()
+    assert rows.count() == 64
+    tools.locator("select").first.select_option("block 3")
+    assert rows.count() == 8
+    tools.locator("input").fill("l3h5")
+    assert rows.count() == 1
+    with tab.expect_download() as download:
+        tools.locator("button", has_text="CSV").click()
+    saved = pd.read_csv(download.value.path())
+    assert saved["head"].tolist() == ["L3H5"]
+    row = run.heads.query("layer == 3 and head == 5").iloc[0]
+    assert saved["attention entropy"][0] == pytest.approx(row["entropy"], rel=1e-4)
+    assert faults == []
+    tab.close()
 
 
 @pytest.mark.browser

@@ -13,7 +13,10 @@ import torch
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import Run
+from theodolite.report.content import Cell, Table
+from theodolite.report.exhibit import SECTIONS
 from theodolite.report.findings import Finding, checks, summarise
+from theodolite.report.unusual import linked, unusual
 
 
 def told(run: Run, topic: str) -> str:
@@ -73,6 +76,30 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
     assert (
         "Contexts cluster clearly by label: k-means finds the labels with an adjusted Rand index of 0.60 ± 0.04"
         in context
+    )
+
+
+def test_the_most_unusual_comes_first_and_what_is_named_is_linked(run: Run) -> None:
+    """Oracle: Llama 2's relative norm is 14 % and its rank 9.4, by hand 5.0 and 1.06 times less than here."""
+    run = with_layers(run, relative_norm=0.7, relative_norm_se=0.0, rank_screenot=10.0, rank_screenot_se=0.01)
+    run = replace(run, provenance=run.provenance | {"model": {"family": "llama"}})
+    flagged, told = (
+        [Finding("L1H2 is dead.", "dead heads", FAILS), Finding("Fine.", "", HOLDS)],
+        summarise(run),
+    )
+    sentences = unusual(run, flagged, told)
+    assert len(sentences) == 5
+    assert sentences[0] == ("L1H2 is dead.", "heads")
+    assert sentences[1][0] == (
+        "The relative norm of the positional basis is 70 %, 5.0 times more than the 14 % of Llama 2."
+    ).replace(" %", "\u00a0%")
+    assert sentences[2][0].startswith("The positional rank, as published, is 10")
+    assert {section for _, section in sentences} <= SECTIONS.keys()
+    tokens = Table([("token", "")], [[Cell("<b>")]], ["token-0"])
+    written = str(linked(run, tokens)("L1H2 and L9H9 of ‘<b>’ in layer 2, “L1H2x”"))
+    assert written == (
+        '<a href="#L1H2">L1H2</a> and L9H9 of <a href="#token-0">‘&lt;b&gt;’</a> in <a href="#layer-2">layer 2</a>, '
+        "“L1H2x”"
     )
 
 

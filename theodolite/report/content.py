@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from theodolite.report.data import (
     massive_tokens,
     offered,
     opening_head,
+    roles_of_heads,
     seen_above,
 )
 from theodolite.report.findings import measured_regimes
@@ -61,7 +62,12 @@ SINK_TOKENS = 20
 OUTLIER_ROWS = 30
 MASSIVE_ROWS = 30
 LONG_VALUE = 200
-TEXT = "Measured on the text"
+HEAD_SINKS = 4
+TEXT, ROLES_CARD, SINKS_CARD = (
+    "Measured on the text",
+    "Roles and their scores",
+    "Its sinks, in how many contexts",
+)
 TILE_DIGITS = 2
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
@@ -93,18 +99,24 @@ class Token:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell: what is shown, and the number that sorting goes by (None: sort by what is shown)."""
+    """A table cell: what is shown, the number that sorting goes by (None: sort by what is shown), and its error."""
 
     shown: str
     value: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: column headings, each with a longer explanation (possibly empty), and rows of cells."""
+    """A table: column headings, each with a longer explanation (possibly empty), and rows of cells.
+
+    `ids`: by which the rows are linked, if they are. `picks`: headings by whose words the rows may be filtered.
+    """
 
     headings: list[tuple[str, str]]
     rows: list[list[Cell]]
+    ids: Sequence[str] = ()
+    picks: Sequence[str] = ()
 
     @property
     def are_words(self) -> list[bool]:
@@ -220,7 +232,8 @@ def sink_tokens(run: Run) -> Table | None:
         ("heads", "heads for which it is a sink"),
         ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
     ]
-    return Table(names, [row[3] for row in rows[:SINK_TOKENS]])
+    shown = [row[3] for row in rows[:SINK_TOKENS]]
+    return Table(names, shown, [f"token-{number}" for number in range(len(shown))])
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
@@ -248,8 +261,8 @@ def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
 def run_table(run: Run, name: str) -> Table | None:
     """Show a table of the run; None where it is empty.
 
-    Layers: each value with its standard error in one cell, sorted by the value. Outliers: the largest.
-    Heads and attribution: the head's name in place of its layer and number, sorted by both.
+    Each value with its standard error in one cell, sorted by the value. Outliers: the largest. Heads and attribution:
+    the head's name in place of its layer and number, sorted by both; heads: their roles.
     """
     frame, described = getattr(run, name), columns_of(run, name)
     if frame is None or not len(frame):
@@ -259,22 +272,34 @@ def run_table(run: Run, name: str) -> Table | None:
         return frame_table(
             frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS), described
         )
-    if name == "layers":
-        measured = [one for one in frame if one[-3:] != "_se" or one.removesuffix("_se") not in frame]
-        if (table := frame_table(frame[measured], described)) is not None:
-            for index, one in enumerate(measured):
-                for row, error in zip(table.rows, frame.get(f"{one}_se", ()), strict=False):
-                    if (value := row[index].value) is not None:
-                        row[index] = Cell(with_error(value, float(error)), value)
-                for row, hidden in zip(table.rows, at_floor(run, one), strict=True):
-                    if hidden:
-                        row[index] = Cell(AT_FLOOR, row[index].value)
-        return table
-    if (table := frame_table(frame.drop(columns=["layer", "head"]), described)) is None:
+    hidden = {"layer", "head"} if "head" in frame else set()
+    hidden |= {one for one in frame if one.endswith("_se") and one.removesuffix("_se") in frame}
+    measured = [one for one in frame if one not in hidden]
+    if (table := frame_table(frame[measured], described)) is None:
         return None
+    for index, one in enumerate(measured):
+        for row, error in zip(table.rows, frame.get(f"{one}_se", ()), strict=False):
+            if (value := row[index].value) is not None:
+                row[index] = Cell(
+                    with_error(value, error), value, float(f"{error:.3g}") if math.isfinite(error) else None
+                )
+    if name == "layers":
+        for index, one in enumerate(measured):
+            for row, noise in zip(table.rows, at_floor(run, one), strict=True):
+                if noise:
+                    row[index] = Cell(AT_FLOOR, row[index].value)
+        return replace(table, ids=[f"layer-{int(layer)}" for layer in frame["layer"]])
+    headings = [("head", "block and head, both counted from 0")]
     for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
         row.insert(0, Cell(head_name(int(layer), int(head)), float(layer * 10_000 + head)))
-    return Table([("head", "block and head, both counted from 0"), *table.headings], table.rows)
+    if name != "heads":
+        return Table(headings + table.headings, table.rows, picks=("head", "pattern", "group"))
+    for row, roles in zip(table.rows, roles_of_heads(run), strict=True):
+        row.insert(1, Cell(", ".join(role.name for role in roles) or MISSING))
+    headings.append(("roles", "what the head does by its scores, the clearest first"))
+    return Table(
+        headings + table.headings, table.rows, [row[0].shown for row in table.rows], ("head", "roles")
+    )
 
 
 def massive_table(run: Run) -> Table | None:
@@ -323,28 +348,44 @@ def _cell(value: Any) -> Cell:
     if value is None or pd.isna(value):
         return Cell(MISSING, None)
     amount = float(value)
-    return Cell(number(amount), float(f"{amount:.6g}") if math.isfinite(amount) else None)
+    return Cell(number(amount), float(f"{amount:.5g}") if math.isfinite(amount) else None)
 
 
-def head_cards(run: Run) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
-    """Return the card of each head, `"layer,head"` → groups of (title, value) pairs of every head measure."""
-    cards = {}
+def head_cards(run: Run) -> dict[str, Any]:
+    """Return what the cards of heads show: `measures`, the group and title of each, and `heads` by `"layer,head"`.
+
+    Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
+    """
+    heads = {}
     measures = [
         measure
         for name, measure in offered(run).items()
         if name in run.heads and (not measure.rare or run.heads[name].any())
     ]
-    regimes = measured_regimes(run)
+    regimes, roles = measured_regimes(run), roles_of_heads(run)
+    sinks = _sinks_by_head(run)
     for place, row in enumerate(run.heads.to_dict("records")):
-        groups: dict[str, list[tuple[str, str]]] = {}
+        layer, head = int(row["layer"]), int(row["head"])
+        does = [(role.name, number(row[role.column])) for role in roles[place]]
         if regimes is not None:
-            groups[TEXT] = [("measured regime", str(regimes[place]))]
-        for measure in measures:
-            value = row[measure.name]
-            shown = visible(value) if isinstance(value, str) else number(value)
-            groups.setdefault(CARDS.get(measure.group, TEXT), []).append((measure.title, shown))
-        cards[f"{int(row['layer'])},{int(row['head'])}"] = list(groups.items())
-    return cards
+            does.append(("measured regime", str(regimes[place])))
+        own = {ROLES_CARD: does, SINKS_CARD: sinks.get((layer, head), [])}
+        values = [row[measure.name] for measure in measures]
+        shown = [visible(value) if isinstance(value, str) else number(value) for value in values]
+        heads[f"{layer},{head}"] = [[group for group in own.items() if group[1]], shown]
+    return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}
+
+
+def _sinks_by_head(run: Run) -> dict[tuple[int, int], list[tuple[str, str]]]:
+    """List what is most often a head's sink, each with its share of the contexts: the first token, and later ones."""
+    if run.sinks is None or not len(run.sinks):
+        return {}
+    named = run.sinks["token"].map(shown_token).where(~run.sinks["first"].astype(bool), "the first token")
+    shares = run.sinks.groupby(["layer", "head", named], sort=True)["share"].sum()
+    found: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    for (layer, head, name), share in shares.sort_values(ascending=False, kind="stable").items():
+        found.setdefault((int(layer), int(head)), []).append((name, percent(share)))
+    return {place: sinks[:HEAD_SINKS] for place, sinks in found.items()}
 
 
 def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:

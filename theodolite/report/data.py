@@ -21,7 +21,7 @@ from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Criterion
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import BASIS, Column
-from theodolite.measure.head_roles import ROLES
+from theodolite.measure.head_roles import ROLES, HeadRole
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
 
@@ -64,10 +64,25 @@ def offered(run: Run) -> dict[str, Column]:
 
 def opening_head(run: Run) -> tuple[int, int]:
     """Find the head that most clearly has a role: its score is the largest multiple of the threshold; or the first."""
-    thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
-    clearness = (run.heads[list(thresholds)] / pd.Series(thresholds)).max(axis=1).fillna(0.0)
-    row = run.heads.loc[clearness.idxmax()]
+    row = run.heads.loc[_clearness(run).max(axis=1).fillna(0.0).idxmax()]
     return int(row["layer"]), int(row["head"])
+
+
+def roles_of_heads(run: Run) -> list[list[HeadRole]]:
+    """List the roles that each head has, the clearest first, in the order of the heads' table."""
+    known = {role.column: role for role in ROLES}
+    clearness = _clearness(run)
+    values, names = clearness.to_numpy(dtype=np.float64), list(clearness)
+    ranked = np.argsort(-np.nan_to_num(values), axis=1, kind="stable")
+    return [
+        [known[names[i]] for i in order if row[i] >= 1] for row, order in zip(values, ranked, strict=True)
+    ]
+
+
+def _clearness(run: Run) -> pd.DataFrame:
+    """Compute every head's score in every role that was measured, as a multiple of the role's threshold."""
+    thresholds = {role.column: role.threshold for role in ROLES if role.column in run.heads}
+    return run.heads[list(thresholds)] / pd.Series(thresholds, dtype=float)
 
 
 def array(run: Run, name: str) -> npt.NDArray[Any] | None:

@@ -101,8 +101,10 @@ Picker = Callable[[Run, Draw], Choice]
 _DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
     (resources.files("theodolite.report") / "exhibits.toml").read_text(encoding="utf-8")
 )
-SECTIONS: dict[str, str] = {section: captions.pop("name") for section, captions in _DECLARED.items()}
-"""Of the page: identifier → name in the contents."""
+SECTIONS: dict[str, tuple[str, str]] = {
+    section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()
+}
+"""Of the page: identifier → name, and the sentence under it."""
 
 CAPTIONS = {
     key: {"section": section} | caption

@@ -26,9 +26,11 @@ from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
     END_TOKEN_SINK,
     FIRST_TOKEN_SINK,
+    INDUCTION,
     LATER_SINK,
     LEARNED_SINK,
     PATTERN_ROLES,
+    PREVIOUS_TOKEN,
     RETAINED,
     SINK_ROLES,
     SLIGHT,
@@ -42,6 +44,7 @@ from theodolite.report.data import (
     AT_FLOOR,
     array,
     at_floor,
+    blocks,
     caller_columns,
     column,
     entropy_share,
@@ -728,6 +731,32 @@ def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
     return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
 
 
+def _pruning(run: Run) -> Iterator[str]:
+    """Say what of the model a pruned one would miss."""
+    if not len(run.layers):
+        return
+    first = np.nan_to_num(value_of(run, "massive_activations_first"))
+    if (massive := _layers(run)[first > 0]).size and massive.min() > 0:
+        begins, ends = int(massive.min()), int(massive.max())
+        gone = f"; block {ends} takes them out again" if ends < blocks(run) else ""
+        yield (
+            f"Block {begins - 1} writes the massive activations of the first token, which appear in layer {begins}"
+            f"{gone}: what their weights keep decides about the loss before any head does."
+        )
+    if later := _heads_of(run, LATER_SINK):
+        have = f"{counted(len(later), 'head')} {'has' if len(later) == 1 else 'have'}"
+        yield f"{have} sinks at later tokens, which may tag what follows: {listed(later)}. A trace shows the tags."
+    if copying := [name for role in (INDUCTION, PREVIOUS_TOKEN) for name in _heads_of(run, role)]:
+        yield f"Examples in a prompt are read by induction and previous-token heads: {listed(copying)}."
+    if (cosine := column(run.layers, "cosine_previous")) is not None:
+        most = int(np.nanargmax(cosine))
+        layer = _layers(run)[most]
+        yield (
+            f"Block {layer - 1} turns the hidden states least (cosine {number(cosine[most])} between what it reads and "
+            f"layer {layer})."
+        )
+
+
 TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
     "Position": _position,
     "Context": _context,
@@ -736,5 +765,6 @@ TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
     "Outliers": _outliers,
     "Heads": _heads,
     "Constituents": _constituents,
+    "Pruning": _pruning,
 }
 """What makes the sentences of each topic, in reading order."""

@@ -38,10 +38,10 @@ from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
+from theodolite.report.unusual import SECTION_OF_TOPIC, linked, unusual
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import visible
 
-SHOWN_IN = {"Localization": "heads"}  # topics that are not a section's name
 TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
@@ -124,29 +124,31 @@ def render(run: Run) -> str:
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)
-    tiles, checks = content.tiles(run), findings.checks(run)
+    tiles, checks, told = content.tiles(run), findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
-    shown = {section for section, drawn in blocks.items() if drawn} | ({"sinks"} if any(sinks) else set())
+    topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
+    for topic, sentences in told.items():
+        topics[SECTION_OF_TOPIC[topic]].append((topic, [finding.text for finding in sentences]))
+    shown = {section for section in SECTIONS if blocks[section] or topics[section]} - {"summary"}
     return rendered(
         "page.html.j2",
         {
             **_named(run),
             "links": [
                 ("#summary", "At a glance"),
-                *((f"#{section}", name) for section, name in SECTIONS.items() if section in shown),
-                ("#tables", "Tables"),
+                *((f"#{section}", name) for section, (name, _) in SECTIONS.items() if section in shown),
                 ("#provenance", "Provenance"),
             ],
             "health": findings.in_a_line(checks),
             **by_answer(checks),
-            "topics": [
-                (topic, section if section in shown else "", [finding.text for finding in told])
-                for topic, told in findings.summarise(run).items()
-                for section in [SHOWN_IN.get(topic, topic.lower())]
+            "unusual": [
+                (text, section if section in shown else "") for text, section in unusual(run, checks, told)
             ],
+            "topics": topics,
+            "linked": linked(run, sinks[1]),
             "tiles": tiles,
             "untrained": content.beside_untrained(run, untrained) if untrained else None,
-            "sections": SECTIONS,
+            "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],

@@ -25,7 +25,7 @@ from theodolite.system.wording import for_plotly
 
 SPIRAL_POSITIONS = 160
 SPIRAL_CONTEXTS = 250
-GRAM_CELLS = 900_000
+GRAM_CELLS = 200_000
 CURVES = 13
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.measure.column import Column
-from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import NAMED
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -33,8 +33,10 @@ from theodolite.report.data import (
     heads_per_block,
     need,
     offered,
+    roles_of_heads,
 )
 from theodolite.report.drawing.grammar import (
+    bars,
     dots,
     head_cells,
     heat,
@@ -48,8 +50,8 @@ from theodolite.report.findings import regime_agreement
 from theodolite.system.wording import for_plotly, head_name, number, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
-CURVE_POINTS, FEW_CURVE_POINTS = 128, 48
-MANY_HEADS = 400  # from which on curves have few points
+CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
+MANY_HEADS = 200  # from which on curves have few points
 LAYER_CURVES = 12
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 HOVER_WIDTH = 58  # characters in a line of a hover text
@@ -113,18 +115,22 @@ def head_notes(run: Run) -> list[list[str]]:
 
 def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
     """Return the entries of a map of regimes: a colour each, by name."""
-    names, colours = list(REGIME_COLOURS), list(REGIME_COLOURS.values())
     codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
-    grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes[codes >= 0])), "code")
+    return _of_names(run, codes[codes >= 0], REGIME_COLOURS, "undefined")
+
+
+def _of_names(run: Run, codes: pd.Series, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
+    """Return the entries of a map of names, by number in `colours`; heads without a number are called `otherwise`."""
+    grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes)), "code")
     assert grid is not None
-    count = len(names)
+    names, count = list(colours), len(colours)
     return {
         "z": grid,
         "low": -0.5,
         "high": count - 0.5,
-        "scale": [[edge / count, colour] for i, colour in enumerate(colours) for edge in (i, i + 1)],
+        "scale": [[edge / count, colour] for i, colour in enumerate(colours.values()) for edge in (i, i + 1)],
         "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=names, ticks=""),
-        "text": [["undefined" if np.isnan(code) else names[int(code)] for code in row] for row in grid],
+        "text": [[otherwise if np.isnan(code) else names[int(code)] for code in row] for row in grid],
     }
 
 
@@ -147,6 +153,41 @@ def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
 
 def _robust(grid: Floats) -> float:
     return float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+
+
+def _role_colours(run: Run) -> dict[str, str]:
+    """Give each role that some head has a colour."""
+    present = {role.name for roles in roles_of_heads(run) for role in roles}
+    names = [role.name for role in ROLES if role.name in present]
+    return dict(zip(names, style.CATEGORIES, strict=False))
+
+
+@exhibit()
+def roles(run: Run) -> go.Figure:
+    """Map every head's clearest role over blocks × heads."""
+    colours = _role_colours(run)
+    if not colours:
+        raise UsageError("this run has no head with a role")
+    clearest = [list(colours).index(of[0].name) if of else np.nan for of in roles_of_heads(run)]
+    entries = _of_names(run, pd.Series(clearest, run.heads.index, dtype=float), colours, "no role")
+    return head_cells(**entries, hover="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>")
+
+
+@exhibit()
+def at_stake(run: Run) -> go.Figure:
+    """Draw how many heads of each block have each role."""
+    colours, found = _role_colours(run), roles_of_heads(run)
+    if not colours:
+        raise UsageError("this run has no head with a role")
+    layers = run.heads["layer"].to_numpy(dtype=int)
+    places = np.arange(blocks(run))
+    traces = []
+    for name, colour in colours.items():
+        has = [name in {role.name for role in of} for of in found]
+        heights = np.bincount(layers[has], minlength=len(places))
+        traces.append(bars(places, heights, name, colour, f"block %{{x}}: %{{y}} heads<extra>{name}</extra>"))
+    layout = {"barmode": "stack", "yaxis": {"rangemode": "tozero"}}
+    return style.figure(traces, "block", "heads", height=340, layout=layout)
 
 
 def _by_measure(run: Run, draw: Draw) -> Choice:

@@ -6,6 +6,8 @@ document.addEventListener("DOMContentLoaded", () => {
   const touch = matchMedia("(pointer: coarse)").matches;
   const themes = read("themes");
   const cards = read("cards");
+  const text = (tag, content) => Object.assign(document.createElement(tag), { textContent: content });
+  const option = (value) => Object.assign(text("option", value), { value });
   const payloads = new Map();
   const drawn = new Set();
   let printing = false;
@@ -123,8 +125,12 @@ document.addEventListener("DOMContentLoaded", () => {
   all(".plot").forEach((div) => near.observe(div));
   const redraw = () => drawn.forEach(draw);
   dark.addEventListener("change", redraw);
+  const folds = all("details.table-fold");
+  let open = [];
   function print(now) {
     printing = now;
+    if (now) open = folds.filter((fold) => fold.open);
+    folds.forEach((fold) => { fold.open = now ? fold.querySelector(".plot") || fold.open : open.includes(fold); });
     document.documentElement.classList.toggle("printing", now);
     (now ? all(".plot") : [...drawn]).forEach((div) => {
       draw(div);
@@ -174,14 +180,8 @@ document.addEventListener("DOMContentLoaded", () => {
   // One head: its figures and its numbers follow two pickers, the arrows, and clicks in the maps.
   const byLayer = document.getElementById("pick-layer");
   const byHead = document.getElementById("pick-head");
-  const heads = Object.keys(cards);
+  const heads = Object.keys(cards.heads ?? {});
   const headFigures = () => all("#head .plot[data-figure]");
-  function option(value) {
-    const element = document.createElement("option");
-    element.value = element.textContent = value;
-    return element;
-  }
-  const text = (tag, content) => Object.assign(document.createElement(tag), { textContent: content });
   function group([title, pairs]) {
     const list = document.createElement("dl");
     for (const [name, value] of pairs) {
@@ -192,13 +192,25 @@ document.addEventListener("DOMContentLoaded", () => {
     box.append(text("h3", title), list);
     return box;
   }
-  function selectHead(layer, head, quiet = false) {
-    if (!byLayer || !cards[`${layer},${head}`]) return;
+  function card(key) {
+    const [own, values] = cards.heads[key];
+    const groups = new Map(own);
+    cards.measures.forEach(([title, name], place) => {
+      if (!groups.has(title)) groups.set(title, []);
+      groups.get(title).push([name, values[place]]);
+    });
+    return [...groups].map(group);
+  }
+  function selectHead(layer, head, quiet = false, named = true) {
+    if (!byLayer || !heads.includes(`${layer},${head}`)) return;
+    const name = `L${layer}H${head}`;
+    if (named) history.replaceState(null, "", `#${name}`);
+    all("tr[data-head]").forEach((row) => row.classList.toggle("chosen", row.dataset.head === name));
     byLayer.value = layer;
     byHead.value = head;
     headFigures().forEach((div) => show(div, `${layer},${head}`));
-    document.getElementById("head-title").textContent = `One head: L${layer}H${head}`;
-    document.getElementById("head-card").replaceChildren(...cards[`${layer},${head}`].map(group));
+    document.getElementById("head-title").textContent = `One head: ${name}`;
+    document.getElementById("head-card").replaceChildren(...card(`${layer},${head}`));
     if (!quiet) document.getElementById("head").scrollIntoView({ behavior: "smooth" });
   }
   if (byLayer && heads.length) {
@@ -214,7 +226,7 @@ document.addEventListener("DOMContentLoaded", () => {
         selectHead(...heads[(at + heads.length) % heads.length].split(","), true);
       });
     }
-    selectHead(...(headFigures()[0]?.dataset.variant ?? heads[0]).split(","), true);
+    selectHead(...(headFigures()[0]?.dataset.variant ?? heads[0]).split(","), true, false);
   }
 
   // A token's hint, under the pointer or the keyboard.
@@ -232,8 +244,97 @@ document.addEventListener("DOMContentLoaded", () => {
   addEventListener("scroll", () => { hint.hidden = true; }, { passive: true });
   addEventListener("keydown", ({ key }) => { if (key === "Escape") hint.hidden = true; });
 
+  // Every head, layer and token that is named links to what the page has about it; so does an address that was sent.
+  // A head's own row would be the target, where no script shows its card.
+  for (const row of all("tr[id^='L']")) {
+    row.dataset.head = row.id;
+    row.removeAttribute("id");
+  }
+  function follow() {
+    const [, layer, head] = /^#L(\d+)H(\d+)$/.exec(location.hash) ?? [];
+    if (head) return selectHead(layer, head);
+    const target = document.getElementById(location.hash.slice(1));
+    for (let one = target?.parentElement; one; one = one.parentElement) if (one.tagName === "DETAILS") one.open = true;
+    if (target?.tagName !== "TR") return;
+    target.closest("table").dispatchEvent(new Event("all"));
+    all("tr.chosen").forEach((row) => row.classList.remove("chosen"));
+    target.classList.add("chosen");
+    target.scrollIntoView({ block: "center", behavior: "instant" });
+  }
+  addEventListener("hashchange", follow);
+  document.addEventListener("click", ({ target }) => {
+    const link = target.closest("a[href^='#']");
+    if (link && link.hash === location.hash) follow();
+  });
+
+  // Long tables show their first rows, and what is looked for; what is shown can be saved.
+  const FIRST = 25;
+  function words(cell, isHead) {
+    return isHead ? [`block ${/^L(\d+)/.exec(cell.textContent)[1]}`] : cell.textContent.split(", ");
+  }
+  function saved(table, rows) {
+    const quoted = (value) => /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value;
+    const headings = all("th", table.tHead).map((heading) => heading.textContent);
+    const withError = headings.map((_, place) => rows.some((row) => row.cells[place].dataset.e));
+    const line = (of) => headings.flatMap((_, place) => withError[place] ? of(place) : [of(place)[0]]).map(quoted).join(",");
+    const lines = rows.map(({ cells }) => line((place) => {
+      const { v, e } = cells[place].dataset;
+      return [place && v !== undefined ? v : cells[place].textContent, e ?? ""];
+    }));
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([[line((place) => [headings[place], `${headings[place]}, standard error`]), ...lines, ""].join("\n")], { type: "text/csv" }));
+    link.download = `${table.parentElement.getAttribute("aria-label")}.csv`;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  }
+  function tools(table) {
+    const name = table.parentElement.getAttribute("aria-label");
+    const rows = () => [...table.tBodies[0].rows];
+    const bar = Object.assign(document.createElement("div"), { className: "tools" });
+    const count = text("span", "");
+    const save = Object.assign(text("button", "Save as CSV"), { type: "button" });
+    const more = Object.assign(text("button", ""), { type: "button" });
+    const search = Object.assign(document.createElement("input"), { type: "search", placeholder: "filter" });
+    search.setAttribute("aria-label", `Filter ${name} by their words`);
+    let whole = rows().length <= FIRST;
+    const picks = [];
+    const matches = (row) => row.textContent.toLowerCase().includes(search.value.toLowerCase())
+      && picks.every(({ place, isHead, select }) => !select.value || words(row.cells[place], isHead).includes(select.value));
+    const found = () => rows().filter(matches);
+    function update() {
+      const kept = found();
+      rows().forEach((row) => { row.hidden = true; });
+      kept.forEach((row, place) => { row.hidden = !whole && place >= FIRST; });
+      const few = !whole && kept.length > FIRST;
+      count.textContent = few ? `${FIRST} of ${kept.length} rows` : `${kept.length} rows`;
+      more.hidden = !few;
+      more.textContent = `Show all ${kept.length}`;
+    }
+    if (!whole) {
+      for (const heading of all("th[data-pick]", table.tHead)) {
+        const place = heading.cellIndex, isHead = heading.textContent === "head";
+        const select = document.createElement("select");
+        select.setAttribute("aria-label", `Only rows of one ${isHead ? "block" : heading.textContent}`);
+        const values = new Set(rows().flatMap((row) => words(row.cells[place], isHead)));
+        select.append(Object.assign(option(isHead ? "every block" : `all ${heading.textContent}`), { value: "" }), ...[...values].map(option));
+        select.addEventListener("change", update);
+        picks.push({ place, isHead, select });
+      }
+      bar.append(search, ...picks.map(({ select }) => select), count, more);
+    }
+    bar.append(save);
+    table.parentElement.before(bar);
+    search.addEventListener("input", update);
+    more.addEventListener("click", () => { whole = true; update(); });
+    table.addEventListener("all", () => { whole = true; search.value = ""; picks.forEach(({ select }) => { select.value = ""; }); update(); });
+    table.addEventListener("sorted", update);
+    save.addEventListener("click", () => saved(table, found()));
+    update();
+  }
+
   // Tables sort by their headings' buttons: descending first, then ascending.
   for (const table of all("table[data-sortable]")) {
+    tools(table);
     for (const heading of all("th", table.tHead)) {
       const button = Object.assign(text("button", heading.textContent), { type: "button", title: heading.title });
       heading.removeAttribute("title");
@@ -254,6 +355,8 @@ document.addEventListener("DOMContentLoaded", () => {
         return sign * (Number(x) - Number(y));
       });
       table.tBodies[0].replaceChildren(...rows);
+      table.dispatchEvent(new Event("sorted"));
     });
   }
+  follow();
 });
