@@ -109,8 +109,10 @@ def test_type_click_switch_and_follow_the_link(chromium, serving, sharp):
     opened.until(f"{map_of}.includes('previous token')")
 
     # Oracle: the standard library's reading of the address.
+    opened.until("location.search.includes('previous_token')")
     kept = page.url
-    assert parse_qs(urlsplit(kept).query) == {"prompt": [prompt], "layer": ["0"], "head": ["1"]}
+    expected = {"prompt": prompt, "layer": "0", "head": "1", "map": "text:previous_token", "log": "1"}
+    assert parse_qs(urlsplit(kept).query) == {name: [value] for name, value in expected.items()}
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("#copy-link")
     page.wait_for_timeout(300)
@@ -119,6 +121,8 @@ def test_type_click_switch_and_follow_the_link(chromium, serving, sharp):
     assert again.page.input_value("#prompt textarea") == prompt
     assert again.page.input_value("#head input") == "L0H1"
     assert "L0H1" in again.page.inner_text(".head")
+    assert again.page.is_checked("#log input")
+    assert "previous token" in again.page.input_value("#measure input")
     again.close()
 
     # A refused prompt leaves the page as it is.

@@ -6,6 +6,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,18 +98,23 @@ def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
 
     made = []
 
-    def make() -> Run:
+    def make(tell: Callable[[str, int, int], None]) -> Run:
+        tell("reading contexts", 3, 6)
         made.append(True)
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
     at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
-    for name in ON_PROMPT:
-        PANELS[name](at)
+    for names in ON_PROMPT:
+        for name in names:
+            PANELS[name](at)
     assert not made
+    assert planned.is_pending
     assert len(measures_of([planned])) == 1
     for names in WITH_TEXT:
         for name in names:
             PANELS[name](at)
     assert made == [True]
+    assert not planned.is_pending
+    assert planned.progress == "reading contexts: 3 of 6"
     assert measures_of([planned]) == measures_of([sharp])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -14,6 +16,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.explore.subject import prompt_ids, tag_colours
 from theodolite.models import open_model
+from theodolite.models.open import beside
 from theodolite.passes.survey import survey, survey_heads
 from theodolite.sinks.prompt import LEFT_OUT, read_prompt, trace_prompt
 
@@ -51,6 +54,48 @@ def test_attention_is_the_models_own_and_constituents_sum_to_its_logits(family, 
                 np.testing.assert_allclose(
                     own_row - own_row.mean(), expected_row - expected_row.mean(), atol=3e-3
                 )
+
+
+def test_the_next_tokens_without_a_head_are_those_of_the_model_whose_head_writes_nothing(subject, checkpoint):
+    """Oracle: transformers' own model, its output projection fed zeros in the head's place."""
+    own, head = subject("llama3"), 1
+    ids = prompt_ids([own], PROMPT)
+    told = own.next_tokens(ids, 0, head)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama3")).eval()
+    width = loaded.config.hidden_size // loaded.config.num_attention_heads
+
+    def silence(module, args):
+        given = args[0].clone()
+        given[..., head * width : (head + 1) * width] = 0
+        return (given,)
+
+    def expected() -> torch.Tensor:
+        with torch.no_grad():
+            return loaded(input_ids=torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+
+    whole = expected()
+    loaded.model.layers[0].self_attn.o_proj.register_forward_pre_hook(silence)
+    silent = expected()
+    assert list(told.columns)[:2] == ["as it is", "without the head"]
+    for column, of in (("as it is", whole), ("without the head", silent)):
+        top = told.columns[column].sort(descending=True).values[:5]
+        np.testing.assert_allclose(top, of.topk(5).values, atol=1e-7)
+    assert not torch.allclose(told.columns["as it is"], told.columns["without the head"])
+    assert own.model.interventions == ()
+
+
+def test_a_survey_beside_the_page_is_that_of_the_model_and_shares_its_weights(opened):
+    """Oracle: the survey of the model itself, while other threads read prompts with it."""
+    model = opened("llama3")
+    corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
+    expected = survey_heads(model, corpus).heads
+    second = beside(model)
+    assert {p.data_ptr() for p in second.root.parameters()} == {p.data_ptr() for p in model.root.parameters()}
+    with ThreadPoolExecutor() as threads:
+        made = threads.submit(survey_heads, second, corpus)
+        for _ in range(5):
+            read_prompt(model, corpus.contexts[0])
+        pd.testing.assert_frame_equal(made.result().heads, expected)
 
 
 def test_what_a_prompt_measures(subject, checkpoint):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from theodolite.explore.subject import PlannedSurvey
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
+    from theodolite.system.progress import ShowStage
 
 _GRADIO = dict.fromkeys(("GRADIO_ANALYTICS_ENABLED", "GRADIO_MCP_SERVER", "GRADIO_SSR_MODE"), "False") | {
     "HF_HUB_DISABLE_TELEMETRY": "1"
@@ -124,6 +125,7 @@ def _display_names(opened: list[OpenModel]) -> list[str]:
 def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event) -> PlannedSurvey:
     """Plan the survey of the model on a text, which stops once the page has ended."""
     from theodolite.explore.subject import PlannedSurvey
+    from theodolite.models.open import beside
     from theodolite.passes.corpus_pass import check_fit
     from theodolite.passes.run import describe_model, describe_pass
     from theodolite.passes.survey import survey_heads
@@ -131,9 +133,14 @@ def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event
     model.check_weights()
     check_fit(model, corpus)
 
-    def make() -> Run:
+    def make(tell: ShowStage) -> Run:
         with bars(ended.is_set, of=short_name(model.id)) as show:
-            return survey_heads(model, corpus, seed=seed, show_progress=show)
+
+            def both(what: str, done: int, total: int) -> None:
+                show(what, done, total)
+                tell(what, done, total)
+
+            return survey_heads(beside(model), corpus, seed=seed, show_progress=both)
 
     return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, seed, {}), make)
 

@@ -37,17 +37,19 @@ CONSTITUENTS = (
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
-ON_PROMPT = ("head_map", "attention", "sinks", "tags")
-WITH_TEXT = (("head", "spectrum", "propagation"), ("constituents", "not_split"))
+ON_PROMPT = ("head_map", "attention"), ("next_tokens", "block", "sinks", "tags")
+WITH_TEXT = ("head", "spectrum", "propagation"), ("constituents", "not_split")
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
-SURVEYING = "Reading a text, for the panels that need one: the terminal shows how far."
-PLOTS = ("head_map", "attention", "spectrum", "propagation", "constituents")
+SURVEYING = "Reading a text, for the panels that need one."
+AGAIN = 1.0  # seconds after which it is asked how far the survey is
+PLOTS = ("head_map", "attention", "block", "spectrum", "propagation", "constituents")
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
-new MutationObserver(() => document.querySelectorAll(".head-map .js-plotly-plot:not([data-heard])").forEach((plot) => {
+const maps = ":is(.head-map, .block) .js-plotly-plot:not([data-heard])";
+new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
   plot.dataset.heard = "";
-  plot.on("plotly_click", ({ points: [point] }) => trigger("select", { head: `L${point.y}H${point.x}` }));
+  plot.on("plotly_click", ({ points: [{ data, x, y }] }) => trigger("select", { head: data.name || `L${y}H${x}` }));
 })).observe(document.body, { childList: true, subtree: true });
 """
 _KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
@@ -104,6 +106,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
         clicks = gr.HTML(js_on_load=_CLICKS)
         address = gr.Textbox(visible="hidden")
+        again = gr.Timer(AGAIN, active=False)
         text = gr.State("")  # the prompt that is shown; another may have been typed since
 
         def shown(prompt_text: str, name: str, *settings: Any) -> Shown:
@@ -121,19 +124,34 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         def only(*names: str) -> Callable[..., Iterator[Update]]:
             """Draw these panels anew, as when a setting that they follow has changed."""
-            return lambda *values: iter([drawn(shown(*values), *names)])
+            return lambda prompt_text, *values: iter(
+                [drawn(at := shown(prompt_text, *values), *names) | {address: _address(prompt_text, at)}]
+            )
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             at = shown(prompt_text, name, *settings)
-            query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
-            surveyed = all(subject.is_surveyed for subject in subjects)
-            yield drawn(at, *ON_PROMPT) | {
-                address: f"?{urlencode(query)}",
-                head: name,
-                message: "" if surveyed else html("line", SURVEYING),
-            }
+            first, then = ON_PROMPT
+            yield drawn(at, *first) | {address: _address(prompt_text, at), head: name}
+            yield drawn(at, *then)
+            if any(subject.is_pending for subject in subjects):
+                for subject in subjects:
+                    subject.begin()
+                yield {again: gr.Timer(active=True)}
+            else:
+                yield from with_text(at)
+
+        def with_text(at: Shown) -> Iterator[Update]:
             for names in WITH_TEXT:
                 yield drawn(at, *names)
+
+        def ask(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
+            """Say how far the survey is; when it is made, show what needs it."""
+            if any(subject.is_pending for subject in subjects):
+                told = "; ".join(subject.progress for subject in subjects if subject.progress)
+                yield {message: html("line", f"{SURVEYING} {told}")}
+                return
+            yield {again: gr.Timer(active=False), measure: gr.Dropdown(choices=panels.measures_of(subjects))}
+            yield from with_text(shown(prompt_text, name, *settings))
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
             windows = panels.windows(prompt_ids(subjects, typed))
@@ -141,7 +159,6 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             updates = show(typed, name, *settings[:-1], 1)
             window_picker = gr.Dropdown(choices=windows, value=1, visible=len(windows) > 1)
             yield next(updates) | {text: typed, preset: picked, window: window_picker}
-            yield next(updates) | {measure: gr.Dropdown(choices=panels.measures_of(subjects))}
             yield from updates
 
         def load(request: gr.Request, typed: str, name: str, *settings: Any) -> Iterator[Update]:
@@ -153,6 +170,11 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 name = _head_asked(subjects, asked) or name
             except TheodoliteError as error:
                 refused = html("refusal", visible(error))
+            offered = {value for _, value in panels.measures_of(subjects)}
+            chosen = asked["map"] if asked.get("map") in offered else settings[0]
+            switches = [switch in asked for switch in SWITCHES]
+            yield dict(zip((measure, log, hide), (chosen, *switches), strict=True))
+            settings = (chosen, *switches, *settings[3:])
             for update in read(typed, name, *settings):
                 yield update | ({message: refused} if refused else {})
 
@@ -165,7 +187,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         settings = [head, measure, log, hide, window]
         components = [component for side in sides for component in side.values()]
-        everything = [message, text, prompt, preset, address, *settings, *components]
+        everything = [message, text, prompt, preset, address, again, *settings, *components]
 
         def on(trigger: Callable[..., Any], work: Callable[..., Iterator[Update]], *inputs: Any) -> None:
             """Show what `work` gives, or why it was refused; the model is asked one thing at a time."""
@@ -200,9 +222,23 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(log.input, only("attention"), text)
         on(hide.input, only("attention"), text)
         on(window.input, only("constituents"), text)
+        on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
         copy_link.click(None, None, None, js=_COPY_ADDRESS)
     return page
+
+
+SWITCHES = ("log", "hide")
+"""What is switched on by its name in the address."""
+
+
+def _address(prompt_text: str, at: Shown) -> str:
+    """Write what the page shows as its address."""
+    query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
+    usual = Shown(at.subjects, at.ids, at.layer, at.head)
+    query |= {"map": at.measure} if at.measure != usual.measure else {}
+    query |= {name: 1 for name, is_on in zip(SWITCHES, (at.log, at.hide_sinks), strict=True) if is_on}
+    return f"?{urlencode(query)}"
 
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
@@ -253,6 +289,13 @@ def _side(name: str) -> dict[str, Any]:
             )
             marked = "Each row is a query token, each column a key; ▼ marks the head's sinks."
             panel("Attention", marked, "attention")
+        with gr.Row():
+            panel(
+                "Next token",
+                "What the model says next, and what it would say without this head.",
+                "next_tokens",
+            )
+            panel("All heads of the block", "Their attention side by side. Click one to show it.", "block")
         with gr.Row():
             panel("Sinks", "The attention that each token receives.", "sinks")
             panel("Tags", "What the head writes at each token.", "tags")

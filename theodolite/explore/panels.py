@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
-from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
+from theodolite.explore.subject import MOST_TOKENS, NextTokens, Subject, Tags, ids_of_text, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
     END_TOKEN_SINK,
@@ -43,9 +43,10 @@ from theodolite.passes.corpus_pass import check_fit
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
-from theodolite.report.data import columns_of, entropy_share
+from theodolite.report.data import columns_of, entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import SHARES, qk_panels
+from theodolite.report.drawing.grammar import heat
 from theodolite.report.findings import measured_regimes, regime_agreement
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
@@ -64,6 +65,8 @@ LABELS: dict[str, Any] = {
     "labels": 24,
     "letters": 10,
 }  # of tokens: in a column of half a laptop's screen they do not touch
+TILE, TILES_ACROSS, TILE_HEIGHT = 48, 6, 150  # cells of a side of a small map; maps in a row; pixels
+ABOVE = {"xanchor": "left", "yanchor": "bottom"}  # a small map's name
 AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
 WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
@@ -191,6 +194,57 @@ def attention(shown: Shown) -> Figures:
     )
 
 
+def next_tokens(shown: Shown) -> list[str]:
+    """Show what the model says next, and what it would say without the head."""
+    told, reasons = _tried(lambda each: each.next_tokens(*shown[1:4]), shown)
+    return [
+        html("next_tokens", list(of.columns), _next_rows(of))
+        if of
+        else html("line", f"Cannot be shown: {reason}.")
+        for of, reason in zip(told, reasons, strict=True)
+    ]
+
+
+def _next_rows(told: NextTokens) -> list[tuple[str, list[str]]]:
+    rows = zip(told.tokens, *(of.tolist() for of in told.columns.values()), strict=True)
+    return [(shown_token(token), [percent(share) for share in shares]) for token, *shares in rows]
+
+
+def block(shown: Shown) -> Figures:
+    """Draw the attention of all heads of the block side by side, each named; click one to show it."""
+    return share_scales(
+        [_tiles(each.attention(shown.ids, shown.layer).numpy(), shown) for each in shown.subjects]
+    )
+
+
+def _tiles(weights: Floats, shown: Shown) -> go.Figure:
+    """Draw the maps of the heads (H, T, T) on one pair of axes, each cell the largest weight that falls into it."""
+    starts = evenly(weights.shape[-1], TILE)
+    small = np.maximum.reduceat(np.maximum.reduceat(weights, starts, axis=1), starts, axis=2)
+    small = np.where(np.tri(len(starts), dtype=bool) | (small > 0), small, np.nan)
+    across, pitch = min(TILES_ACROSS, len(small)), len(starts) * 1.18
+    traces, names = [], []
+    for head, of_head in enumerate(small):
+        left, top = pitch * (head % across), pitch * (head // across) * 1.12
+        name, place = head_name(shown.layer, head), np.arange(len(starts))
+        cells = heat(
+            of_head, 0, 1, f"{name}: %{{z:.2f}}<extra></extra>", x=left + place, y=top + place, bar=None
+        )
+        traces.append(cells | {"name": name, "showscale": False})
+        look = {"size": 12, "color": style.PREDICTED if head == shown.head else style.INK}
+        words = f"<b>{name}</b>" if head == shown.head else name
+        names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
+    rows = -(-len(small) // across)
+    bare = {"showticklabels": False, "ticks": "", "showgrid": False, "zeroline": False, "showline": False}
+    layout = {
+        "xaxis": bare | {"constrain": "domain"},
+        "yaxis": bare | {"autorange": "reversed", "scaleanchor": "x", "constrain": "domain"},
+        "annotations": names,
+        "margin": {"l": 8, "r": 8, "t": 24, "b": 8},
+    }
+    return style.figure(traces, height=40 + TILE_HEIGHT * rows, layout=layout)
+
+
 def sinks(shown: Shown) -> list[str]:
     """Show the tokens with their sinks."""
     views = shown.views
@@ -257,7 +311,19 @@ def propagation(shown: Shown) -> Figures:
 
 PANELS: dict[str, Callable[[Shown], list[Any]]] = {
     draw.__name__: draw
-    for draw in (head_map, head, attention, sinks, spectrum, propagation, constituents, not_split, tags)
+    for draw in (
+        head_map,
+        head,
+        attention,
+        block,
+        next_tokens,
+        sinks,
+        spectrum,
+        propagation,
+        constituents,
+        not_split,
+        tags,
+    )
 }
 
 

@@ -19,18 +19,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
+from theodolite.attention.inputs import softmax
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.special_tokens import refuse_growth
-from theodolite.errors import UsageError
+from theodolite.errors import TheodoliteError, UsageError
 from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
 from theodolite.models.guard import guarded, known_state
 from theodolite.models.prompts import shipped_prompt
+from theodolite.models.token_texts import token_texts
 from theodolite.passes.run import Run
+from theodolite.sinks.interventions import attention_knockout, head_knockout
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
+from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted
 from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
 from theodolite.theory.grouping import chance_explained, variance_explained
@@ -45,6 +49,9 @@ PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference
 
 KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 """Passes that are cached, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
+
+NEXT_TOKENS = 5
+"""That are shown, the most probable ones of each column."""
 
 Named = Sequence[tuple[str, OpenModel]]
 """Models, each with its name on the page."""
@@ -70,11 +77,27 @@ class Tags:
 
 
 @dataclass(frozen=True)
+class NextTokens:
+    """What the model says next, and what it would say without the head: probabilities in three columns.
+
+    Attributes:
+        tokens: the most probable ones in any column.
+        columns: by what was changed; "without its sinks" only where the head has sinks.
+    """
+
+    tokens: tuple[str, ...]
+    columns: dict[str, Float[Tensor, " tokens"]]
+
+
+@dataclass(frozen=True)
 class PlannedSurvey:
-    """A survey that is made when a panel first needs it; `provenance` is that of its run, known before."""
+    """A survey that is made when a panel first needs it; `provenance` is that of its run, known before.
+
+    `make` gets what is told (what is being done, steps done, steps in all).
+    """
 
     provenance: dict[str, Any]
-    make: Callable[[], Run]
+    make: Callable[[ShowStage], Run]
 
 
 class Subject:
@@ -84,11 +107,15 @@ class Subject:
         name: shown on the page.
         model: from `open_model`.
         provenance: of the survey on a text.
+        progress: how far the survey is, in words, while it is made.
     """
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
         self.name, self.model, self.provenance = name, model, survey.provenance
         self._survey = survey
+        self._surveying: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.progress = ""
         self._lock = threading.RLock()
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
@@ -107,11 +134,35 @@ class Subject:
 
     @property
     def run(self) -> Run:
-        """The survey, made at the first call if it is only planned."""
+        """The survey, waited for if it is only planned; raises what kept it from being made."""
+        self.begin()
+        if self._surveying is not None:
+            self._surveying.join()
+        if self._failure is not None:
+            raise self._failure
+        assert isinstance(self._survey, Run)
+        return self._survey
+
+    @property
+    def is_pending(self) -> bool:
+        """True while the survey is still to come: neither made nor given up."""
+        return not self.is_surveyed and self._failure is None
+
+    def begin(self) -> None:
+        """Begin the survey in a thread of its own, if it is planned and has not begun."""
         with self._lock:
-            if isinstance(self._survey, PlannedSurvey):
-                self._survey = self._survey.make()
-            return self._survey
+            if isinstance(self._survey, PlannedSurvey) and self._surveying is None:
+                self._surveying = threading.Thread(target=self._make, args=[self._survey.make], daemon=True)
+                self._surveying.start()
+
+    def _make(self, make: Callable[[ShowStage], Run]) -> None:
+        def note(what: str, done: int, total: int) -> None:
+            self.progress = f"{what}: {done} of {total}"
+
+        try:
+            self._survey = make(note)
+        except (TheodoliteError, KeyboardInterrupt) as error:
+            self._failure = error
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
@@ -128,6 +179,37 @@ class Subject:
         self.model.check_place(layer, head)
         with self._lock:
             return head_view(self.read(ids), layer, head)
+
+    def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> NextTokens:
+        """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
+
+        Raises:
+            UsageError: the model predicts no next tokens.
+        """
+        if not self.model.causal:
+            raise UsageError(f"{self.name} is no causal model, so that it says nothing next")
+        sinks = sorted({sink.position for sink in self.view(ids, layer, head).sinks if sink.position >= 0})
+        with self._lock, guarded(self.model.root):
+            columns = {"as it is": self._next(ids)}
+            with head_knockout(self.model, layer, head):
+                columns["without the head"] = self._next(ids)
+            if sinks:
+                with attention_knockout(self.model, layer, head, sinks):
+                    columns["without its sinks"] = self._next(ids)
+        best = torch.stack(list(columns.values())).topk(NEXT_TOKENS).indices.unique()
+        best = best[columns["as it is"][best].argsort(descending=True)]
+        return NextTokens(
+            tuple(token_texts(self.model, best)), {name: of[best] for name, of in columns.items()}
+        )
+
+    def _next(self, ids: tuple[int, ...]) -> Tensor:
+        return self.model.logits(torch.tensor([ids], device="cpu"))[0, -1].double().softmax(dim=-1).cpu()
+
+    def attention(self, ids: tuple[int, ...], layer: int) -> Float[Tensor, "heads queries keys"]:
+        """Compute the attention of all heads of a layer."""
+        self.model.check_place(layer)
+        inputs = self.read(ids).layers[layer][0]
+        return softmax(inputs.logits(), inputs.sink)[0].cpu()
 
     def constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
         """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""

@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
-from theodolite.models.guard import MAKING, guarded, known_state, measures
+from theodolite.models.guard import MAKING, between_passes, guarded, known_state, measures
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.stored import loading
@@ -285,6 +285,16 @@ def verified_parts(
 
 
 @measures("model")
+def beside(model: OpenModel) -> OpenModel:
+    """Make a second model of the same weights in memory: a thread of its own may measure it meanwhile."""
+    with between_passes(model.root):
+        held = [*model.root.parameters(), *model.root.buffers()]
+        source = copy.deepcopy(model.source, {id(tensor): tensor for tensor in held})
+        parts = verified_parts(source)
+    named = {name: getattr(model, name) for name in ("id", "tokenizer", "revision", "sha256", "stored")}
+    return OpenModel.of(source, *parts, **named)
+
+
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     """Make a model of the same class and config with random weights; the global random state stays as it is."""
     if not isinstance(model.root, PreTrainedModel):

@@ -129,6 +129,25 @@ def ablate_direction(
 
 
 @contextmanager
+def head_knockout(model: OpenModel, layer: int, head: int) -> Iterator[None]:
+    """Keep a head from writing anything into the residual stream, while open; biases behind it stay.
+
+    Raises:
+        UsageError: no such layer or head.
+    """
+    model.check_place(layer, head)
+
+    def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
+        output = answer(inputs).clone()
+        output[:, :, head] = 0
+        return output
+
+    name = described("head_knockout", layer=layer, head=head)
+    with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
+        yield
+
+
+@contextmanager
 def attention_knockout(
     model: OpenModel,
     layer: int,
