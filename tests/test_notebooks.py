@@ -68,6 +68,11 @@ def test_a_notebook_is_kept_with_its_outputs_under_its_title(name: str) -> None:
     assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
     outputs = [output for cell in code for output in cell.outputs]
     assert outputs
+    shown = [
+        output["data"] for output in outputs if "application/vnd.plotly.v1+json" in output.get("data", {})
+    ]
+    assert shown
+    assert all("image/png" in data for data in shown), "python -m tools.notebooks draws them"
     assert not any(output.output_type == "error" for output in outputs)
     assert (EXAMPLES / f"{name}.ipynb").stat().st_size < 1e6
     assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == set(TITLES)

@@ -9,10 +9,8 @@ docs/images/gallery.
 from __future__ import annotations
 
 import html
-import io
 import json
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.report.outcome import JUDGED, KINDS, RESULT, SOURCES
 from theodolite_papers import ALIASES, EXPERIMENTS
 from theodolite_papers.catalogue import all_need
+from tools.pictures import browser, few_colours
 from tools.real_models import MODELS
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -237,15 +236,7 @@ def _write(path: Path, what: Result) -> None:
 
 def draw(folders: Mapping[str, Path]) -> None:
     """Draw the first figure of each experiment's page, as Chromium shows it."""
-    from PIL import Image
-    from playwright.sync_api import sync_playwright
-
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        print("no pictures: they need Chromium", file=sys.stderr)
-        return
-    with sync_playwright() as playwright:
-        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+    with browser() as page:
         for name, folder in folders.items():
             page.goto((folder / "index.html").resolve().as_uri())
             figure = page.locator("[data-figure].js-plotly-plot:not(.compact)").first
@@ -255,10 +246,7 @@ def draw(folders: Mapping[str, Path]) -> None:
                 for old in PICTURES.glob(f"{_file(name)}.*"):
                     old.unlink()
                 figure.wait_for()
-                picture = Image.open(io.BytesIO(figure.screenshot())).convert("RGB")
-                # In the 256 colours that are nearest to its own: a third of the room, and fewer would bend scales.
-                picture = picture.quantize(256, kmeans=3, dither=Image.Dither.NONE)
-                picture.save(PICTURES / f"{_file(name)}.png", optimize=True)
+                (PICTURES / f"{_file(name)}.png").write_bytes(few_colours(figure.screenshot()))
 
 
 def main(folders: Sequence[str]) -> None:
