@@ -272,5 +272,5 @@ def test_without_lm_eval_all_but_its_tasks_work_and_they_say_what_to_install(che
     assert len(json.loads(stdout)["scores"]) == 1 + len(word_tasks())
     status, _, stderr = call(checkpoint("gpt2"), "--task", "arc_easy", "--shots", 0)
     assert status == 2
-    assert "pip install 'theodolite[evaluate]'" in stderr
+    assert "pip install '.[evaluate]'" in stderr
     assert len(stderr.strip().splitlines()) == 1

@@ -64,7 +64,10 @@ def test_a_port_that_is_taken_and_a_page_without_gradio(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     status, _, stderr = call("explore")
     assert status == 2
-    assert stderr == "error: the page needs gradio: pip install 'theodolite[explore]'\n"
+    assert (
+        stderr
+        == "error: the page needs gradio: pip install '.[explore]' in the folder of theodolite's source\n"
+    )
 
 
 def test_runs_and_models_that_do_not_fit(checkpoint, opened, tmp_path):

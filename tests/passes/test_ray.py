@@ -280,7 +280,7 @@ def test_an_address_where_no_cluster_answers_is_refused_in_a_line(address, monke
 
 def test_without_ray_one_line_says_what_to_install(opened, corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=r"needs `pip install theodolite\[ray\]`"):
+    with pytest.raises(UsageError, match=r"needs Ray: pip install '\.\[ray\]' in"):
         survey_on_ray(opened("gpt2"), corpus)
 
 

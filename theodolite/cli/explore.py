@@ -23,6 +23,7 @@ from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
+from theodolite.system.wording import with_extra
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -86,7 +87,7 @@ def explore_command(
         text.check()
 
         if importlib.util.find_spec("gradio") is None:
-            raise UsageError("the page needs gradio: pip install 'theodolite[explore]'")
+            raise UsageError(f"the page needs gradio: {with_extra('explore')}")
         with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
             from theodolite.explore.page import application, listen, serve

@@ -14,6 +14,7 @@ from typing import Any
 
 from theodolite.corpus.documents import BY_FOLDER, Columns, files_of_folder, printable, streamed_dataset
 from theodolite.errors import UsageError, first_line
+from theodolite.system.wording import with_extra
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SAVED = ("dataset_dict.json", "dataset_info.json")
@@ -35,7 +36,7 @@ class Picture:
         try:
             from PIL import Image, ImageOps, UnidentifiedImageError
         except ImportError as error:
-            raise UsageError("images are read by Pillow: pip install theodolite[images]") from error
+            raise UsageError(f"images are read by Pillow: {with_extra('images')}") from error
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         unreadable = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
         try:

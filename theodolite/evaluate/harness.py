@@ -27,7 +27,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.rotary import turned_alike_up_to
 from theodolite.system.progress import ShowProgress
-from theodolite.system.wording import nearest
+from theodolite.system.wording import nearest, with_extra
 
 BATCH = 8
 """Requests per forward pass."""
@@ -132,7 +132,7 @@ def check_tasks(
     try:
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"lm-eval cannot be used ({error}): pip install 'theodolite[evaluate]'") from error
+        raise UsageError(f"lm-eval cannot be used ({error}): {with_extra('evaluate')}") from error
     with _quiet_and_offline(download=False):
         _task_manager(tasks, folder)
 

@@ -49,14 +49,14 @@ def open_model(
 
     Args:
         path_or_id: a folder with `config.json` and safetensors weights, a GGUF file or a folder with one (needs
-            `pip install theodolite[gguf]`), or a name on the hub. Or a model of `transformers` that is in memory, or
+            `pip install '.[gguf]'`), or a name on the hub. Or a model of `transformers` that is in memory, or
             one of PEFT: it stays as and where it is, and only a tokenizer may be given with it.
         tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
         dtype: "auto" keeps the checkpoint's own (of a GGUF file float32); else "float32", "bfloat16" and so on.
         device: where the model goes; a CUDA device if there is one, else the CPU.
-        device_map: spread the model over devices in place of `device` (needs `pip install theodolite[accelerate]`).
+        device_map: spread the model over devices in place of `device` (needs `pip install '.[accelerate]'`).
         revision: a branch, tag or commit on the hub.
         tower: of a checkpoint with two (CLIP): "text" or "vision", None: text.
         say: told in a line which tower it is, and of a dtype in which this processor is slow.

@@ -31,6 +31,7 @@ from theodolite.passes.run import Run, describe_corpus, finished_run
 from theodolite.passes.survey import TEXT, TEXT_TITLE, SurveyPlan, is_read, opened, opening_of
 from theodolite.system.progress import Progress, ShowStage, starting_others
 from theodolite.system.run_folders import is_run, provenance_at
+from theodolite.system.wording import with_extra
 
 LOCAL = "local"
 """The address of a cluster that is started on this machine, and stopped again."""
@@ -62,7 +63,7 @@ def survey_on_ray(
     extra: Sequence[Extra] = (),
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
-    """Survey a model with workers on a Ray cluster (`pip install theodolite[ray]`).
+    """Survey a model with workers on a Ray cluster (`pip install '.[ray]'`).
 
     Every worker opens the checkpoint itself, by the same path or hub name, on a GPU of its own if the cluster has
     GPUs, else on as many cores as PyTorch uses here (`OMP_NUM_THREADS`). Tables and arrays have the bytes of those of
@@ -292,5 +293,5 @@ def _imported_ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("work on many machines needs `pip install theodolite[ray]`") from error
+        raise UsageError(f"work on many machines needs Ray: {with_extra('ray')}") from error
     return ray

@@ -138,6 +138,11 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
+def with_extra(name: str) -> str:
+    """Say how an optional part is installed: by a path, since the name is not ours on the package index."""
+    return f"pip install '.[{name}]' in the folder of theodolite's source"
+
+
 def listed(items: list[str], limit: int = 5) -> str:
     """List items as `a, b and c`; past `limit` items the rest is counted."""
     if len(items) > limit:

@@ -402,7 +402,7 @@ def test_without_the_gguf_package(tmp_path):
     code = "import sys; sys.modules['gguf'] = None\nfrom theodolite import open_model\nopen_model()\n"
     code += f"open_model({str(path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].endswith('pip install "theodolite[gguf]"')
+    assert done.stderr.splitlines()[-1].endswith("pip install '.[gguf]' in the folder of theodolite's source")
 
 
 def tokenizer_of(folder: Path, pre: str):

@@ -44,6 +44,7 @@ from theodolite.system.checkpoint_folders import (
     refuse_index,
     weight_files,
 )
+from theodolite.system.wording import with_extra
 
 RUNNING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What models raise on inputs that they do not take."""
@@ -136,9 +137,7 @@ def gguf_module() -> Any:
     try:
         from theodolite.models.stored import gguf
     except ImportError as error:
-        raise UsageError(
-            f'cannot read GGUF files ({first_line(error)}): pip install "theodolite[gguf]"'
-        ) from error
+        raise UsageError(f"cannot read GGUF files ({first_line(error)}): {with_extra('gguf')}") from error
     return gguf
 
 
