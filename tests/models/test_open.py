@@ -26,6 +26,13 @@ from theodolite.system.choices import check_attention
 from tools import measured_families
 
 
+def test_a_pipeline_s_model_is_opened_with_its_tokenizer(checkpoint) -> None:
+    pipe = transformers.pipeline("text-generation", model=str(checkpoint("gpt2")))
+    model = open_model(pipe)
+    assert model.root is pipe.model
+    assert model.tokenizer is pipe.tokenizer
+
+
 @pytest.mark.parametrize(
     "rest", ["", "/", "/tree/v2", "/blob/v2/config.json", "?library=transformers", "#usage"]
 )

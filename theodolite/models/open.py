@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,13 @@ from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
 
+if TYPE_CHECKING:
+    from transformers import Pipeline
+
 
 @known_state()
 def open_model(
-    path_or_id: str | Path | nn.Module | None = None,
+    path_or_id: str | Path | nn.Module | Pipeline | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     attention: Attention | None = None,
@@ -49,8 +52,8 @@ def open_model(
 
     Args:
         path_or_id: a folder with `config.json` and safetensors weights, a GGUF file or a folder with one (needs
-            `pip install '.[gguf]'`), or a name on the hub. Or a model of `transformers` that is in memory, or
-            one of PEFT: it stays as and where it is, and only a tokenizer may be given with it.
+            `pip install '.[gguf]'`), or a name on the hub. Or a model of `transformers` that is in memory, a
+            pipeline's, or one of PEFT: it stays as and where it is, and only a tokenizer may be given with it.
         tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
@@ -65,6 +68,9 @@ def open_model(
         UsageError: no such checkpoint, pickled weights, an unknown or unsupported family.
         WorkError: weights missing, NaN or infinite, or the tapped attention is not the model's own.
     """
+    piped = None if isinstance(path_or_id, nn.Module) else getattr(path_or_id, "model", None)
+    if isinstance(piped, nn.Module):
+        path_or_id, tokenizer = piped, tokenizer or getattr(path_or_id, "tokenizer", None)
     if isinstance(path_or_id, nn.Module):
         return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
     check_dtype(dtype)
