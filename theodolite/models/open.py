@@ -76,7 +76,7 @@ def open_model(
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = loading.usable_device(device)
-    checkpoint = loading.Checkpoint.at(path_or_id, revision)
+    checkpoint = loading.Checkpoint.at(path_or_id, revision)  # type: ignore[arg-type]
     place = checkpoint.place
     try:
         with loading.without_progress_bars():
