@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, say_where, short_name
+from theodolite.cli.options import Model, Opening, RunFolder, Text, default_folder, say_where
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, json_text
 from theodolite.system.progress import interruptible
-from theodolite.system.wording import harmless
+from theodolite.system.wording import harmless, model_name
 from theodolite_papers import catalogue
 from theodolite_papers.declarations import aliases, declarations
 
@@ -155,7 +155,7 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
     if catalogue.all_need(experiments, "prompt"):
         refuse_unread(f"{name} reads its prompt and no text", request.text.given())
         model = request.opening.open(request.model)
-        pages = (request.out or Path("runs") / f"{short_name(model.id)}-prompts") / "reproduce"
+        pages = (request.out or Path("runs") / f"{model_name(model.id)}-prompts") / "reproduce"
         return Study(of_model(model, seed), model, focus=focus), pages
     return _surveyed(request, focus)
 
@@ -178,7 +178,7 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         other = replace(_with_corpus(request.text, request.other), length=read.contexts.shape[1])
         second = other.read(model, request.stopped)
     folder = request.out or default_folder(model, read)
-    with bars(request.stopped, of=short_name(read.name)) as show:
+    with bars(request.stopped, of=model_name(read.name)) as show:
         run = survey(model, read, folder, seed=request.text.seed, show_progress=show)
     if not (folder / "report" / "index.html").is_file():
         write_report(run, folder / "report")

@@ -307,7 +307,7 @@ def test_attention_that_is_not_recomputed_is_refused_and_large_logits_are_not(fa
 def test_a_model_shows_itself_in_a_line(opened):
     """Oracle: the sizes that the checkpoint was made with."""
     model = opened("gpt2")
-    assert repr(model) == f"OpenModel({model.id}: gpt2, 3 layers × 4 heads × width 32, float32 on cpu)"
+    assert repr(model) == f"OpenModel({model.id}: gpt2, 3 blocks × 4 heads × width 32, float32 on cpu)"
     with model.intervention("ablated"):
         assert repr(model).endswith("on cpu, ablated)")
 

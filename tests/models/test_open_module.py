@@ -47,7 +47,7 @@ from theodolite.train.monitor import GeometryMonitor
 def test_a_gpt_of_ones_own(by_hand):
     gpt = seeded(GPT(by_hand)).train()
     model, corpus = opened(gpt, longest=LONGEST), Corpus.from_ids(token_ids())
-    assert repr(model) == "OpenModel(GPT: GPT, 2 layers × 3 heads × width 24, float32 on cpu)"
+    assert repr(model) == "OpenModel(GPT: GPT, 2 blocks × 3 heads × width 24, float32 on cpu)"
     assert (model.causal, model.longest, model.vocabulary, model.tokenizer) == (
         True,
         LONGEST,

@@ -43,7 +43,7 @@ def test_what_is_saved_is_loaded(tmp_path):
         [*(f"{name}.parquet" for name in TABLES), "arrays.safetensors", "run.json"]
     )
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
-    assert repr(saved) == "Run of m (1 layers × 1 heads)"
+    assert repr(saved) == "Run of m (1 blocks × 1 heads)"
     with pytest.raises(UsageError, match="exists already"):
         small_run().save(tmp_path / "run")
 

@@ -30,7 +30,7 @@ def test_it_names_the_model_the_text_the_key_numbers_and_the_strongest_heads(run
     shown = texts(reader)
     best = run.heads.loc[run.heads["sink_first"].idxmax()]
     for words in (
-        "synthetic/",
+        "<img src=x",
         "16 contexts of 24 tokens",
         f"first-token sink L{best['layer']}H{best['head']} ({best['sink_first']:.2g}",
         str(int(run.layers["rank"].mean())),
@@ -74,7 +74,7 @@ def test_a_loaded_run_shows_the_same_and_its_name_is_one_line(run: Run, tmp_path
     loaded = Run.load(tmp_path / "run")
     assert loaded._repr_html_() == run._repr_html_()
     assert "\n" not in repr(loaded)
-    assert "3 layers × 4 heads" in repr(loaded)
+    assert "3 blocks × 4 heads" in repr(loaded)
 
 
 def printed(run: Run, width: int) -> list[str]:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Opening, Text, say_where, short_name
+from theodolite.cli.options import AsJson, Batch, Opening, Text, say_where
 from theodolite.cli.screen import bars, print_json, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
+from theodolite.system.wording import model_name
 
 if TYPE_CHECKING:
     from theodolite.comparison.command import Candidate
@@ -75,7 +76,7 @@ def compare_command(
     with stoppable() as stopped:
         if len(models) < 2:
             raise UsageError("one model cannot be compared: give two or more")
-        folder = out or Path("runs") / f"{short_name(models[0])}-against-{short_name(models[1])}"
+        folder = out or Path("runs") / f"{model_name(models[0])}-against-{model_name(models[1])}"
         check_target(folder)
         runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Model, Opening, Text, contexts_help, short_name
+from theodolite.cli.options import Model, Opening, Text, contexts_help
 from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
-from theodolite.system.wording import with_extra
+from theodolite.system.wording import model_name, with_extra
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -119,7 +119,7 @@ def explore_command(
 
 def _display_names(opened: list[OpenModel]) -> list[str]:
     """Shorten the names of the models; where short ones coincide, keep the full ones."""
-    short = [short_name(model.id) for model in opened]
+    short = [model_name(model.id) for model in opened]
     return short if len(set(short)) == len(short) else [model.id for model in opened]
 
 
@@ -135,7 +135,7 @@ def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event
     check_fit(model, corpus)
 
     def make(tell: ShowStage) -> Run:
-        with bars(ended.is_set, of=short_name(model.id)) as show:
+        with bars(ended.is_set, of=model_name(model.id)) as show:
 
             def both(what: str, done: int, total: int) -> None:
                 show(what, done, total)

@@ -20,7 +20,7 @@ from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import HUB_PAGE, local_checkpoint
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
-from theodolite.system.wording import counted, gguf_described, listed, visible
+from theodolite.system.wording import counted, gguf_described, listed, model_name, visible
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -32,7 +32,7 @@ def _said_how_stored(model: OpenModel) -> OpenModel:
     """Return the model, having said how a GGUF file stores its weights."""
     if model.stored:
         dtype = str(model.source.dtype).removeprefix("torch.")
-        say_dimly(f"{short_name(model.id)}: {gguf_described(model.stored['gguf'], dtype)}")
+        say_dimly(f"{model_name(model.id)}: {gguf_described(model.stored['gguf'], dtype)}")
     return model
 
 
@@ -544,9 +544,4 @@ def say_where(page: Path, as_json: bool) -> None:
 
 def default_folder(model: OpenModel, corpus: Corpus, kind: str = "") -> Path:
     """Return the folder of a result where --out is not given."""
-    return Path("runs") / f"{short_name(model.id)}-{short_name(corpus.name)}{kind}"
-
-
-def short_name(name: str) -> str:
-    """Return the last part of a path or a hub name."""
-    return Path(name).name or name
+    return Path("runs") / f"{model_name(model.id)}-{model_name(corpus.name)}{kind}"

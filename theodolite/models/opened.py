@@ -111,7 +111,7 @@ class OpenModel:
         """Describe the model in a line, without the module tree that `hf` has."""
         interventions = f", {'; '.join(self._interventions)}" if self._interventions else ""
         return (
-            f"OpenModel({self.id}: {self.source.family}, {self.layers} layers × {self.heads} heads × width "
+            f"OpenModel({self.id}: {self.source.family}, {self.layers} blocks × {self.heads} heads × width "
             f"{self.width}, {str(self.source.dtype).removeprefix('torch.')} on {self.device}{interventions})"
         )
 

@@ -123,7 +123,7 @@ class Run:
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
         text = f" on {corpus['contexts']} × {tokens_of(corpus)} tokens of {corpus['name']}" if corpus else ""
-        return f"Run of {model['id']} ({model['layers']} layers × {model['heads']} heads){text}"
+        return f"Run of {model['id']} ({model['layers']} blocks × {model['heads']} heads){text}"
 
     def _repr_html_(self) -> str:
         """Show health, key numbers and the strongest heads in a notebook."""

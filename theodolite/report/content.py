@@ -410,7 +410,7 @@ def subtitle(provenance: dict[str, Any]) -> str:
     if model.get("layers") == 0:
         trained = model.get("architecture") not in (None, "no model")
         return visible(model["architecture"], 60) if trained else "theory or its own training runs"
-    shape = f"{model.get('layers', '?')} layers × {model.get('heads', '?')} heads"
+    shape = f"{model.get('layers', '?')} blocks × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
     if model.get("width"):
         parts.append(f"width {model['width']}")

@@ -43,7 +43,7 @@ from theodolite.system.files import (
     write_json_checked,
     write_text,
 )
-from theodolite.system.wording import harmless, reading_order, visible
+from theodolite.system.wording import harmless, model_name, reading_order, visible
 
 RESULT = "result.json"
 SOURCES = {
@@ -224,7 +224,7 @@ def render(
         "experiment.html.j2",
         {
             **_heading(experiment),
-            "model": visible(provenance["model"]["id"], 80),
+            "model": visible(model_name(provenance["model"]["id"]), 80),
             # An experiment of a user's own has none.
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
             "subtitle": content.subtitle(provenance),
@@ -284,7 +284,7 @@ def _entry(path: Path) -> dict[str, Any] | None:
         return {
             "name": str(loaded["name"]),
             "title": harmless(f"{loaded['title']} ({asked})" if asked else loaded["title"]),
-            "model": visible(loaded["provenance"]["model"]["id"], 80),
+            "model": visible(model_name(loaded["provenance"]["model"]["id"]), 80),
             "link": f"{path.parent.name}/index.html",
             "verdicts": [_shown(verdict) for verdict in verdicts],
             "tally": tally(verdicts),

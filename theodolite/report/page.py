@@ -40,7 +40,7 @@ from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
 from theodolite.report.unusual import SECTION_OF_TOPIC, linked, unusual
 from theodolite.system.files import disk_errors, write_text
-from theodolite.system.wording import visible
+from theodolite.system.wording import model_name, visible
 
 TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
@@ -179,7 +179,7 @@ def by_answer(checks: Sequence[Finding]) -> dict[str, list[str]]:
 def _named(run: Run) -> dict[str, str]:
     """Write the heading of a run: the model, what it is, and the text that it has read."""
     return {
-        "title": visible((run.provenance.get("model") or {}).get("id") or "a model", 80),
+        "title": visible(model_name((run.provenance.get("model") or {}).get("id") or "a model"), 80),
         "subtitle": content.subtitle(run.provenance),
         "text_line": content.text_line(run.provenance),
     }

@@ -11,6 +11,7 @@ import html
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 MISSING = "–"
@@ -130,6 +131,11 @@ def percent_with_error(share: float, error: float = math.nan) -> str:
 def head_name(layer: int, head: int) -> str:
     """Name a head: `L3H5` is block 3, head 5, both counted from 0."""
     return f"L{layer}H{head}"
+
+
+def model_name(model_id: str) -> str:
+    """Name a model without the folder or the owner that it is called by, and without the ending of a GGUF file."""
+    return Path(model_id).name.removesuffix(".gguf") or model_id
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
