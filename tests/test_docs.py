@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,12 +44,22 @@ _BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 """A block of Python, and what the page says that it prints."""
 
 
+_FENCE = re.compile(r"```(bash|sh|python)\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
+REAL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The model of the blocks that are run where the real models are."""
+
+
+def _is_real(block: str) -> bool:
+    return REAL in block or "runs/smollm2" in block
+
+
 def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
 def _blocks(page: Path) -> list[tuple[str, str]]:
-    return _BLOCK.findall(page.read_text(encoding="utf-8"))
+    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(code, shown) for code, shown in found if not _is_real(code)]
 
 
 def _run_page(page: Path, folder: Path) -> None:
@@ -104,6 +115,25 @@ def test_blocks_of_python_run_and_print_what_is_shown(page, request, tmp_path):
     for (_, shown), got in zip(_blocks(page), printed, strict=True):
         if shown:
             _same_output(got, shown)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", [page for page in PAGES if _is_real(page.read_text())], ids=_name)
+def test_what_is_shown_of_smollm2_is_what_it_does(page, real, tmp_path):
+    """Commands and blocks in their order, in one folder; progress goes elsewhere."""
+    (tmp_path / REAL).symlink_to(real("smollm2"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for kind, block, shown in _FENCE.findall(page.read_text(encoding="utf-8")):
+        if not _is_real(block):
+            continue
+        lines = [line for line in block.splitlines() if line.startswith("theodolite")]
+        command = [sys.executable, "-c", block] if kind == "python" else ["bash", "-ec", "\n".join(lines)]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        if shown:
+            _same_output(done.stdout, shown)
 
 
 def _same_output(printed: str, shown: str) -> None:

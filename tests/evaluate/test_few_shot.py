@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,13 +69,17 @@ def test_a_model_that_knows_the_lines_is_right_and_one_token_less_is_wrong():
     prompts = FewShotPrompts.draw(byte_tokenizer(), 2, seed=0)
     ids = prompts.ids[:3]
     logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 300).float()
-    assert prompts.right(slice(0, 3), logits).all()
+
+    def saying(logits):
+        return SimpleNamespace(logits_at=lambda ids, chosen: logits[chosen])
+
+    assert prompts.right(saying(logits), slice(0, 3), ids).all()
     first, behind = prompts.answers[1, 5].tolist()
     for place, wrong in ((first, True), (behind - 1, True), (behind, False), (first - 1, False)):
         changed = logits.clone()
         changed[1, place - 1] = 0
         changed[1, place - 1, 0] = 1
-        right = prompts.right(slice(0, 3), changed)
+        right = prompts.right(saying(changed), slice(0, 3), ids)
         assert right.sum() == 3 * (MOST_SHOTS + 1) - wrong
         assert bool(right[1, 5]) != wrong
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from theodolite.errors import WorkError
 from theodolite.explore.panels import PANELS, Shown, measures_of
 from theodolite.explore.subject import PlannedSurvey, Subject, prompt_ids
 from theodolite.passes.run import Run
@@ -90,6 +91,18 @@ def test_a_click_without_a_prompt_is_a_line(address):
     assert "no prompt has been run yet: run one first" in message
     # What was shown stays.
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)
+
+
+def test_a_survey_that_fails_is_said_and_not_waited_for(sharp):
+    def make(tell: Callable[[str, int, int], None]) -> Run:
+        raise RuntimeError("out of memory\nand more")
+
+    planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
+    planned.begin()
+    planned.wait()
+    assert not planned.is_pending
+    with pytest.raises(WorkError, match=r"the survey of planned ended: out of memory$"):
+        _ = planned.run
 
 
 def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):

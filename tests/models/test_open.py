@@ -26,6 +26,18 @@ from theodolite.system.choices import check_attention
 from tools import measured_families
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "llama3"])
+def test_logits_at_some_positions_are_those_of_all(family: str, opened) -> None:
+    """Oracle: transformers' own logits; a family that caps them among the three."""
+    model = opened(family)
+    ids = torch.randint(20, (3, 9), generator=torch.Generator().manual_seed(0))
+    chosen = torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4
+    with torch.no_grad():
+        expected = model.hf(input_ids=ids).logits[chosen]
+    torch.testing.assert_close(model.logits_at(ids, chosen), expected)
+    torch.testing.assert_close(model.logits(ids)[chosen], expected)
+
+
 def test_a_pipeline_s_model_is_opened_with_its_tokenizer(checkpoint) -> None:
     pipe = transformers.pipeline("text-generation", model=str(checkpoint("gpt2")))
     model = open_model(pipe)
@@ -40,6 +52,14 @@ def test_the_address_of_a_page_on_the_hub_names_its_model(rest: str) -> None:
     found = Checkpoint.at(f"https://huggingface.co/someone/their-model.v1{rest}", None)
     assert (found.place, found.id) == ("someone/their-model.v1",) * 2
     assert found.revision == ("v2" if "v2" in rest else None)
+    assert Checkpoint.at("https://huggingface.co/gpt2/tree/refs%2Fpr%2F1", None).revision == "refs/pr/1"
+
+
+@pytest.mark.parametrize(
+    "path", ["datasets/o/n", "o/n/blob/main/model-Q4.gguf", "o/n/tree/main/sub", "", "spaces/o/n"]
+)
+def test_an_address_of_something_else_is_refused(path: str) -> None:
+    _refused(f"https://huggingface.co/{path}", UsageError, "is no page of a model")
 
 
 def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:

@@ -68,6 +68,8 @@ def test_of_chosen_layers_the_heads_are_those_of_all(family, opened, corpus, tmp
     assert some.provenance["model"]["chosen_layers"] == [last]
     with pytest.raises(UsageError, match="chosen_layers"):
         survey(model, corpus, tmp_path / "some")
+    with pytest.raises(UsageError, match="share one attention module"):
+        opened("albert").only([0])
     for layers, says in (([], "no layer is chosen"), ([model.layers], "does not exist")):
         with pytest.raises(UsageError, match=says):
             model.only(layers)

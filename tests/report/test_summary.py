@@ -80,7 +80,7 @@ def test_standard_errors_follow_the_means_they_are_of(run: Run) -> None:
 
 
 def test_the_most_unusual_comes_first_and_what_is_named_is_linked(run: Run) -> None:
-    """Oracle: Llama 2's relative norm is 14 % and its rank 9.4, by hand 5.0 and 1.06 times less than here."""
+    """Oracle: Llama 2's relative norm is 14 % and its rank 9.38; by hand here it is 5.0 and 1.07 times that."""
     run = with_layers(run, relative_norm=0.7, relative_norm_se=0.0, rank_screenot=10.0, rank_screenot_se=0.01)
     run = replace(run, provenance=run.provenance | {"model": {"family": "llama"}})
     flagged, told = (
@@ -91,7 +91,7 @@ def test_the_most_unusual_comes_first_and_what_is_named_is_linked(run: Run) -> N
     assert len(sentences) == 5
     assert sentences[0] == ("L1H2 is dead.", "heads")
     assert sentences[1][0] == (
-        "The relative norm of the positional basis is 70 %, 5.0 times more than the 14 % of Llama 2."
+        "The relative norm of the positional basis is 70 %, 5.0 times the 14 % published for Llama 2."
     ).replace(" %", "\u00a0%")
     assert sentences[2][0].startswith("The positional rank, as published, is 10")
     assert {section for _, section in sentences} <= SECTIONS.keys()

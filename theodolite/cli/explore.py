@@ -113,8 +113,10 @@ def explore_command(
                             _planned(each, corpus or text.read(each, stopped), text.seed, ended)
                             for each, corpus in zip(opened, corpora, strict=True)
                         ]
-                app = application(list(map(Subject, called, opened, surveys)))
-                serve(app, listening, lambda address: _say(address, browser), ended)
+                subjects = list(map(Subject, called, opened, surveys))
+                serve(application(subjects), listening, lambda address: _say(address, browser), ended)
+                for subject in subjects:
+                    subject.wait()
 
 
 def _display_names(opened: list[OpenModel]) -> list[str]:

@@ -18,7 +18,7 @@ from theodolite.corpus.documents import IMAGE_COLUMN, LABELS_BY, READERS, TABLES
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import HUB_PAGE, local_checkpoint
+from theodolite.system.checkpoint_folders import local_checkpoint, of_page
 from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted, gguf_described, listed, model_name, visible
 
@@ -115,7 +115,7 @@ class Opening:
         str | None, typer.Option(help="cpu, cuda, cuda:1, … [default: cuda if there is one].")
     ] = None
     device_map: Annotated[
-        str | None, typer.Option(help="auto spreads the model over devices (needs theodolite[accelerate]).")
+        str | None, typer.Option(help="auto spreads the model over devices (needs the extra `accelerate`).")
     ] = None
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
     attention: Annotated[
@@ -247,8 +247,8 @@ class Opening:
         options = {"dtype": self.dtype, "revision": self.revision, "attention": self.attention}
         if model is None or Path(model).exists():
             return model, options
-        page = HUB_PAGE.fullmatch(model)
-        name, at, revision = (page[1], page[2], page[2] or "") if page else model.partition("@")
+        page = of_page(model)
+        name, at, revision = (page[0], page[1], page[1] or "") if page else model.partition("@")
         if at and self.revision is not None:
             raise UsageError(f"{model} has a revision, and so has --revision: give one")
         return None if name == embedded.NAME else name, options | ({"revision": revision} if revision else {})

@@ -68,7 +68,7 @@ class Cluster:
         typer.Option(
             metavar="[ADDRESS]",
             help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an "
-            "address, start a local one (needs theodolite[ray]).",
+            "address, start a local one (needs the extra `ray`).",
         ),
     ] = None
     actors: Annotated[

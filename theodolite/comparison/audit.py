@@ -286,6 +286,8 @@ def _check(
             raise UsageError(f"{name}: {no_survey[run.kind]}")
         if not run.provenance.get("corpus"):
             raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
+    if first["model"].get("chosen_layers") != second["model"].get("chosen_layers"):
+        raise UsageError(f"{pair} were not surveyed with the same --layers: survey both alike")
     if _shape(first) == _shape(second) and not same_shape_and_tokens(first, second):
         raise UsageError(
             f"{pair} did not read the same tokens: survey both with the same --corpus, --length and --contexts "

@@ -38,7 +38,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system.progress import Progress, ShowStage
-from theodolite.system.wording import counted, visible, with_error
+from theodolite.system.wording import counted, model_name, visible, with_error
 
 Bars = Callable[..., AbstractContextManager[ShowStage]]
 """Progress bars of a `unit`."""
@@ -259,7 +259,7 @@ def tables(scores: pd.DataFrame) -> list[Table]:
 
 
 def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
-    last_parts = {model: Path(model).name or model for model in dict.fromkeys(rows["model"])}
+    last_parts = {model: model_name(model) for model in dict.fromkeys(rows["model"])}
     several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from theodolite.corpus.cutting import no_text, padded
@@ -117,20 +117,24 @@ class FewShotPrompts:
         """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
 
         def read(part: slice) -> dict[str, Tensor]:
-            return {"right": self.right(part, model.logits(self.ids[part]))}
+            return {"right": self.right(model, part, self.ids[part])}
 
         return Rows(self.batches(batch), read, lambda part: part.stop - part.start)
 
     def right(
-        self, part: slice, logits: Float[Tensor, "prompts positions vocabulary"]
+        self, model: OpenModel, part: slice, ids: Int[Tensor, "prompts positions"]
     ) -> Bool[Tensor, "prompts lines"]:
-        """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it."""
-        ids = self.ids[part]
-        wrong = logits[:, :-1].argmax(dim=-1).cpu() != ids[:, 1:]
-        upto = torch.nn.functional.pad(
-            wrong.long().cumsum(dim=1), (1, 0)
-        )  # [t]: wrong ones among tokens 1 … t
-        first, behind = (self.answers[part] - 1).unbind(dim=-1)
+        """Mark the answers of which each token is the most likely one, as greedy decoding writes it.
+
+        Args:
+            part: which prompts are asked. ids: their tokens; what is behind the longest of them may be left out.
+        """
+        first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
+        places = torch.arange(ids.shape[1])
+        asked = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
+        wrong = torch.zeros_like(asked)
+        wrong[asked] = model.logits_at(ids, asked).argmax(dim=-1).cpu() != ids.roll(-1, dims=1)[asked]
+        upto = torch.nn.functional.pad(wrong[:, :-1].long().cumsum(dim=1), (1, 0))  # [t]: among tokens 1 … t
         return upto.gather(1, behind) == upto.gather(1, first)
 
 

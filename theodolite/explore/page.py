@@ -90,7 +90,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
                 run_button = gr.Button("Run", variant="primary", elem_id="run")
                 copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
-        message = gr.HTML(elem_id="message")
+        message, progress = gr.HTML(elem_id="message"), gr.HTML(elem_id="progress")
         with gr.Row():
             ids = prompt_ids(subjects, prompts[OPENING])
             start = head_name(*opening_head(subjects[0].measured(ids)))
@@ -124,9 +124,13 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         def only(*names: str) -> Callable[..., Iterator[Update]]:
             """Draw these panels anew, as when a setting that they follow has changed."""
-            return lambda prompt_text, *values: iter(
-                [drawn(at := shown(prompt_text, *values), *names) | {address: _address(prompt_text, at)}]
-            )
+
+            def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
+                at = shown(prompt_text, *values)
+                waits = "constituents" in names and any(subject.is_pending for subject in subjects)
+                yield ({} if waits else drawn(at, *names)) | {address: _address(prompt_text, at)}
+
+            return redraw
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             at = shown(prompt_text, name, *settings)
@@ -148,9 +152,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             """Say how far the survey is; when it is made, show what needs it."""
             if any(subject.is_pending for subject in subjects):
                 told = "; ".join(subject.progress for subject in subjects if subject.progress)
-                yield {message: html("line", f"{SURVEYING} {told}")}
+                yield {progress: html("line", f"{SURVEYING} {told}")}
                 return
-            yield {again: gr.Timer(active=False), measure: gr.Dropdown(choices=panels.measures_of(subjects))}
+            measures = gr.Dropdown(choices=panels.measures_of(subjects))
+            yield {again: gr.Timer(active=False), progress: "", measure: measures}
             yield from with_text(shown(prompt_text, name, *settings))
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
@@ -170,10 +175,11 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 name = _head_asked(subjects, asked) or name
             except TheodoliteError as error:
                 refused = html("refusal", visible(error))
-            offered = {value for _, value in panels.measures_of(subjects)}
-            chosen = asked["map"] if asked.get("map") in offered else settings[0]
+            offered = panels.measures_of(subjects)
+            chosen = asked["map"] if asked.get("map") in {value for _, value in offered} else settings[0]
             switches = [switch in asked for switch in SWITCHES]
-            yield dict(zip((measure, log, hide), (chosen, *switches), strict=True))
+            shown_as = gr.Dropdown(choices=offered, value=chosen), *switches
+            yield dict(zip((measure, log, hide), shown_as, strict=True))
             settings = (chosen, *switches, *settings[3:])
             for update in read(typed, name, *settings):
                 yield update | ({message: refused} if refused else {})
@@ -187,7 +193,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         settings = [head, measure, log, hide, window]
         components = [component for side in sides for component in side.values()]
-        everything = [message, text, prompt, preset, address, again, *settings, *components]
+        everything = [message, progress, text, prompt, preset, address, again, *settings, *components]
 
         def on(trigger: Callable[..., Any], work: Callable[..., Iterator[Update]], *inputs: Any) -> None:
             """Show what `work` gives, or why it was refused; the model is asked one thing at a time."""

@@ -23,14 +23,14 @@ from theodolite.attention.inputs import softmax
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.special_tokens import refuse_growth
-from theodolite.errors import TheodoliteError, UsageError
+from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
 from theodolite.models.guard import guarded, known_state
 from theodolite.models.prompts import shipped_prompt
-from theodolite.models.token_texts import token_texts
+from theodolite.models.token_texts import token_text
 from theodolite.passes.run import Run
 from theodolite.sinks.interventions import attention_knockout, head_knockout
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
@@ -49,6 +49,9 @@ PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference
 
 KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 """Passes that are cached, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
+
+_ONE_SURVEY = threading.Lock()
+"""Two models are surveyed one after the other: two bars at once would draw over each other."""
 
 NEXT_TOKENS = 5
 """That are shown, the most probable ones of each column."""
@@ -91,9 +94,9 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class PlannedSurvey:
-    """A survey that is made when a panel first needs it; `provenance` is that of its run, known before.
+    """A survey that is made once a prompt is shown, or when its run is asked for.
 
-    `make` gets what is told (what is being done, steps done, steps in all).
+    `provenance` is that of its run, known before. `make` is given what is told of its progress.
     """
 
     provenance: dict[str, Any]
@@ -114,7 +117,7 @@ class Subject:
         self.name, self.model, self.provenance = name, model, survey.provenance
         self._survey = survey
         self._surveying: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failure: TheodoliteError | None = None
         self.progress = ""
         self._lock = threading.RLock()
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
@@ -136,8 +139,7 @@ class Subject:
     def run(self) -> Run:
         """The survey, waited for if it is only planned; raises what kept it from being made."""
         self.begin()
-        if self._surveying is not None:
-            self._surveying.join()
+        self.wait()
         if self._failure is not None:
             raise self._failure
         assert isinstance(self._survey, Run)
@@ -160,9 +162,19 @@ class Subject:
             self.progress = f"{what}: {done} of {total}"
 
         try:
-            self._survey = make(note)
-        except (TheodoliteError, KeyboardInterrupt) as error:
+            with _ONE_SURVEY:
+                self._survey = make(note)
+        except TheodoliteError as error:
             self._failure = error
+        except BaseException as error:  # nobody else would hear of it
+            self._failure = WorkError(
+                f"the survey of {self.name} ended: {first_line(error) or type(error).__name__}"
+            )
+
+    def wait(self) -> None:
+        """Wait for the survey, if it has begun."""
+        if self._surveying is not None:
+            self._surveying.join()
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
@@ -186,8 +198,8 @@ class Subject:
         Raises:
             UsageError: the model predicts no next tokens.
         """
-        if not self.model.causal:
-            raise UsageError(f"{self.name} is no causal model, so that it says nothing next")
+        if not self.model.causal or self.model.source.predict is None:
+            raise UsageError(f"{self.name} predicts no next tokens")
         sinks = sorted({sink.position for sink in self.view(ids, layer, head).sinks if sink.position >= 0})
         with self._lock, guarded(self.model.root):
             columns = {"as it is": self._next(ids)}
@@ -198,12 +210,12 @@ class Subject:
                     columns["without its sinks"] = self._next(ids)
         best = torch.stack(list(columns.values())).topk(NEXT_TOKENS).indices.unique()
         best = best[columns["as it is"][best].argsort(descending=True)]
-        return NextTokens(
-            tuple(token_texts(self.model, best)), {name: of[best] for name, of in columns.items()}
-        )
+        tokens = tuple(map(token_text(self.model), best.tolist()))
+        return NextTokens(tokens, {name: of[best] for name, of in columns.items()})
 
     def _next(self, ids: tuple[int, ...]) -> Tensor:
-        return self.model.logits(torch.tensor([ids], device="cpu"))[0, -1].double().softmax(dim=-1).cpu()
+        assert self.model.source.predict is not None
+        return self.model.source.predict(torch.tensor([ids]), 1)[0, 0].double().softmax(dim=-1).cpu()
 
     def attention(self, ids: tuple[int, ...], layer: int) -> Float[Tensor, "heads queries keys"]:
         """Compute the attention of all heads of a layer."""

@@ -290,7 +290,6 @@ def verified_parts(
     return structure, calls, inputs
 
 
-@measures("model")
 def beside(model: OpenModel) -> OpenModel:
     """Make a second model of the same weights in memory: a thread of its own may measure it meanwhile."""
     with between_passes(model.root):
@@ -301,6 +300,7 @@ def beside(model: OpenModel) -> OpenModel:
     return OpenModel.of(source, *parts, **named)
 
 
+@measures("model")
 def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
     """Make a model of the same class and config with random weights; the global random state stays as it is."""
     if not isinstance(model.root, PreTrainedModel):

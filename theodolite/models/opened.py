@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -214,6 +214,28 @@ class OpenModel:
             return self.source.predict(ids, 0)
 
     @measures("self")
+    def logits_at(
+        self, ids: Int[Tensor, "contexts positions"], chosen: Bool[Tensor, "contexts positions"]
+    ) -> Float[Tensor, "tokens vocabulary"]:
+        """Compute what `logits` does at some positions alone, in their order: the output head reads no others.
+
+        Of a vocabulary that is large beside the model, it takes most of a pass.
+        """
+        head = self.root.get_output_embeddings() if isinstance(self.root, PreTrainedModel) else None
+        read = []
+
+        def choose(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            if not args or args[0].shape[:2] != chosen.shape:
+                return None
+            read.append(args[0][chosen.to(args[0].device)][None])
+            return read[-1], *args[1:]
+
+        handles = [] if head is None else [head.register_forward_pre_hook(choose)]
+        with removed_on_leaving(handles):
+            logits = self.logits(ids)
+        return logits[0] if read else logits[chosen.to(logits.device)]
+
+    @measures("self")
     def attention(
         self,
         ids: Int[Tensor, "contexts positions"] | Sequence[int],
@@ -397,8 +419,10 @@ class OpenModel:
         What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
 
         Raises:
-            UsageError: no layer, or one that does not exist or attend.
+            UsageError: no layer, or one that does not exist or attend; a model whose layers share modules.
         """
+        if self.structure.shared:
+            raise UsageError(f"layers of {self.id} share one attention module: all of them are looked at")
         chosen = tuple(sorted(set(layers)))
         if not chosen:
             raise UsageError(f"no layer is chosen: {self.id} has {self.layers}, counted from 0")

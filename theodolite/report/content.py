@@ -278,11 +278,10 @@ def run_table(run: Run, name: str) -> Table | None:
     if (table := frame_table(frame[measured], described)) is None:
         return None
     for index, one in enumerate(measured):
-        for row, error in zip(table.rows, frame.get(f"{one}_se", ()), strict=False):
-            if (value := row[index].value) is not None:
-                row[index] = Cell(
-                    with_error(value, error), value, float(f"{error:.3g}") if math.isfinite(error) else None
-                )
+        for row, value, error in zip(table.rows, frame[one], frame.get(f"{one}_se", ()), strict=False):
+            if (rounded := row[index].value) is not None:
+                spread = float(f"{error:.3g}") if math.isfinite(error) else None
+                row[index] = Cell(with_error(value, error), rounded, spread)
     if name == "layers":
         for index, one in enumerate(measured):
             for row, noise in zip(table.rows, at_floor(run, one), strict=True):
@@ -348,7 +347,7 @@ def _cell(value: Any) -> Cell:
     if value is None or pd.isna(value):
         return Cell(MISSING, None)
     amount = float(value)
-    return Cell(number(amount), float(f"{amount:.5g}") if math.isfinite(amount) else None)
+    return Cell(number(amount), float(f"{amount:.7g}") if math.isfinite(amount) else None)
 
 
 def head_cards(run: Run) -> dict[str, Any]:
@@ -418,6 +417,8 @@ def subtitle(provenance: dict[str, Any]) -> str:
         parts.append(f"{_short_count(float(model['parameters']))} parameters")
     if model.get("positions"):
         parts.append(f"{visible(model['positions'], 30)} positions")
+    if model.get("chosen_layers"):
+        parts.append(f"only heads of blocks {spans(model['chosen_layers'])}")
     if model.get("gguf"):
         parts.append(gguf_described(visible(model["gguf"], 20), visible(model.get("dtype"), 20)))
     return " · ".join(parts)

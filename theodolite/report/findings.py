@@ -30,7 +30,6 @@ from theodolite.measure.head_roles import (
     LATER_SINK,
     LEARNED_SINK,
     PATTERN_ROLES,
-    PREVIOUS_TOKEN,
     RETAINED,
     SINK_ROLES,
     SLIGHT,
@@ -738,16 +737,13 @@ def _pruning(run: Run) -> Iterator[str]:
     first = np.nan_to_num(value_of(run, "massive_activations_first"))
     if (massive := _layers(run)[first > 0]).size and massive.min() > 0:
         begins, ends = int(massive.min()), int(massive.max())
-        gone = f"; block {ends} takes them out again" if ends < blocks(run) else ""
-        yield (
-            f"Block {begins - 1} writes the massive activations of the first token, which appear in layer {begins}"
-            f"{gone}: what their weights keep decides about the loss before any head does."
-        )
+        gone = f" and are gone behind block {ends}" if ends < blocks(run) else ""
+        yield f"Massive activations of the first token appear behind block {begins - 1}, in layer {begins},{gone}."
     if later := _heads_of(run, LATER_SINK):
         have = f"{counted(len(later), 'head')} {'has' if len(later) == 1 else 'have'}"
         yield f"{have} sinks at later tokens, which may tag what follows: {listed(later)}. A trace shows the tags."
-    if copying := [name for role in (INDUCTION, PREVIOUS_TOKEN) for name in _heads_of(run, role)]:
-        yield f"Examples in a prompt are read by induction and previous-token heads: {listed(copying)}."
+    if copying := _heads_of(run, INDUCTION):
+        yield f"Induction heads, which continue what stood in the text before: {listed(copying)}."
     if (cosine := column(run.layers, "cosine_previous")) is not None:
         most = int(np.nanargmax(cosine))
         layer = _layers(run)[most]

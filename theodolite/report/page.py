@@ -27,7 +27,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
-from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
@@ -155,7 +154,6 @@ def render(run: Run) -> str:
             "sink_tokens": sinks[1],
             "massive": content.massive_table(run),
             "with_massive": content.with_massive_table(run),
-            "sink_threshold": SINK_THRESHOLD,
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             **{name: content.run_table(run, name) for name in TABLES},

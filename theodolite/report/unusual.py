@@ -11,8 +11,8 @@ from theodolite.judging import FAILS
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.content import Table
-from theodolite.report.data import head_labels, layer_mean
-from theodolite.report.findings import ENTANGLEMENT, MASSIVE, POSITIONS, SMOOTHNESS, Finding
+from theodolite.report.data import grid_of, head_labels, layer_mean
+from theodolite.report.findings import CHECKS, ENTANGLEMENT, MASSIVE, POSITIONS, SMOOTHNESS, Finding
 from theodolite.system.wording import number, percent_with_error, with_error
 
 MOST = 5
@@ -30,10 +30,12 @@ SECTION_OF_TOPIC = {
 }
 """Which section of the page a topic's sentences stand in."""
 
-SECTION_OF_CHECK = {MASSIVE: "sinks", "rank collapse": "pruning"} | dict.fromkeys(
-    (POSITIONS, SMOOTHNESS, ENTANGLEMENT), "position"
+SECTION_OF_CHECK = (
+    dict.fromkeys(CHECKS, "heads")
+    | dict.fromkeys((POSITIONS, SMOOTHNESS, ENTANGLEMENT), "position")
+    | {MASSIVE: "sinks", "rank collapse": "pruning", "unknown tokens": ""}
 )
-"""Where what a health check is about is shown; all others are about heads."""
+"""Where what a health check is about is shown; a caller's own columns may be of layers or of heads."""
 
 USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
 """Topics whose first sentences follow where less than `MOST` is unusual."""
@@ -49,7 +51,7 @@ def unusual(
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
     than their error allows; then what every model has. `told`: all sentences by topic.
     """
-    flagged = [(one.text, SECTION_OF_CHECK.get(one.about, "heads")) for one in checks if one.answer == FAILS]
+    flagged = [(one.text, SECTION_OF_CHECK.get(one.about, "")) for one in checks if one.answer == FAILS]
     beside = [(text, "position") for _, text in sorted(_beside_published(run), reverse=True)]
     usual = [(told[topic][0].text, SECTION_OF_TOPIC[topic]) for topic in USUAL if topic in told]
     known = {text for text, _ in flagged}
@@ -58,6 +60,8 @@ def unusual(
 
 def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
     """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
+    if grid_of(run):
+        return  # the published models read text
     model = published.closest(run)
     average = published.AVERAGES[model]
     for name, title, expected, in_percent in (
@@ -72,9 +76,8 @@ def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
         if times > 1:
             shown = percent_with_error(value, error) if in_percent else with_error(value, error)
             of_published = percent_with_error(expected, 0.0) if in_percent else number(expected)
-            ratio = number(max(value / expected, expected / value), 2)
-            than = "more" if value > expected else "less"
-            yield times, f"{title} is {shown}, {ratio} times {than} than the {of_published} of {model}."
+            ratio = number(value / expected, 2)
+            yield times, f"{title} is {shown}, {ratio} times the {of_published} published for {model}."
 
 
 def linked(run: Run, tokens: Table | None) -> Callable[[str], Markup]:

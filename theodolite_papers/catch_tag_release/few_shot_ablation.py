@@ -183,8 +183,7 @@ def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> t
 
 def answered(model: OpenModel, prompts: FewShotPrompts, reading: Reading) -> Bool[Tensor, "texts lines"]:
     """Mark the right answers to some prompts of a model as it is now."""
-    behind = 0, 0, 0, prompts.ids.shape[1] - reading.ids.shape[1]
-    return prompts.right(reading.part, functional.pad(model.logits(reading.ids), behind))
+    return prompts.right(model, reading.part, reading.ids)
 
 
 @declared("sinks/examples")

@@ -37,10 +37,10 @@ from theodolite.models.training.adapters import with_adapter_merged
 from theodolite.system import embedded
 from theodolite.system.checkpoint_folders import (
     ADAPTER_FILES,
-    HUB_PAGE,
     adapter_in,
     is_gguf,
     local_checkpoint,
+    of_page,
     refuse_index,
     weight_files,
 )
@@ -109,8 +109,8 @@ class Checkpoint:
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
         """Find the checkpoint that a user names, by the address of its page if they like; None: the embedded model."""
-        if page := HUB_PAGE.fullmatch(str(path_or_id)):
-            path_or_id, revision = page[1], revision or page[2]
+        if page := of_page(str(path_or_id)):
+            path_or_id, revision = page[0], revision or page[1]
         place = embedded.FOLDER if path_or_id is None else path_or_id
         # The libraries that load models do not replace ~ by the home folder.
         place = place.expanduser() if isinstance(place, Path) else os.path.expanduser(place)

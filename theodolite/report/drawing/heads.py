@@ -356,6 +356,7 @@ def sinks_by_position(run: Run) -> go.Figure:
     Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
     """
     strongest = np.nan_to_num(need(run, "sink_by_position")).max(axis=1)
+    strongest[np.setdiff1d(np.arange(len(strongest)), run.heads["layer"])] = np.nan  # no head was looked at
     length = strongest.shape[1]
     starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
     largest = np.maximum.reduceat(strongest, starts, axis=1)
@@ -364,7 +365,7 @@ def sinks_by_position(run: Run) -> go.Figure:
     cells = heat(
         largest,
         0,
-        max(float(largest.max(initial=0.0)), LEAST_SCALE),
+        max(float(np.nan_to_num(largest).max(initial=0.0)), LEAST_SCALE),
         "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
         bar=style.colour_bar("share of contexts", tickformat=".0%"),
         customdata=[names] * len(largest),

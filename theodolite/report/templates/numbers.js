@@ -22,8 +22,9 @@ const numbersOf = (() => {
   }
   function ofMap(trace, z) {
     const names = (values, length) => values.length ? values : Array.from({ length }, (_, index) => index);
+    const words = Array.isArray(trace.text) ? trace.text : null;
     const across = names(plain(trace.x), z[0]?.length ?? 0), down = names(plain(trace.y), z.length);
-    return { heads: ["row", ...across.map(bare)], rows: z.map((row, index) => [bare(down[index]), ...row]) };
+    return { heads: ["row", ...across.map(bare)], rows: z.map((row, index) => [bare(down[index]), ...(words?.[index].map(bare) ?? row)]) };
   }
   function ofPoints(trace, layout) {
     const [x, y, labels] = [plain(trace.x), plain(trace.y), plain(trace.text)];

@@ -130,7 +130,8 @@ document.addEventListener("DOMContentLoaded", () => {
   function print(now) {
     printing = now;
     if (now) open = folds.filter((fold) => fold.open);
-    folds.forEach((fold) => { fold.open = now ? fold.querySelector(".plot") || fold.open : open.includes(fold); });
+    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .tiles") !== null : open.includes(fold); });
+    if (now) all("table[data-sortable]").forEach((table) => table.dispatchEvent(new Event("all")));
     document.documentElement.classList.toggle("printing", now);
     (now ? all(".plot") : [...drawn]).forEach((div) => {
       draw(div);
@@ -180,7 +181,7 @@ document.addEventListener("DOMContentLoaded", () => {
   // One head: its figures and its numbers follow two pickers, the arrows, and clicks in the maps.
   const byLayer = document.getElementById("pick-layer");
   const byHead = document.getElementById("pick-head");
-  const heads = Object.keys(cards.heads ?? {});
+  const heads = Object.keys(cards.heads ?? {}).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const headFigures = () => all("#head .plot[data-figure]");
   function group([title, pairs]) {
     const list = document.createElement("dl");
@@ -204,14 +205,19 @@ document.addEventListener("DOMContentLoaded", () => {
   function selectHead(layer, head, quiet = false, named = true) {
     if (!byLayer || !heads.includes(`${layer},${head}`)) return;
     const name = `L${layer}H${head}`;
-    if (named) history.replaceState(null, "", `#${name}`);
     all("tr[data-head]").forEach((row) => row.classList.toggle("chosen", row.dataset.head === name));
     byLayer.value = layer;
     byHead.value = head;
     headFigures().forEach((div) => show(div, `${layer},${head}`));
     document.getElementById("head-title").textContent = `One head: ${name}`;
     document.getElementById("head-card").replaceChildren(...card(`${layer},${head}`));
-    if (!quiet) document.getElementById("head").scrollIntoView({ behavior: "smooth" });
+    if (!quiet) {
+      document.getElementById("head").scrollIntoView({ behavior: "smooth" });
+      document.getElementById("head-title").focus({ preventScroll: true });
+    }
+    try {
+      if (named) history.replaceState(null, "", `#${name}`);
+    } catch { /* Some browsers take so many addresses in half a minute, and no more. */ }
   }
   if (byLayer && heads.length) {
     const numbers = (part) => [...new Set(heads.map((key) => Number(key.split(",")[part])))].sort((a, b) => a - b);
@@ -273,13 +279,16 @@ document.addEventListener("DOMContentLoaded", () => {
     return isHead ? [`block ${/^L(\d+)/.exec(cell.textContent)[1]}`] : cell.textContent.split(", ");
   }
   function saved(table, rows) {
+    // Words of a text must not be a spreadsheet's formulas.
+    const harmless = (value) => /^[=+@\t\r]|^-(?![\d.])/.test(value) ? `'${value}` : value;
     const quoted = (value) => /[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value;
+    const isNumber = (text) => !/\p{L}/u.test(text);
     const headings = all("th", table.tHead).map((heading) => heading.textContent);
-    const withError = headings.map((_, place) => rows.some((row) => row.cells[place].dataset.e));
-    const line = (of) => headings.flatMap((_, place) => withError[place] ? of(place) : [of(place)[0]]).map(quoted).join(",");
+    const withError = headings.map((_, place) => [...table.tBodies[0].rows].some((row) => row.cells[place].dataset.e));
+    const line = (of) => headings.flatMap((_, place) => withError[place] ? of(place) : [of(place)[0]]).map(harmless).map(quoted).join(",");
     const lines = rows.map(({ cells }) => line((place) => {
-      const { v, e } = cells[place].dataset;
-      return [place && v !== undefined ? v : cells[place].textContent, e ?? ""];
+      const { dataset: { v, e }, textContent } = cells[place];
+      return [v !== undefined && isNumber(textContent) ? v : textContent, e ?? ""];
     }));
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([[line((place) => [headings[place], `${headings[place]}, standard error`]), ...lines, ""].join("\n")], { type: "text/csv" }));
@@ -292,6 +301,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const rows = () => [...table.tBodies[0].rows];
     const bar = Object.assign(document.createElement("div"), { className: "tools" });
     const count = text("span", "");
+    count.setAttribute("role", "status");
     const save = Object.assign(text("button", "Save as CSV"), { type: "button" });
     const more = Object.assign(text("button", ""), { type: "button" });
     const search = Object.assign(document.createElement("input"), { type: "search", placeholder: "filter" });
@@ -325,7 +335,7 @@ document.addEventListener("DOMContentLoaded", () => {
     bar.append(save);
     table.parentElement.before(bar);
     search.addEventListener("input", update);
-    more.addEventListener("click", () => { whole = true; update(); });
+    more.addEventListener("click", () => { whole = true; update(); table.parentElement.focus(); });
     table.addEventListener("all", () => { whole = true; search.value = ""; picks.forEach(({ select }) => { select.value = ""; }); update(); });
     table.addEventListener("sorted", update);
     save.addEventListener("click", () => saved(table, found()));
