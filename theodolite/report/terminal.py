@@ -17,12 +17,13 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
-from theodolite.report.data import AT_FLOOR, at_floor, records
-from theodolite.report.findings import massive_line
+from theodolite.report.data import AT_FLOOR, at_floor, evenly, records
+from theodolite.report.findings import checks, massive_line, summarise
 from theodolite.report.outcome import MARKS, Heading, Outcome
+from theodolite.report.unusual import unusual
 from theodolite.system.wording import harmless, rounded_with_error
 
-STRONGEST = 3
+STRONGEST, MOST_LAYERS = 3, 13
 MARK_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
 WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
 
@@ -36,6 +37,8 @@ def show_run(run: Run, console: Console) -> None:
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run))
+    for number, (sentence, _) in enumerate(unusual(run, checks(run), summarise(run)), 1):
+        console.print(f"{number}. {harmless(sentence)}", markup=False, highlight=False)
 
 
 def show_outcome(
@@ -77,13 +80,18 @@ def _short(columns: Mapping[str, Column], rows: pd.DataFrame) -> tuple[dict[str,
 
 
 def _layers(run: Run, *, wide: bool) -> Table:
-    """Tabulate the layers with standard errors (±): beside the values in a wide terminal, below in a narrow one."""
-    layers = run.layers
+    """Tabulate the layers, or `MOST_LAYERS` of them, with standard errors (±).
+
+    These stand beside the values in a wide terminal, below in a narrow one.
+    """
+    chosen = evenly(len(run.layers), MOST_LAYERS)
+    layers = run.layers.iloc[chosen]
     headings, caption = _short(declared("layers", run.provenance), layers)
     known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in headings)
-    hidden = pd.DataFrame({name: at_floor(run, name) for name in headings}, index=layers.index)
+    hidden = pd.DataFrame({name: at_floor(run, name)[chosen] for name in headings}, index=layers.index)
     caption += "; ± one standard error over contexts (coarse for ranks and counts)" if known else ""
     caption += f"; noise: {AT_FLOOR}" if hidden.to_numpy().any() else ""
+    caption += f"; {len(layers)} of {len(run.layers)} layers" if len(layers) < len(run.layers) else ""
     table = Table(
         title="Residual stream, by layer",
         caption=caption,
