@@ -265,7 +265,7 @@ def test_a_long_table_is_filtered_and_saved(chromium: Any, tmp_path: Path) -> No
     saved = pd.read_csv(download.value.path())
     assert saved["head"].tolist() == ["L3H5"]
     row = run.heads.query("layer == 3 and head == 5").iloc[0]
-    assert saved["attention entropy"][0] == pytest.approx(row["entropy"], rel=1e-4)
+    assert saved["entropy"][0] == pytest.approx(row["entropy"], rel=1e-4)
     assert faults == []
     tab.close()
 
