@@ -71,7 +71,7 @@ def test_a_model_that_knows_the_lines_is_right_and_one_token_less_is_wrong():
     logits = torch.nn.functional.one_hot(ids.roll(-1, dims=1), 300).float()
 
     def saying(logits):
-        return SimpleNamespace(logits_at=lambda ids, chosen: logits[chosen])
+        return SimpleNamespace(logits=lambda ids, chosen: logits[chosen])
 
     assert prompts.right(saying(logits), slice(0, 3), ids).all()
     first, behind = prompts.answers[1, 5].tolist()

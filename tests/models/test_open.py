@@ -34,7 +34,7 @@ def test_logits_at_some_positions_are_those_of_all(family: str, opened) -> None:
     chosen = torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4
     with torch.no_grad():
         expected = model.hf(input_ids=ids).logits[chosen]
-    torch.testing.assert_close(model.logits_at(ids, chosen), expected)
+    torch.testing.assert_close(model.logits(ids, chosen), expected)
     torch.testing.assert_close(model.logits(ids)[chosen], expected)
 
 

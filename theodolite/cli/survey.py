@@ -199,7 +199,7 @@ def _survey_one(
 
     corpus = opening.read_first(model, text, stopped, batch)
     opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
-    opened = opened if layers is None else opened.only(layers)
+    opened = opened.only(layers)
     corpus = corpus or text.read(opened, stopped)
     folder = out or default_folder(opened, corpus)
     how: dict[str, Any] = {"batch": batch, "seed": text.seed}
@@ -232,7 +232,6 @@ def _survey_one(
 
         with bars(stopped, of=baseline) as show:
             beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
-            model_beside = model_beside if layers is None else model_beside.only(layers)
             survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")
@@ -349,7 +348,7 @@ def trace_command(
 
         corpus = opening.read_first(model, text if generate is None else None, stopped, batch, check)
         opened = opening.open(model, text)
-        opened = opened if chosen is None else opened.only(chosen)
+        opened = opened.only(chosen)
         if generate is not None:
             text = replace(text, length=text.length_for(opened, generate))
         corpus = corpus or text.read(opened, stopped)

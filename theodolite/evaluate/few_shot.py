@@ -133,7 +133,7 @@ class FewShotPrompts:
         places = torch.arange(ids.shape[1])
         asked = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
         wrong = torch.zeros_like(asked)
-        wrong[asked] = model.logits_at(ids, asked).argmax(dim=-1).cpu() != ids.roll(-1, dims=1)[asked]
+        wrong[asked] = model.logits(ids, asked).argmax(dim=-1).cpu() != ids.roll(-1, dims=1)[asked]
         upto = torch.nn.functional.pad(wrong[:, :-1].long().cumsum(dim=1), (1, 0))  # [t]: among tokens 1 … t
         return upto.gather(1, behind) == upto.gather(1, first)
 

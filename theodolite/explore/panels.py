@@ -167,7 +167,7 @@ def head(shown: Shown) -> list[str]:
 
 def hidden_keys(view: HeadView) -> list[int]:
     """Return the keys that the switch hides: the head's sinks, or where it has none the first token."""
-    return sorted({sink.position for sink in view.sinks if sink.position >= 0}) or [0]
+    return view.sink_positions or [0]
 
 
 def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False) -> go.Figure:
@@ -179,8 +179,7 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
     if hide_sinks:
         weights[:, hidden_keys(view)] = np.nan
     highest = float(np.nanmax(weights, initial=0.0)) or 1.0
-    sinks = [sink.position for sink in view.sinks if sink.position >= 0]
-    drawn = prompt.attention(weights, view.tokens, sinks, highest=highest, log=log, **LABELS)
+    drawn = prompt.attention(weights, view.tokens, view.sink_positions, highest=highest, log=log, **LABELS)
     place = {"constrain": "domain", "automargin": False}  # the map stays where it is when a switch is turned
     drawn.update_xaxes(place, constraintoward="left")
     drawn.update_yaxes(place, constraintoward="top", scaleanchor="x")

@@ -123,6 +123,7 @@ class Subject:
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
         )
+        self._said = functools.lru_cache(KEPT_PROMPTS)(self._next)  # as the model is, whatever head is shown
         self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
             lambda ids, layer: constituents(
@@ -200,9 +201,9 @@ class Subject:
         """
         if not self.model.causal or self.model.source.predict is None:
             raise UsageError(f"{self.name} predicts no next tokens")
-        sinks = sorted({sink.position for sink in self.view(ids, layer, head).sinks if sink.position >= 0})
+        sinks = self.view(ids, layer, head).sink_positions
         with self._lock, guarded(self.model.root):
-            columns = {"as it is": self._next(ids)}
+            columns = {"as it is": self._said(ids)}
             with head_knockout(self.model, layer, head):
                 columns["without the head"] = self._next(ids)
             if sinks:
@@ -214,8 +215,8 @@ class Subject:
         return NextTokens(tokens, {name: of[best] for name, of in columns.items()})
 
     def _next(self, ids: tuple[int, ...]) -> Tensor:
-        assert self.model.source.predict is not None
-        return self.model.source.predict(torch.tensor([ids]), 1)[0, 0].double().softmax(dim=-1).cpu()
+        last = torch.arange(len(ids)) == len(ids) - 1
+        return self.model.logits(torch.tensor([ids]), last[None])[0].double().softmax(dim=-1).cpu()
 
     def attention(self, ids: tuple[int, ...], layer: int) -> Float[Tensor, "heads queries keys"]:
         """Compute the attention of all heads of a layer."""

@@ -267,9 +267,7 @@ def verified_parts(
     """
     with on_a_few_tokens(source):
         if source.predict is not None and holds_quantised_layers(source.root):
-            source.predict(
-                source.sample(1), 1
-            )  # compressed-tensors unpacks when the whole model is first run
+            source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run
         structure = find_structure(source)
         calls = capture_calls(source.root, structure, source.small_pass(1))
         run = source.small_pass(length)
@@ -297,7 +295,7 @@ def beside(model: OpenModel) -> OpenModel:
         source = copy.deepcopy(model.source, {id(tensor): tensor for tensor in held})
         parts = verified_parts(source)
     named = {name: getattr(model, name) for name in ("id", "tokenizer", "revision", "sha256", "stored")}
-    return OpenModel.of(source, *parts, **named)
+    return OpenModel.of(source, *parts, **named).only(model.chosen)
 
 
 @measures("model")
@@ -320,4 +318,4 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         tokenizer=model.tokenizer,
         id=f"{model.id}, untrained",
         sha256=hashlib.sha256(origin.encode()).hexdigest(),
-    )
+    ).only(model.chosen)

@@ -205,35 +205,18 @@ class OpenModel:
 
     @measures("self")
     def logits(
-        self, ids: Int[Tensor, "contexts positions"]
-    ) -> Float[Tensor, "contexts positions vocabulary"]:
-        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head."""
+        self, ids: Int[Tensor, "contexts positions"], chosen: Bool[Tensor, "contexts positions"] | None = None
+    ) -> Float[Tensor, "*positions vocabulary"]:
+        """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head.
+
+        Args:
+            chosen: the positions that are asked for, in whose order they come, (tokens, vocabulary): of a large
+                vocabulary most of a pass is saved. None: all of them, (contexts, positions, vocabulary).
+        """
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
         with torch.no_grad():
-            return self.source.predict(ids, 0)
-
-    @measures("self")
-    def logits_at(
-        self, ids: Int[Tensor, "contexts positions"], chosen: Bool[Tensor, "contexts positions"]
-    ) -> Float[Tensor, "tokens vocabulary"]:
-        """Compute what `logits` does at some positions alone, in their order: the output head reads no others.
-
-        Of a vocabulary that is large beside the model, it takes most of a pass.
-        """
-        head = self.root.get_output_embeddings() if isinstance(self.root, PreTrainedModel) else None
-        read = []
-
-        def choose(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            if not args or args[0].shape[:2] != chosen.shape:
-                return None
-            read.append(args[0][chosen.to(args[0].device)][None])
-            return read[-1], *args[1:]
-
-        handles = [] if head is None else [head.register_forward_pre_hook(choose)]
-        with removed_on_leaving(handles):
-            logits = self.logits(ids)
-        return logits[0] if read else logits[chosen.to(logits.device)]
+            return self.source.predict(ids, chosen)
 
     @measures("self")
     def attention(
@@ -413,14 +396,16 @@ class OpenModel:
             [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
         )
 
-    def only(self, layers: Sequence[int]) -> OpenModel:
-        """Return the same model, of which the heads of some layers are looked at, as if no other attended.
+    def only(self, layers: Sequence[int] | None) -> OpenModel:
+        """Return the same model, of which the heads of some layers are looked at, as if no other attended (None: all).
 
         What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
 
         Raises:
             UsageError: no layer, or one that does not exist or attend; a model whose layers share modules.
         """
+        if layers is None:
+            return self
         if self.structure.shared:
             raise UsageError(f"layers of {self.id} share one attention module: all of them are looked at")
         chosen = tuple(sorted(set(layers)))

@@ -21,7 +21,7 @@ from theodolite.corpus.pictured import PicturedIds
 from theodolite.errors import UsageError, first_line
 from theodolite.models.one_row import reading
 from theodolite.models.rotary import positions_by
-from theodolite.models.structure import Layout, Run, first_output
+from theodolite.models.structure import Layout, Run, first_output, removed_on_leaving
 from theodolite.system.choices import DECODER, Attention, check_attention
 
 Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"] | PicturedIds
@@ -36,7 +36,8 @@ class Source:
         root: the whole model, which is hooked and tapped.
         trunk: the module that a pass begins with, which runs the blocks.
         run: the trunk on a batch, without an output head where it has one.
-        predict: the next-token logits of a batch, of so many last positions (0: of all); None without an output head.
+        predict: the next-token logits of a batch, or (tokens, vocabulary) of the positions that a mask (contexts,
+            positions) chooses, which saves what the head costs for the others; None where there is no output head.
         reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
         vocabulary: tokens that it has an embedding for; None where it reads none.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
@@ -50,7 +51,7 @@ class Source:
     root: nn.Module
     trunk: nn.Module
     run: Callable[[Inputs], Any]
-    predict: Callable[[Tensor, int], Float[Tensor, "contexts positions vocabulary"]] | None
+    predict: Callable[..., Float[Tensor, "*positions vocabulary"]] | None
     reads: str
     vocabulary: int | None
     longest: int | None
@@ -78,8 +79,8 @@ class Source:
         sample = _sampler(model, vocabulary, longest, lambda: _image_shape(model))
         options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
         # An entry may be the whole model, whose logits nobody reads in a run.
-        chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
-        fewest = {"logits_to_keep": 1} if chooses and entry is not None else {}
+        chooses = entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters
+        fewest = {"logits_to_keep": 1} if chooses else {}
 
         def given(batch: Inputs) -> dict[str, Any]:
             read = {name: batch.ids, **batch.pictures} if isinstance(batch, PicturedIds) else {name: batch}
@@ -92,9 +93,20 @@ class Source:
         def run(batch: Inputs) -> Any:
             return (entry or trunk)(**given(batch), **fewest)
 
-        def predict(batch: Tensor, last: int) -> Tensor:
-            keep = {"logits_to_keep": last} if chooses else {}
-            return model(**given(batch), **keep).logits[:, -last:]
+        def predict(batch: Tensor, chosen: Tensor | None = None) -> Tensor:
+            if chosen is None:
+                return model(**given(batch)).logits
+            read = False
+
+            def choose(module: nn.Module, args: tuple[Any, ...]) -> Any:
+                nonlocal read
+                read = bool(args) and args[0].shape[:2] == chosen.shape
+                return (args[0][chosen.to(args[0].device)][None], *args[1:]) if read else None
+
+            head = model.get_output_embeddings()
+            with removed_on_leaving([] if head is None else [head.register_forward_pre_hook(choose)]):
+                logits = model(**given(batch)).logits
+            return logits[0] if read else logits[chosen.to(logits.device)]
 
         return cls(
             root=model,
@@ -132,7 +144,7 @@ class Source:
             """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
             return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
 
-        def predict(batch: Tensor, last: int) -> Tensor:
+        def predict(batch: Tensor, chosen: Tensor | None = None) -> Tensor:
             logits = first_output(trunk(batch))
             layout = Layout.of(logits.shape, *batch.shape) if isinstance(logits, Tensor) else None
             if layout is not None and layout.is_row:
@@ -143,7 +155,7 @@ class Source:
                     f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
                     "forward that returns them"
                 )
-            return logits[:, -last:]
+            return logits if chosen is None else logits[chosen.to(logits.device)]
 
         return cls(
             root=module,

@@ -33,7 +33,7 @@ def written(
     root = source.root
     if not (isinstance(root, PreTrainedModel) and root.can_generate()):
         for _ in range(count):  # a module of its own has no cache that is known
-            ids = torch.cat([ids, source.predict(ids, 1).argmax(dim=-1).to(ids)], dim=1)
+            ids = torch.cat([ids, source.predict(ids)[:, -1:].argmax(dim=-1).to(ids)], dim=1)
         return ids
     own: Any = root
     steps: list[Tensor] = []
@@ -56,7 +56,7 @@ def written(
             use_cache=True,
         ).cpu()
     if verify:
-        _check_same(source, torch.stack(steps), source.predict(finished[:1], count + 1)[0, :-1])
+        _check_same(source, torch.stack(steps), source.predict(finished[:1])[0, ids.shape[1] - 1 : -1])
     return finished
 
 

@@ -93,6 +93,7 @@ class Exhibit:
     unhealthy: str = ""
     choice: Choice | None = None
     wide: bool = False
+    of_heads: bool = False  # a cell a head, which a click opens
 
 
 Draw = Callable[..., go.Figure]
@@ -122,6 +123,7 @@ class SurveyExhibit:
         key: its name in `exhibits.toml`, which has title, shows, look_for, source, unhealthy, wide.
         when: what must hold of a run besides that it has the numbers, without which the function raises `UsageError`.
         picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
+        of_heads: whether it has a cell a head, which a click opens.
         alone: whether `report.figures` has it.
         given: further arguments of the function, or functions of the run that give them.
         curves: of one that `exhibits.toml` draws (`drawing/layers.py`).
@@ -137,6 +139,7 @@ class SurveyExhibit:
     unhealthy: str = ""
     wide: bool = False
     small: bool = False
+    of_heads: bool = False
     picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
@@ -162,7 +165,7 @@ class SurveyExhibit:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
         shows = self.describes(run) if self.describes else self.shows
         caption = shows, self.look_for, self.source, self.unhealthy
-        return Exhibit(self.key, self.title, figure, *caption, choice, self.wide)
+        return Exhibit(self.key, self.title, figure, *caption, choice, self.wide, self.of_heads)
 
 
 DECLARED: dict[str, SurveyExhibit] = {}

@@ -94,6 +94,11 @@ class HeadView:
     sinks: tuple[Sink, ...]
     group: np.ndarray
 
+    @property
+    def sink_positions(self) -> list[int]:
+        """Positions of the sinks, each once and in order; a learned column has none."""
+        return sorted({sink.position for sink in self.sinks if sink.position >= 0})
+
 
 @dataclass(frozen=True)
 class PromptTrace:

@@ -86,11 +86,11 @@ def last_query(
         raise UsageError(f"{model.id} has no output head that is read, so that it has no loss")
     hooks = _LastQuery()
     with hooked(model, hooks), torch.enable_grad():
-        logits = model.source.predict(contexts[:, :-1].to(model.device), 1)[:, 0].float()
+        last = (torch.arange(1, contexts.shape[1]) == contexts.shape[1] - 1).expand(len(contexts), -1)
+        logits = model.source.predict(contexts[:, :-1].to(model.device), last).float()
         loss = functional.cross_entropy(logits, contexts[:, -1].to(logits.device), reduction="sum")
-        layers = sorted(hooks.leaves)
-        gradients = torch.autograd.grad(loss, [hooks.leaves[layer] for layer in layers])
-    pairs = zip(layers, gradients, strict=True)
+        gradients = torch.autograd.grad(loss, list(hooks.leaves.values()))
+    pairs = zip(hooks.leaves, gradients, strict=True)
     return [(hooks.logits[layer], gradient[:, :, 0], hooks.norms[layer]) for layer, gradient in pairs]
 
 
