@@ -25,12 +25,13 @@ from theodolite.system.progress import shown
 from theodolite.system.wording import for_plotly, percent
 from theodolite_papers.catch_tag_release.ablated import all_open
 from theodolite_papers.catch_tag_release.pruned_sinks import (
+    DENSE,
     METHODS,
     SPARSITY,
     halves,
     kept_sinks,
     loss_difference,
-    measure_sinks,
+    measured_once,
     pruned_model,
 )
 from theodolite_papers.experiment import Outcome, Study, declared
@@ -42,7 +43,6 @@ SHOWN = (0, 1, 2, 4, 8, 16)
 PROMPTS, PROMPT_SEED = 40, 1
 """Of each task, that all models answer."""
 
-DENSE = "dense"
 OATS, WITHOUT, RANDOM = "OATS", "OATS without its low-rank terms", "OATS without random terms as large"
 
 Answers = Bool[np.ndarray, "prompts shots"]
@@ -89,13 +89,13 @@ def tabulated(answers: Mapping[str, Answers], prompts: FewShotPrompts) -> pd.Dat
 def figure_3(study: Study, outcome: Outcome) -> None:
     dense = study.require_model()
     prompts, (_, measured) = prompts_for(dense, PROMPTS, PROMPT_SEED), halves(study)
-    untouched = study.cached("dense sinks alone", lambda: measure_sinks(dense, measured))
+    untouched = measured_once(study, DENSE, dense)
     traced = trace_sinks(dense, measured, show_progress=study.show)
     answers = {DENSE: answer(dense, prompts)}
     for method, name in shown([*METHODS.items()], "answering after examples", study.show):
         model, pruned = pruned_model(study, method)
         answers[name] = answer(model, prompts)
-        sinks = measure_sinks(model, measured)
+        sinks = measured_once(study, name, model)
         kept, more = kept_sinks(untouched, sinks), loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
         keeps = f"keeps {percent(kept[0])} of the dense model's sinks and {tags} of their tags; {more[0]:.2f} nats more"

@@ -35,13 +35,13 @@ from theodolite_papers.catch_tag_release.ablated import (
     under_ablations,
 )
 from theodolite_papers.catch_tag_release.few_shot import (
-    DENSE,
     Answers,
     accuracy_by_shots,
     by_k,
     over_tasks,
     tabulated,
 )
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE
 from theodolite_papers.experiment import Outcome, Study, declared
 
 PROMPTS, SEED = 25, 1

@@ -146,10 +146,10 @@ def few_of(corpus: Corpus, most: int) -> Corpus:
     return corpus.subset(torch.tensor(evenly(len(corpus.contexts), most)))
 
 
-def dense_measures(study: Study, prompt: Prompt) -> ModelSinks:
-    """Measure the model itself once, since a study has one prompt."""
-    _, measured = halves(study)
-    return study.cached("dense sinks", lambda: measure_sinks(study.require_model(), measured, prompt))
+def measured_once(study: Study, name: str, model: OpenModel) -> ModelSinks:
+    """Measure a model of the study, once by that name: a study has one prompt, too."""
+    (_, measured), prompt = halves(study), prompt_of(study)
+    return study.cached(f"{name} sinks", lambda: measure_sinks(model, measured, prompt))
 
 
 def pruned_model(study: Study, method: str) -> tuple[OpenModel, Pruned]:
@@ -164,23 +164,23 @@ def pruned_model(study: Study, method: str) -> tuple[OpenModel, Pruned]:
 
 
 def pruned_measures(
-    study: Study, method: str, prompt: Prompt, ablations: Mapping[str, int | None] | None = None
+    study: Study, method: str, ablations: Mapping[str, int | None] | None = None
 ) -> dict[str, ModelSinks]:
     """Measure the pruned model as it is, by the method's name, and without low-rank terms.
 
     ablations: name → control of `without_low_rank` in the prompt's layer.
     """
-    _, measured = halves(study)
+    (_, measured), prompt = halves(study), prompt_of(study)
     model, pruned = pruned_model(study, method)
     whole, layer = METHODS[method], prompt.layer
-    measures = {whole: study.cached(f"{whole} sinks", lambda: measure_sinks(model, measured, prompt))}
+    measures = {whole: measured_once(study, whole, model)}
     for name, control in (ablations or {}).items():
         with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
             measures[name] = measure_sinks(model, measured, prompt)
     return measures
 
 
-def _prompt(study: Study) -> Prompt:
+def prompt_of(study: Study) -> Prompt:
     """Return the prompt and head asked for, or the shipped prompt and the dense model's strongest head on it."""
     model, focus = study.require_model(), study.focus
     ids = prompt_or_shipped(model, focus.prompt, "inference")
@@ -192,11 +192,11 @@ def _prompt(study: Study) -> Prompt:
 
 @declared("sinks/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
-    prompt = _prompt(study)
-    dense = dense_measures(study, prompt)
+    prompt = prompt_of(study)
+    dense = measured_once(study, DENSE, study.require_model())
     measured: dict[str, ModelSinks] = {}
     for method in METHODS:
-        measured |= pruned_measures(study, method, prompt)
+        measured |= pruned_measures(study, method)
     _read(outcome, "methods", dense, measured)
     judge_methods(outcome, dense, measured)
     _draw(outcome, study, {DENSE: dense, **measured}, prompt)
@@ -233,9 +233,9 @@ def ablations(layer: int) -> dict[str, int | None]:
 
 @declared("sinks/figure4")
 def figure_4(study: Study, outcome: Outcome) -> None:
-    prompt = _prompt(study)
-    layer, dense = prompt.layer, dense_measures(study, prompt)
-    measured = pruned_measures(study, "oats", prompt, ablations(layer))
+    prompt = prompt_of(study)
+    layer, dense = prompt.layer, measured_once(study, DENSE, study.require_model())
+    measured = pruned_measures(study, "oats", ablations(layer))
     _read(outcome, "models", dense, measured, layer)
     oats = measured["OATS"]
     if (dense.sinks[:, layer] & oats.sinks[:, layer]).any():

@@ -32,7 +32,6 @@ from theodolite.system.wording import listed, number, percent, with_error
 from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
 from theodolite_papers.catch_tag_release.few_shot import (
-    DENSE,
     Answers,
     accuracy_by_shots,
     by_k,
@@ -40,7 +39,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     tabulated,
 )
 from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
-from theodolite_papers.catch_tag_release.pruned_sinks import few_of
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
 CONTEXTS = 32

@@ -7,7 +7,7 @@ import torch
 
 from tests.papers.shared import answers, outcome_of
 from theodolite_papers.catch_tag_release import spikes as experiment
-from theodolite_papers.catch_tag_release.few_shot import DENSE
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE
 
 
 def test_verdicts_follow_the_numbers():
