@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import find_structure
 from theodolite.models.sweep import Sweep
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
-from theodolite.system import embedded
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
 
@@ -112,60 +110,29 @@ def open_streamed(
     target = loading.usable_device(device)
     try:
         with _read_in_parts():
-            model = _open_streamed(path_or_id, dtype, target, revision, show_progress)
+            checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
+            tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
+            if tensors.model.config.is_encoder_decoder:
+                raise CannotReadLazily("encoder and decoder read each other")
+            reader = Reader.of(tensors, None)
+            blocks = StreamedBlocks(tensors, reader.structure, target)
+            blocks.unswept = reader.why_not_swept()
+            blocks.load_rest()
+            reader.verify_ends()
+            blocks.read_as_they_run()
+            calls = {layer: call.with_hidden(call.hidden.to(target)) for layer, call in reader.calls.items()}
+            model = replace(reader, calls=calls).opened(
+                tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
+                **checkpoint.identity(show_progress),
+                streamed=blocks,
+                block_present=blocks.present,
+            )
     except CannotReadLazily as reason:
         model = open_model(path_or_id, dtype=dtype, device=device, revision=revision, say=say)
         say(f"opened whole, since {reason}")
         return model
     say_if_slow(model.hf.dtype, target, say)
     return model
-
-
-def _open_streamed(
-    path_or_id: str | Path | None,
-    dtype: str | torch.dtype,
-    device: torch.device,
-    revision: str | None,
-    show_progress: Callable[[int, int], None],
-) -> OpenModel:
-    checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
-    tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
-    if tensors.model.config.is_encoder_decoder:
-        raise CannotReadLazily("encoder and decoder read each other")
-    reader = Reader.of(tensors, None)
-    blocks = StreamedBlocks(tensors, reader.structure, device)
-    blocks.unswept = reader.why_not_swept()
-    blocks.load_rest()
-    reader.verify_ends()
-    blocks.read_as_they_run()
-    there = {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()}
-    return replace(reader, calls=there).opened(
-        tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
-        **checkpoint.identity(show_progress),
-        streamed=blocks,
-        block_present=blocks.present,
-    )
-
-
-def instead_of_offloaded(model: OpenModel) -> OpenModel:
-    """Reopen a model with offloaded blocks from its files, to run a block at a time; return any other as it is."""
-    blocks = (block.parameters() for block in model.structure.blocks)
-    offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
-    if not offloaded or model.interventions or not model.weights().of_files:
-        return model
-    place = None if model.id == embedded.NAME else model.id
-    try:
-        with _read_in_parts():
-            streamed = _open_streamed(
-                place, model.source.dtype, model.device, model.revision, lambda done, total: None
-            )
-    except CannotReadLazily as reason:
-        raise UsageError(
-            f"blocks of {model.id} are offloaded, and cannot be read as they run, since {reason}: open it on one device"
-        ) from None
-    if streamed.sha256 != model.sha256:
-        raise UsageError(f"the files of {model.id} have changed since it was opened: open it anew")
-    return streamed
 
 
 @contextmanager

@@ -35,11 +35,6 @@ class Weights:
     changed: bool = False
     in_memory: bool = False
 
-    @property
-    def of_files(self) -> bool:
-        """True if they are what the checkpoint's files hold."""
-        return not self.changed and not self.in_memory
-
     def described(self) -> dict[str, str | None]:
         """Describe them for a provenance."""
         where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
