@@ -191,7 +191,7 @@ class Source:
     @property
     def target_start(self) -> int:
         """The token that the decoder's text begins with, where the encoder may read another one; or `UsageError`."""
-        if self.attention not in (DECODER, "cross") or self.root.main_input_name != "input_ids":
+        if self.attention not in (DECODER, "cross"):
             line = "reads one text: a source beside the text is for the decoder of an encoder-decoder"
             raise UsageError(f"{self.name} {line}")
         configs = (self.root.config, getattr(self.root, "generation_config", None))
@@ -223,16 +223,11 @@ class Source:
 
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
-    """Let encoder and decoder read the same tokens; an encoder of speech (Whisper) hears silence."""
+    """Let encoder and decoder read the same tokens."""
     check_attention(attention)
-    hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
-    if model.main_input_name != "input_ids" and not hears:
+    if model.main_input_name != "input_ids":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    if hears and attention != DECODER:
-        raise UsageError(
-            f"{type(model).__name__} reads speech: only its decoder's self-attention is surveyed"
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
@@ -244,13 +239,8 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
             ids, source = (of[:, of[0] != NO_TOKEN] for of in ids.unbind(dim=1))
         if attention == "encoder":
             return trunk(input_ids=ids)
-        if hears:
-            bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
-            silence = torch.zeros(len(ids), bins, frames)
-            encoded = {"input_features": silence.to(device_of(model), model.dtype)}
-        else:
-            encoded = {"input_ids": torch.cat([source, source[:, :more]], dim=1)}
-        return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)
+        source = torch.cat([source, source[:, :more]], dim=1)
+        return (entry or trunk)(input_ids=source, decoder_input_ids=ids, use_cache=False)
 
     of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
 
