@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +102,8 @@ class Source:
                 read = bool(args) and args[0].shape[:2] == chosen.shape
                 return (args[0][chosen.to(args[0].device)][None], *args[1:]) if read else None
 
-            head = model.get_output_embeddings()
-            with removed_on_leaving([] if head is None else [head.register_forward_pre_hook(choose)]):
+            head: Any = model.get_output_embeddings()
+            with removed_on_leaving([head.register_forward_pre_hook(choose)]):
                 logits = model(**given(batch)).logits
             return logits[0] if read else logits[chosen.to(logits.device)]
 
@@ -274,16 +273,16 @@ class _Trunk(nn.Module):
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """Run the module on token ids; what its own code raises becomes a `UsageError`."""
+        """Run the module on token ids, or images; `UsageError` where it has no place for them."""
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
             # Of an image no more is known than that it is one context.
             with reading(None if ids.is_floating_point() else (ids.shape[0], ids.shape[1])):
                 return self._run(ids)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or _is_of_this_package(error):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:
             what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
             longer = (
                 "; give shorter ones if it has no positions for so many (longest=…), or a smaller vocabulary=… if it "
@@ -293,16 +292,6 @@ class _Trunk(nn.Module):
                 f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
                 + ("" if ids.is_floating_point() else longer)
             ) from error
-
-
-def _is_of_this_package(error: BaseException) -> bool:
-    """Tell whether an error came up in what measures, not in the code that it runs or in PyTorch called from there."""
-    return any(
-        frame.f_globals.get("__name__", "").startswith(__name__.partition(".")[0] + ".")
-        and frame.f_globals["__name__"] != __name__
-        and frame.f_code.co_name != "__torch_function__"
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def device_of(model: nn.Module) -> torch.device:
