@@ -73,10 +73,6 @@ class _LastLayerDone(Exception):
     pass
 
 
-class _NormNotFound(Exception):
-    pass
-
-
 @measures("model")
 def visit_layers(
     model: OpenModel,
@@ -129,8 +125,6 @@ def visit_layers(
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
         norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
-        if norm is None and not functions and not _equal(call.hidden, stream):
-            raise _NormNotFound
         visiting = True
         try:
             with tapped(model.root, stop_at_tap):
@@ -148,18 +142,8 @@ def visit_layers(
     hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
     hooks += [module.register_forward_hook(leave_module) for module in around]
     hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
-    with suppress(_LastLayerDone), removed_on_leaving(hooks):
-        # To watch PyTorch's functions takes longer: only where no module is the norm. A streamed model runs once.
-        functions = model.streamed is not None
-        if not functions:
-            try:
-                model.forward(inputs)
-                return
-            except _NormNotFound:
-                functions = True
-                turns.begin_pass()
-        with NormCalls(leave_function):
-            model.forward(inputs)
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
+        model.forward(inputs)
 
 
 def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
