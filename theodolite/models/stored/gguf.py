@@ -44,8 +44,7 @@ BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeErr
 
 ANEW = "download it again, or convert the model anew"
 
-FAMILIES = {"gemma3": "gemma3_text", "minimax-m2": "minimax_m2", "t5encoder": "t5"}
-FAMILIES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """What `transformers` calls the architectures that llama.cpp calls otherwise."""
 
 EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
@@ -64,7 +63,7 @@ SETTINGS = {
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-OPTIONAL = {"vocab_size", "decoder_start_token_id", "attention.head_count_kv", "attention.key_length"}
+OPTIONAL = {"vocab_size", "attention.head_count_kv", "attention.key_length"}
 OPTIONAL |= {"rope.dimension_count", "rope.freq_base"}
 """Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
 
@@ -231,12 +230,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     """Return what the configuration is made of."""
     own, tensors = file.own(), file.tensors
     family = FAMILIES.get(file.architecture, file.architecture)
-    if family == "t5" and "enc.blk.1.attn_rel_b.weight" in tensors:
-        family = "umt5"
     mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
     in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
-    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
-    if mapped is None or family == "gemma4" or family not in CONFIG_MAPPING or not in_gguf:
+    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model, and of T5
+    # its feed-forward layers.
+    if mapped is None or family in ("gemma4", "t5") or family not in CONFIG_MAPPING or not in_gguf:
         raise file.refused(
             f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
         )
@@ -258,12 +256,11 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
     settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
     settings |= {"sliding_window": None} if "sliding_window" in known else {}
-    neutral = NEUTRAL | ({"expert_gating_func": 2} if family == "minimax_m2" else {})
     needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
     for key, value in own.items():
         names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
         settings |= dict.fromkeys(names, value)
-        if not (names or key in needless or value == neutral.get(key, 0)):
+        if not (names or key in needless or value == NEUTRAL.get(key, 0)):
             raise file.refused(
                 f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
                 f"{type(default).__name__}"
@@ -284,8 +281,6 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         settings["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if "use_parallel_residual" in known:
         settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
-    if "feed_forward_proj" in known:  # T5, by whether there are gates, as in llama.cpp
-        settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
     if family == "lfm2":
         heads = own.get("attention.head_count_kv")
         if not isinstance(heads, list):
@@ -305,8 +300,6 @@ def _settings(file: GgufFile) -> dict[str, Any]:
             pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    if file.architecture == "t5encoder":
-        architecture = f"{family.upper()}EncoderModel"
     settings["architectures"] = [architecture] if isinstance(architecture, str) else None
     return settings | _rotary(file, own, settings, default)
 
