@@ -268,19 +268,19 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
     if getattr(model.config, "quantization_config", None):
         return
     kinds = {name: kind for path in files for name, kind in kinds_of(path).items()}
-    parameters = {kind_of_name(name) for name, _ in model.named_parameters()}
-    ends = {name[at:] for name in parameters for at in _starts(name)}
+    parameters = {f".{kind_of_name(name)}" for name, _ in model.named_parameters()}
 
-    def is_weight(name: str) -> bool:
-        kind = kind_of_name(name)
-        return name.endswith("weight") or kind in ends or any(kind[at:] in parameters for at in _starts(kind))
+    def is_parameter(name: str) -> bool:
+        """Tell whether the model has such a parameter, with or without the prefix of its backbone."""
+        own = f".{kind_of_name(name)}"
+        return any(own.endswith(parameter) or parameter.endswith(own) for parameter in parameters)
 
     for name, kind in kinds.items():
         weight = SCALE.sub("", name)
         scales = weight != name and any(weight + end in kinds for end in ("", ".weight", ".qweight"))
-        if kind not in FLOATS and is_weight(name):
+        if kind not in FLOATS and (name.endswith("weight") or is_parameter(name)):
             what = f"is {kind}"
-        elif scales and kind_of_name(name) not in ends:
+        elif scales and not is_parameter(name):
             what = f"scales {weight}"
         else:
             continue
@@ -292,8 +292,3 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
 def kind_of_name(name: str) -> str:
     """Strip the numbers of layers and experts from a name."""
     return re.sub(r"\.\d+(?=\.)", ".#", name)
-
-
-def _starts(name: str) -> list[int]:
-    """Find the starts of the name and of each of its parts."""
-    return [0, *(match.end() for match in re.finditer(r"\.", name))]

@@ -118,8 +118,15 @@ class Checkpoint:
         return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """Fix the revision to the commit that it is now, as `commit_of` does."""
-        return self if self.local else replace(self, revision=commit_of(str(self.place), self.revision))
+        """Fix the revision to the commit that it is now, so that all that is read of a hub model is of one."""
+        if self.local:
+            return self
+        config = cached_file(str(self.place), CONFIG_NAME, revision=self.revision)
+        commit = extract_commit_hash(config, None)
+        options: dict[str, Any] = {"_raise_exceptions_for_connection_errors": False}
+        if index := file_of(self.place, SAFE_WEIGHTS_INDEX_NAME, commit, **options):
+            refuse_index(Path(index).parent)
+        return replace(self, revision=commit)
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
@@ -139,15 +146,6 @@ def gguf_module() -> Any:
     except ImportError as error:
         raise UsageError(f"cannot read GGUF files ({first_line(error)}): {with_extra('gguf')}") from error
     return gguf
-
-
-def commit_of(name: str, revision: str | None) -> str | None:
-    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one."""
-    commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
-    index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
-    if index is not None:
-        refuse_index(Path(index).parent)
-    return commit
 
 
 def file_of(source: str | Path, name: str, revision: str | None, **options: Any) -> str | None:
