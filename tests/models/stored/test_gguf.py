@@ -23,9 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests import checkpoints, gguf_files
 from tests.calls import call
 from tests.models.test_every_family import check_read_by_layers, opened_whole
-from tests.passes.test_sweep import surveyed_both_ways
 from theodolite.cli.screen import section_of
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.stored.gguf import gguf_tokenizer
@@ -222,6 +220,7 @@ def test_read_a_layer_or_a_block_at_a_time(name, tmp_path):
     check_read_by_layers(whole, path)
     streamed = open_streamed(path, say=opened_whole)
     assert torch.equal(streamed.logits(IDS), whole.logits(IDS))
+    assert set(streamed.streamed.readings) == {1}
     assert spectra(streamed).heads.equals(spectra(open_weights(path)).heads)
 
 
@@ -485,21 +484,6 @@ def test_a_run_says_how_the_weights_are_stored(tmp_path):
     assert (
         "GGUF, Q4_0 (weights decoded to float32)" in (tmp_path / "run" / "report" / "index.html").read_text()
     )
-
-
-def test_surveyed_block_by_block(tmp_path):
-    """Oracle: the survey of the decoded model. Each block's tensors are decoded once."""
-    path = written(built("qwen3", intermediate_size=64), tmp_path, types=Type.Q4_0)
-    _, streamed = surveyed_both_ways(path, Corpus.from_ids(IDS.repeat(6, 1)))
-    assert set(streamed.streamed.readings) == {1}
-
-
-@pytest.mark.real
-def test_smollm2_surveyed_block_by_block(real):
-    """Oracle: the survey of the decoded model. Each block's tensors are decoded once."""
-    ids = torch.randint(49152, (6, 64), generator=torch.Generator().manual_seed(0))
-    _, streamed = surveyed_both_ways(real("smollm2"), Corpus.from_ids(ids))
-    assert set(streamed.streamed.readings) == {1}
 
 
 @pytest.mark.parametrize("streamed", [[], ["--stream"]])
