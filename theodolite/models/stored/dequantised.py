@@ -77,10 +77,8 @@ def is_quantised(module: nn.Module) -> bool:
     scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
     linear = isinstance(getattr(module, "in_features", None), int)
-    return (
-        any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights)
-        or bool(linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights))
-        or "quantized" in type(module).__module__.split(".")
+    return any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights) or bool(
+        linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights)
     )
 
 
