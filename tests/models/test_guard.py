@@ -211,25 +211,10 @@ def test_the_model_that_is_measured_is_the_one_that_the_call_names(opened):
     """Oracle: the modules' own flags; another model, before it among the arguments, is left alone."""
     first, second = opened("gpt2"), opened("llama3")
 
-    class Holder:
-        model = second
-
-        @measures("self.model")
-        def modes(self, other: Any) -> tuple[bool, bool]:
-            return other.hf.training, self.model.hf.training
-
     @measures("model")
-    def modes(other: Any, model: Any = None) -> tuple[bool, bool]:
-        return other.hf.training, model is not None and model.hf.training
+    def modes(other: Any, model: Any) -> tuple[bool, bool]:
+        return other.hf.training, model.hf.training
 
-    first.hf.train()
-    second.hf.train()
-    try:
-        assert modes(first, second) == modes(first, model=second) == Holder().modes(first) == (True, False)
-        assert modes(first) == (True, False)  # none is given: the function itself says so
+    with STATES["training"](first), STATES["training"](second):
+        assert modes(first, second) == modes(first, model=second) == (True, False)
         assert second.hf.training
-    finally:
-        first.hf.eval()
-        second.hf.eval()
-    with pytest.raises(ValueError, match="'corpus' is not in list"):
-        measures("corpus")(modes)
