@@ -1,7 +1,7 @@
-"""Contexts that a module reads one after another, in one row of tokens: where each is, and its attention apart.
+"""Contexts packed into one row of tokens: where each is, and its attention by itself.
 
 Blocks that are trained with packed texts read (tokens, width) or (1, tokens, width), with positions that begin again
-and a mask of texts. How many contexts a row holds is known to who runs the model, for as long as it runs.
+and a mask of texts. Whoever runs the model says how many contexts a row holds (`reading`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_ONE_ROW = (
 
 @contextmanager
 def reading(batch: Batch | None) -> Iterator[None]:
-    """Tell the taps in this context how many contexts of how many positions a model reads; None: it is not known."""
+    """Set how many contexts of how many positions the model reads while open; None: unknown."""
     token = _read.set(batch)
     try:
         yield
@@ -40,7 +40,7 @@ def reading(batch: Batch | None) -> Iterator[None]:
 
 
 def batch_read() -> Batch | None:
-    """Return the contexts, and the positions in each, that are read now, if it is known."""
+    """Return the numbers of contexts and positions set by `reading`."""
     return _read.get()
 
 
@@ -56,14 +56,14 @@ def unrolled(tensor: Tensor, dim: int) -> Tensor:
 
 
 def in_one_row(inputs: AttentionInputs) -> bool:
-    """Tell whether the contexts that are read are one row to an attention, of more than one."""
+    """Tell whether this attention has several contexts in one row."""
     batch, (contexts, _, queries, _) = _read.get(), inputs.query.shape
     if batch is None or batch[0] == 1 or contexts != 1:
         return False
     return queries == inputs.key.shape[2] == batch[0] * batch[1]
 
 
-def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
+def split_by_context(inputs: AttentionInputs, name: str) -> AttentionInputs:
     """Split the attention of a row by context; `UsageError` where tokens see those of other contexts."""
     bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
     if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
@@ -76,8 +76,8 @@ def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
     return replace(inputs, query=query, key=key, value=value, mask=own, bias=bias)
 
 
-def in_a_row(output: Tensor) -> Tensor:
-    """Join the outputs (contexts, positions, heads, width) of `apart` into those of the row."""
+def joined_in_row(output: Tensor) -> Tensor:
+    """Join the outputs (contexts, positions, heads, width) of `split_by_context` into those of the row."""
     return output.flatten(0, 1).unsqueeze(0)
 
 

@@ -1,4 +1,4 @@
-"""A model that has been opened and verified: what every measurement is given."""
+"""An opened and verified model, the argument of every measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from theodolite.models.weights.head_weights import (
     state_of,
 )
 from theodolite.models.weights.weight_map import WeightMaps
-from theodolite.models.writing import written
+from theodolite.models.writing import decode_greedily
 from theodolite.system.choices import check_whole
 
 
@@ -260,7 +260,7 @@ class OpenModel:
         self.check_tokens(contexts)
         if generate:
             self.check_writes(contexts.shape[1], generate)
-            contexts = written(self.source, contexts, generate, verify=True)
+            contexts = decode_greedily(self.source, contexts, generate, verify=True)
         elif not self.has_positions(contexts.shape[1]):
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
@@ -397,7 +397,7 @@ class OpenModel:
         )
 
     def only(self, layers: Sequence[int] | None) -> OpenModel:
-        """Return the same model, of which the heads of some layers are looked at, as if no other attended (None: all).
+        """Return the same model restricted to the heads of some layers (None: all).
 
         What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
 

@@ -160,7 +160,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def of_streams(
     of: LayerPass, streams: Float[Tensor, "contexts positions width"], *, first: bool
 ) -> LayerPass:
-    """Return the pass of other contexts, as long, from what enters the block in them.
+    """Return the same layer's pass for other contexts of that length, given the stream that enters its block.
 
     Args:
         first: the first of them is that of the pass, and is compared with it.

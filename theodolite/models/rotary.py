@@ -37,7 +37,7 @@ def frequencies_of_each_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _begin(module: Any, _args: Any = None) -> None:
-    """Set a module to how it was before its first pass."""
+    """Reset a module to its state before the first pass."""
     for name in [name for name in vars(module) if name.endswith(LENGTH)]:
         setattr(module, name, module.original_max_seq_len)
     for name, original in [*module._buffers.items()]:
@@ -59,7 +59,7 @@ def positions_by(config: Any) -> int | None:
 
 
 def turned_alike_up_to(config: Any) -> int | None:
-    """Return up to how many tokens a pass turns its positions as any shorter one does; None: whatever its length."""
+    """Return the longest pass that rotates positions as every shorter one does; None: any length."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [of_kind for of_kind in rope.values() if isinstance(of_kind, dict)] or [rope]
     limits = [

@@ -1,4 +1,4 @@
-"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads."""
+"""The interface to a model: a root to hook and tap, a way to run it, and what it reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels he
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The interface to a model: what is asked of it.
+    """How a model is run, hooked and tapped, and what it reads.
 
     Attributes:
         root: the whole model, which is hooked and tapped.
@@ -175,7 +175,7 @@ class Source:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        """Copy it, so that what runs it is of the copy, too."""
+        """Copy the model, with functions that run the copy."""
         return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
@@ -266,7 +266,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
 
 
 class _Trunk(nn.Module):
-    """Runs a module, of which it is no part: so that a pass begins with the call of a module, however it is run."""
+    """Wraps a module and the function that runs it, so that a pass begins with the call of one module."""
 
     def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
         super().__init__()

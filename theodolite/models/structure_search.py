@@ -1,4 +1,4 @@
-"""Finds where a model keeps its attention modules and its blocks, in one forward pass. No family is named here."""
+"""Find the attention modules and the blocks of a model in one forward pass. No family is named here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 
 @dataclass
-class _Ran:
-    """A block that runs, the shapes of what enters it and its attention, how it attends, and what that `read`."""
+class _BlockRun:
+    """One run of a block: shapes of hidden states, its attention module, and the inputs that this `read`."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ SEVERAL = 3
 
 
 def find_structure(source: Source) -> Structure:
-    """See in a small forward pass who calls the tap, and which blocks run; `UsageError` for what is not read."""
+    """Find the modules that call the tap, and their blocks, in a small forward pass; `UsageError` if unsupported."""
     model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
     attention: set[nn.Module] = set()
@@ -148,13 +148,13 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 def _layers_in_order(
     source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
-) -> list[_Ran]:
+) -> list[_BlockRun]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
     Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
     """
     model, named = source.root, bool(source.blocks) and not free
-    layers: list[_Ran] = []
+    layers: list[_BlockRun] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
 
@@ -166,7 +166,7 @@ def _layers_in_order(
             if not free and module in attention and outputs and outputs[-1] is not hidden:
                 raise _NoBlocks
             running.append(module)
-            layers.append(_Ran(module, shape))
+            layers.append(_BlockRun(module, shape))
         if module in attention and layers and (running or not named):
             layers[-1].entered = shape
             layers[-1].read.append(hidden)
@@ -206,7 +206,7 @@ def _layers_in_order(
     return layers
 
 
-def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError:
+def _attends_twice(source: Source, layer: _BlockRun, module: nn.Module) -> UsageError:
     name_of = {of_model: name for name, of_model in source.root.named_modules()}
     first, second = name_of[layer.attention or module], name_of[module]
     (around, _, place), of_own = first.rpartition("."), not isinstance(source.root, PreTrainedModel)

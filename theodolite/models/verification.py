@@ -1,4 +1,4 @@
-"""Verify whenever a model is opened that attention recomputed from what the tap hands over is the model's own."""
+"""Verify that attention recomputed from the tap's queries, keys and values is the model's own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[Att
 def verify_attention(
     model: nn.Module, structure: Structure, run: Run, *, skip_overflow: bool = False
 ) -> list[AttentionInputs]:
-    """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
+    """Compare every attention module's output with the recomputed one; return the attention inputs of each layer.
 
     `WorkError` where they differ by more than rounding. With `skip_overflow` nothing is compared where the model's own
     outputs are NaN or infinite, as of a training run that diverged: who measures it names the layer.
@@ -109,7 +109,7 @@ def check_recomputed(
 
 
 def largest_logit(inputs: AttentionInputs) -> float:
-    """Bound every logit: scaling ‖q‖ ‖k‖ of the longest query and key; what is rounded on the way is as large."""
+    """Bound every logit by scaling ‖q‖ ‖k‖ of the longest query and key, which bounds its rounding, too."""
     query, key = (
         float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
         for t in (inputs.query, inputs.key)

@@ -57,7 +57,7 @@ Answer = Callable[[Tensor], Float64[Tensor, "rows outputs"]]
 
 
 def quantised_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules with weights that are no numbers without their quantiser, outermost first, with names."""
+    """Yield the quantised submodules with their names, outermost first."""
     if is_quantised(module):
         yield name, module
         return
@@ -93,7 +93,7 @@ def has_own_class(tensor: Tensor) -> bool:
 
 
 def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise `WorkError` where `dequantised` would not read a layer of the named modules, by a few rows."""
+    """Reject quantised layers that `dequantised` cannot read, by a few rows: `WorkError`."""
     for name, module in named:
         for inner, layer in quantised_layers(module, name):
             with _linear_part(inner, layer) as (answer, width):
@@ -104,7 +104,7 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     """Make a plain layer in float64 that computes what the quantised one does, or raise `WorkError`."""
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
-        weight = _stated(layer, width)
+        weight = _own_weight(layer, width)
         if weight is None or not _explains(weight, answer):
             identity = torch.eye(width, dtype=torch.float64)
             weight = torch.cat([answer(rows) for rows in identity.split(ROWS)]).T.contiguous()
@@ -118,8 +118,8 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     return plain.eval()
 
 
-def _stated(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
-    """Return W as the layer has it, if it has one: without the roundings of answers."""
+def _own_weight(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
+    """Return the layer's own W, free of the rounding of its answers; None where it has none."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return None
@@ -171,7 +171,7 @@ def without_cast_warnings() -> Iterator[None]:
 
 @contextmanager
 def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
-    """Yield how to ask the layer, which has no bias while this is open, and how wide its input is."""
+    """Yield the layer as a function of rows, without its bias while open, and the width of its input."""
     width = getattr(layer, "in_features", None)
     if not isinstance(width, int):
         raise _unreadable(name, layer, "it does not say how wide its input is")
@@ -262,7 +262,7 @@ def kinds_of(path: str | Path) -> dict[str, str]:
 
 
 def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable[str | Path]) -> None:
-    """Raise `WorkError` where files hold weights that are none of `FLOATS`, or scales, and no quantiser is named."""
+    """Reject files whose weights need a scale to decode, where no quantiser is named: `WorkError`."""
     if getattr(model.config, "quantization_config", None):
         return
     kinds = {name: kind for path in files for name, kind in kinds_of(path).items()}

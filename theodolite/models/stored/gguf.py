@@ -227,7 +227,6 @@ def gguf_config(path: Path) -> Any:
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:
-    """Return what the configuration is made of."""
     own, tensors = file.own(), file.tensors
     family = FAMILIES.get(file.architecture, file.architecture)
     mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
@@ -305,7 +304,6 @@ def _settings(file: GgufFile) -> dict[str, Any]:
 
 
 def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Return the settings of rotary positions."""
     if getattr(default, "rope_parameters", None) is None:
         return {}
     rotary: dict[str, Any] = {"rope_theta": own.get("rope.freq_base", 1e4)}

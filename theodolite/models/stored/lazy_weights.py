@@ -1,4 +1,4 @@
-"""A checkpoint opened to be read in parts from its safetensors files; what cannot be is opened whole, and it says why.
+"""Open a checkpoint to read it in parts from its files; one that cannot be is opened whole, with the reason.
 
 Opened for its weights only, the skeleton (`checkpoint_tensors.py`) has the tensors of one attention module while that
 layer's heads are looked at. Opened to be run, it has what lies outside the blocks for good, and a block's tensors while
@@ -137,7 +137,7 @@ def open_streamed(
 
 @contextmanager
 def _read_in_parts() -> Iterator[None]:
-    """Raise what keeps a checkpoint from being read in parts as `CannotReadLazily`, quietly, while open."""
+    """Convert loading errors to `CannotReadLazily` while open, without progress bars."""
     try:
         with loading.without_progress_bars():
             yield
@@ -194,7 +194,7 @@ class Reader:
         return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
 
     def why_not_swept(self) -> str | None:
-        """Run a few tokens through the skeleton, and through one block at a time; say why these are not the same."""
+        """Say why passes through one block at a time differ from a whole pass; None where they agree."""
         run, sweep = self.source.small_pass(VERIFIED_LENGTH), Sweep(self.structure.blocks)
         with filled_with_rows(self.tensors.model, OTHER_WEIGHTS), torch.no_grad():
             whole = first_output(run())

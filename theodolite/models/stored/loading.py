@@ -81,7 +81,7 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide progress bars while loading, which takes less time than they take lines."""
+    """Hide the progress bars of `transformers` while open."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -205,7 +205,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
 
 
 def config_of(source: str | Path, revision: str | None) -> Any:
-    """Read the config of a checkpoint, but not which code computes its attention: it may name a download."""
+    """Read the config of a checkpoint without the name of an attention kernel, which may be a download."""
     if is_gguf(source):
         return gguf_module().gguf_config(Path(source))
     path = Path(source) / CONFIG_NAME
@@ -220,7 +220,7 @@ def config_of(source: str | Path, revision: str | None) -> Any:
 
 
 def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
-    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is."""
+    """Return the config of one tower of a checkpoint that has two, and `say` so; any other config as it is."""
     if tower is not None and tower not in ("text", "vision"):
         raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
     name = str((getattr(config, "architectures", None) or [""])[0])
