@@ -38,7 +38,6 @@ from theodolite.corpus.images import TransformedImages
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import next_token_losses
 from theodolite.models import image_reader
-from theodolite.models.calls import NotAffine
 from theodolite.train.locater import Locater
 from theodolite.train.monitor import GeometryMonitor
 
@@ -234,27 +233,6 @@ def test_attention_that_changes_with_the_length_is_named():
             survey(model, Corpus.random_tokens(VOCABULARY, length, 4))
 
 
-def test_keys_of_another_tensor_have_no_weights_of_zero():
-    """Those of a memory do not change with the stream: that is no matrix of zeros."""
-
-    class OfMemory(Attention):
-        def forward(self, x, memory):
-            (q, _, _), (_, k, v) = self.split(x), self.split(memory)
-            return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    class WithMemory(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = OfMemory()
-
-        def forward(self, x):
-            memory = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-            return x + self.attention(self.norm(x), memory)
-
-    with pytest.raises(NotAffine):
-        opened(seeded(GPT(block=WithMemory))).head_weights(0)
-
-
 def test_a_model_of_transformers_in_memory_is_the_one_on_disk(checkpoint):
     """Oracle: the same checkpoint opened from its folder."""
     hf, corpus = checkpoints.build("llama3"), Corpus.random_tokens(checkpoints.VOCABULARY, 16, 8)
@@ -384,7 +362,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.parametrize("kind", ["self_attn", "multihead_attn"])
 def test_one_of_two_attentions_is_chosen(kind):
-    """Oracle: the weights that PyTorch's own attention gives for what enters it."""
+    """Oracle: the weights that PyTorch's own attention gives for what enters it. Keys of a memory have no W_k."""
     decoder = seeded(Decoder()).eval()
     with pytest.raises(UsageError, match=r"attends twice \(decoder\.layers\.0\.self_attn, then .*multihead"):
         opened(decoder)
