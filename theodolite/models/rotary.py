@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from theodolite.models.structure import removed_on_leaving
+
 LENGTH, FREQUENCIES, ORIGINAL = "max_seq_len_cached", "inv_freq", "original_"
 """How the names of what such a module keeps end, perhaps one for each kind of layer; and what it began with."""
 
@@ -26,10 +28,9 @@ def frequencies_of_each_pass(model: nn.Module) -> Iterator[None]:
     ]
     hooks = [module.register_forward_pre_hook(_begin) for module in dynamic]
     try:
-        yield
+        with removed_on_leaving(hooks):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, values in zip(dynamic, before, strict=True):
             _begin(module)
             for name, kept in values.items():

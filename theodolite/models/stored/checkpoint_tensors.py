@@ -107,10 +107,8 @@ def checkpoint_tensors(
     files = _files(source, config, revision)
     for path in files:
         kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
-    wanted: Any = dtype
-    if wanted == "auto":
-        wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
-    wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
+    auto = config.dtype or next((FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS), torch.float32)
+    wanted = loading.dtype_named(dtype, auto)
     architecture = loading.architecture_of(source, config)
     model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
     refuse_quantised_files(source, model, files)

@@ -280,9 +280,10 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source)
+    kind = "a GGUF file" if is_gguf(source) else "factored" if is_factored(folder) else None
+    if kind is not None and device_map is not None:
+        raise UsageError(f"{source} is {kind}, and goes to one device: leave out --device-map")
     if is_gguf(source):
-        if device_map is not None:
-            raise UsageError(f"{source} is a GGUF file, and goes to one device: leave out --device-map")
         tensors = gguf_tensors(folder, architecture, config, dtype)
         tensors.load(lambda name: True, "the model")
         tensors.model.tie_weights()
@@ -297,10 +298,8 @@ def load(
     if folder.is_dir():
         refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
-        if device_map is not None:
-            raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
         factored = load_factored(architecture, config, folder)
-        return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
+        return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
     with ExitStack() as stack:
         scratch = None
         if device_map is not None:
@@ -344,11 +343,15 @@ class StoredTensors(Protocol):
 
 def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
-    wanted = torch.float32 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    tensors: StoredTensors = gguf_module().GgufTensors.of(
-        path, build_skeleton(on_meta(path, architecture, config, wanted))
-    )
+    skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
+    tensors: StoredTensors = gguf_module().GgufTensors.of(path, skeleton)
     return tensors
+
+
+def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
+    """Return the dtype of a name, with or without `torch.` before it; of "auto" the other one."""
+    named: torch.dtype = auto if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
+    return named
 
 
 def has_adapter(source: str | Path, revision: str | None) -> bool:
