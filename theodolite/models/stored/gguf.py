@@ -343,51 +343,41 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     return rotary | {"rope_scaling": scaling | original}
 
 
-@dataclass(frozen=True)
 class GgufTensors:
     """A model without its weights, and the tensors of a GGUF file that are put into it.
 
-    Attributes:
-        names: the file's name of each tensor → the model's.
-        parts: the model's name of each tensor → the file's that it is decoded from.
-        processor: undoes what llama.cpp does to the layout of tensors.
+    Raises:
+        WorkError: a tensor of the model is missing, or one of the file has no place.
     """
 
-    model: PreTrainedModel
-    file: GgufFile
-    names: dict[str, str]
-    parts: dict[str, list[str]]
-    processor: Any
-
-    @classmethod
-    def of(cls, path: Path, model: PreTrainedModel) -> GgufTensors:
-        """Find the tensors of a skeleton; `WorkError` where one is missing, or has no place."""
-        file = GgufFile.read(path)
-        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        self.model, self.file = model, GgufFile.read(path)
+        architecture, stored = self.file.architecture, self.file.tensors
+        # Undoes what llama.cpp does to the layout of tensors.
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
         # It would make the table of names anew for every module of the model, which takes seconds.
         with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-            names = get_gguf_hf_weights_map(model, processor, file.architecture)
-        parts: dict[str, list[str]] = {}
-        for tensor in [name for name in file.tensors if name not in ROPE_TENSORS]:
+            self._names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, architecture)
+        self._parts: dict[str, list[str]] = {}  # the model's name of each tensor → the file's
+        for tensor in [name for name in stored if name not in ROPE_TENSORS]:
             # Of experts, which lie in one tensor here and in one there, the map has the name without its ending.
-            name = names.get(tensor) or names.get(tensor.removesuffix(".weight"))
+            name = self._names.get(tensor) or self._names.get(tensor.removesuffix(".weight"))
             if name is None:
                 raise WorkError(f"tensor {tensor} of {path} has no place in {type(model).__name__}")
-            parts.setdefault(name, []).append(tensor)
-        own = {name: tensor for tensor, name in names.items()}
-        without = model.state_dict().keys() - parts.keys() - model.all_tied_weights_keys.keys()
+            self._parts.setdefault(name, []).append(tensor)
+        own = {name: tensor for tensor, name in self._names.items()}
+        without = model.state_dict().keys() - self._parts.keys() - model.all_tied_weights_keys.keys()
         lacking = {own.get(name, name) for name in without}
         # Where several make one, a processor would leave zeros for what is not there.
-        lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
+        lacking |= {name for name in self._names if name.endswith("_exps") and f"{name}.weight" not in stored}
         if lacking:
             raise WorkError(
                 f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): {ANEW}"
             )
-        return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Load the tensors whose names in the model are wanted; `WorkError` where one is of another shape."""
-        for name in filter(wanted, self.parts):
+        for name in filter(wanted, self._parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
             stored: Any = holder._parameters if own in holder._parameters else holder._buffers
@@ -398,12 +388,12 @@ class GgufTensors:
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up
-        for part in sorted(self.parts[name]):
+        for part in sorted(self._parts[name]):
             array = self.file.decoded(part)
             stored = tuple(array.shape)
             try:
-                result = self.processor.process(
-                    weights=array, name=part, tensor_key_mapping=self.names, parsed_parameters=parsed
+                result = self._processor.process(
+                    weights=array, name=part, tensor_key_mapping=self._names, parsed_parameters=parsed
                 )
             except ValueError:
                 result = None

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.calls import Calls, capture_calls, capture_current_calls, run_until_tap, stop_at_tap
+from theodolite.models.calls import capture_calls, capture_current_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import known_state
@@ -33,7 +31,7 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
     put_back,
 )
-from theodolite.models.structure import Structure, first_output
+from theodolite.models.structure import first_output
 from theodolite.models.structure_search import find_structure
 from theodolite.models.sweep import Sweep
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
@@ -73,7 +71,7 @@ def open_weights(
         checkpoint = loading.Checkpoint.at(path_or_id, revision)
         with _read_in_parts():
             checkpoint = checkpoint.of_one_commit()
-            reader = Reader.of(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
+            reader = Reader(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
             reader.verify_ends()
         reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
         return reader.opened(block_present=reader.loaded, **checkpoint.identity(show_progress))
@@ -114,14 +112,15 @@ def open_streamed(
             tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
             if tensors.model.config.is_encoder_decoder:
                 raise CannotReadLazily("encoder and decoder read each other")
-            reader = Reader.of(tensors, None)
+            reader = Reader(tensors, None)
             blocks = StreamedBlocks(tensors, reader.structure, target)
             blocks.unswept = reader.why_not_swept()
             blocks.load_rest()
             reader.verify_ends()
             blocks.read_as_they_run()
-            calls = {layer: call.with_hidden(call.hidden.to(target)) for layer, call in reader.calls.items()}
-            model = replace(reader, calls=calls).opened(
+            for layer, call in reader.calls.items():
+                reader.calls[layer] = call.with_hidden(call.hidden.to(target))
+            model = reader.opened(
                 tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
                 **checkpoint.identity(show_progress),
                 streamed=blocks,
@@ -155,7 +154,6 @@ def _refuse_to_run(module: nn.Module, _args: Any) -> None:
     )
 
 
-@dataclass(frozen=True)
 class Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
@@ -165,29 +163,17 @@ class Reader:
             `other_calls` with other weights in all of the model, for which `inputs` arrived at the tap.
     """
 
-    tensors: loading.StoredTensors
-    source: Source
-    structure: Structure
-    calls: Calls
-    own_calls: Calls
-    tapped_calls: Calls
-    other_calls: Calls
-    inputs: list[AttentionInputs]
-
-    @classmethod
-    def of(cls, tensors: loading.StoredTensors, attention: Attention | None) -> Reader:
-        """Find the attention modules and how they are called, by forward passes without weights."""
+    def __init__(self, tensors: loading.StoredTensors, attention: Attention | None) -> None:
         model = tensors.model
-        source = Source.of_transformers(model, attention)
+        self.tensors, self.source = tensors, Source.of_transformers(model, attention)
+        one_token, several_tokens = self.source.small_pass(1), self.source.small_pass(VERIFIED_LENGTH)
         with filled_with_rows(model, 0.0):
-            one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
-            structure = find_structure(source)
-            calls = capture_calls(model, structure, one_token)
-            own_calls = capture_current_calls(structure, several_tokens)
-            tapped_calls = capture_calls(model, structure, several_tokens)
-        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, structure) as inputs:
-            other_calls = capture_current_calls(structure, several_tokens)
-        return cls(tensors, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
+            self.structure = find_structure(self.source)
+            self.calls = capture_calls(model, self.structure, one_token)
+            self.own_calls = capture_current_calls(self.structure, several_tokens)
+            self.tapped_calls = capture_calls(model, self.structure, several_tokens)
+        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, self.structure) as self.inputs:
+            self.other_calls = capture_current_calls(self.structure, several_tokens)
 
     def opened(self, **rest: Any) -> OpenModel:
         """Open the model, with other attributes."""

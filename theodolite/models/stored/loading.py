@@ -344,7 +344,7 @@ class StoredTensors(Protocol):
 def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
     skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
-    tensors: StoredTensors = gguf_module().GgufTensors.of(path, skeleton)
+    tensors: StoredTensors = gguf_module().GgufTensors(path, skeleton)
     return tensors
 
 
