@@ -48,9 +48,9 @@ def unrolled(tensor: Tensor, dim: int) -> Tensor:
     """Split a dimension of all tokens into contexts and positions; `UsageError` where they are not the batch's."""
     batch = _read.get()
     if batch is None or tensor.shape[dim] != batch[0] * batch[1]:
-        told = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
+        expected = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
         raise UsageError(
-            f"blocks read a row of {tensor.shape[dim]} tokens, which is not {told}: {IN_ONE_ROW}"
+            f"blocks read a row of {tensor.shape[dim]} tokens, which is not {expected}: {IN_ONE_ROW}"
         )
     return tensor.unflatten(dim, batch)
 
@@ -65,15 +65,15 @@ def in_one_row(inputs: AttentionInputs) -> bool:
 
 def split_by_context(inputs: AttentionInputs, name: str) -> AttentionInputs:
     """Split the attention of a row by context; `UsageError` where tokens see those of other contexts."""
-    bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
-    if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
+    bias, mask = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
+    if inputs.mask is None or mask is None or mask.sum() != inputs.mask.sum():
         raise UsageError(
             f"{name} reads its contexts in one row, and tokens attend to those of other contexts: {IN_ONE_ROW}"
         )
     if bias is not None:
         bias = _of_keys(bias) if bias.shape[2] == 1 else _on_diagonal(bias)
     query, key, value = (_of_keys(tensor.mT).mT for tensor in (inputs.query, inputs.key, inputs.value))
-    return replace(inputs, query=query, key=key, value=value, mask=own, bias=bias)
+    return replace(inputs, query=query, key=key, value=value, mask=mask, bias=bias)
 
 
 def joined_in_row(output: Tensor) -> Tensor:

@@ -307,8 +307,8 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         )
     with MAKING, torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = type(model.root)(copy.deepcopy(model.root.config))
-    hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
+        model_of_config = type(model.root)(copy.deepcopy(model.root.config))
+    hf = model_of_config.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     weights = model.weights()
     origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
     source = model.source.of_copy(hf)

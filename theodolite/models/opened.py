@@ -265,20 +265,20 @@ class OpenModel:
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
             )
-        turns, called, kept = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
+        turns, called, weights = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
 
         def enter(module: nn.Module, args: Any) -> None:
             called[module] = turns.take(module)
 
         def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
             if called.pop(module, None) == layer:
-                kept.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
+                weights.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
             return attend(inputs)
 
         hook = self.structure.attention_at(layer).register_forward_pre_hook(enter)
         with removed_on_leaving([hook]), tapped(self.root, tap):
             self.forward(contexts)
-        return kept[0]
+        return weights[0]
 
     def check_writes(self, length: int, count: int) -> None:
         """Raise `UsageError` where it cannot continue contexts of a length by so many tokens."""
@@ -413,15 +413,15 @@ class OpenModel:
             raise UsageError(f"no layer is chosen: {self.id} has {self.layers}, counted from 0")
         for layer in chosen:
             self.check_place(layer)
-        of = self.structure
-        kept = [layer in chosen for layer in range(self.layers)]
+        whole = self.structure
+        keeps = [layer in chosen for layer in range(self.layers)]
         structure = replace(
-            of,
+            whole,
             attention=tuple(
-                module if keep else None for keep, module in zip(kept, of.attention, strict=True)
+                module if keep else None for keep, module in zip(keeps, whole.attention, strict=True)
             ),
-            heads_of=tuple(keep * heads for keep, heads in zip(kept, of.heads_of, strict=True)),
-            value_widths=tuple(keep * width for keep, width in zip(kept, of.value_widths, strict=True)),
+            heads_of=tuple(keep * heads for keep, heads in zip(keeps, whole.heads_of, strict=True)),
+            value_widths=tuple(keep * width for keep, width in zip(keeps, whole.value_widths, strict=True)),
         )
         return replace(self, structure=structure, chosen=chosen)
 

@@ -34,9 +34,9 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
     def text(token: int) -> str:
         if tokenizer is None:
             return str(token)
-        own = decoded([token])
-        unreadable = "\ufffd" in own or not own or token in tokenizer.all_special_ids
-        return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else own
+        shown = decoded([token])
+        unreadable = "\ufffd" in shown or not shown or token in tokenizer.all_special_ids
+        return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else shown
 
     return text
 

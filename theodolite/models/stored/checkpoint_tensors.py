@@ -254,9 +254,9 @@ class StreamedBlocks:
     def read_as_they_run(self) -> None:
         """Let a pass of the model read each block as it gets there, from now on."""
 
-        def run(own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
+        def run(forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
             with self.present(layer):
-                return own(*args, **kwargs)
+                return forward(*args, **kwargs)
 
         for layer, block in enumerate(self._structure.blocks):
             block.__dict__["forward"] = functools.partial(run, block.forward, layer)

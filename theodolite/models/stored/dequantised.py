@@ -270,8 +270,8 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
 
     def is_parameter(name: str) -> bool:
         """Tell whether the model has such a parameter, with or without the prefix of its backbone."""
-        own = f".{kind_of_name(name)}"
-        return any(own.endswith(parameter) or parameter.endswith(own) for parameter in parameters)
+        dotted = f".{kind_of_name(name)}"
+        return any(dotted.endswith(parameter) or parameter.endswith(dotted) for parameter in parameters)
 
     for name, kind in kinds.items():
         weight = SCALE.sub("", name)

@@ -227,7 +227,7 @@ def gguf_config(path: Path) -> Any:
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:
-    own, tensors = file.own(), file.tensors
+    metadata, tensors = file.own(), file.tensors
     family = FAMILIES.get(file.architecture, file.architecture)
     mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
     in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
@@ -245,18 +245,18 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     needed = places.keys() - OPTIONAL - EPSILONS
     if "expert_count" in places:  # a file may have no dense layers
         needed -= {"feed_forward_length"}
-    if not own.keys() & EPSILONS:
+    if not metadata.keys() & EPSILONS:
         needed |= {max(sorted(EPSILONS), key=places.__contains__)}
     for key in sorted(needed):
-        if not isinstance(own.get(key), int | float) or own[key] <= 0:
+        if not isinstance(metadata.get(key), int | float) or metadata[key] <= 0:
             raise file.unusable(key)
-    layers = own["block_count"]
+    layers = metadata["block_count"]
     if layers > len(tensors):
         raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
     settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
     settings |= {"sliding_window": None} if "sliding_window" in known else {}
     needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
-    for key, value in own.items():
+    for key, value in metadata.items():
         names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
         settings |= dict.fromkeys(names, value)
         if not (names or key in needless or value == NEUTRAL.get(key, 0)):
@@ -268,7 +268,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
     if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
         width = settings["hidden_size"] // settings["num_attention_heads"]
-        settings["head_dim"] = own.get("attention.key_length", width)
+        settings["head_dim"] = metadata.get("attention.key_length", width)
     if "token_embd.weight" in tensors:
         settings["vocab_size"] = tensors["token_embd.weight"].shape[0]
     settings["tie_word_embeddings"] = "output.weight" not in tensors
@@ -281,7 +281,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     if "use_parallel_residual" in known:
         settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
     if family == "lfm2":
-        heads = own.get("attention.head_count_kv")
+        heads = metadata.get("attention.head_count_kv")
         if not isinstance(heads, list):
             raise file.unusable("attention.head_count_kv")
         settings |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
@@ -290,7 +290,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
         is_27b = layers == LAYERS_OF_27B[file.architecture]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
-    pattern = own.get("attention.sliding_window_pattern")
+    pattern = metadata.get("attention.sliding_window_pattern")
     if settings.get("sliding_window") and "use_sliding_window" in known:
         settings["use_sliding_window"] = True
         pattern = pattern or [True] * layers
@@ -300,17 +300,19 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     settings["architectures"] = [architecture] if isinstance(architecture, str) else None
-    return settings | _rotary(file, own, settings, default)
+    return settings | _rotary(file, metadata, settings, default)
 
 
-def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], default: Any) -> dict[str, Any]:
+def _rotary(
+    file: GgufFile, metadata: dict[str, Any], settings: dict[str, Any], default: Any
+) -> dict[str, Any]:
     if getattr(default, "rope_parameters", None) is None:
         return {}
-    rotary: dict[str, Any] = {"rope_theta": own.get("rope.freq_base", 1e4)}
-    if "rope.freq_base_swa" in own:
-        rotary["rope_local_base_freq"] = own["rope.freq_base_swa"]
+    rotary: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 1e4)}
+    if "rope.freq_base_swa" in metadata:
+        rotary["rope_local_base_freq"] = metadata["rope.freq_base_swa"]
     head = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    turned = own.get("rope.dimension_count", head)
+    turned = metadata.get("rope.dimension_count", head)
     if "partial_rotary_factor" in default.rope_parameters:
         rotary["partial_rotary_factor"] = turned / head
     elif turned != head:
@@ -318,10 +320,10 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
             f"positions turn {turned} of {head} dimensions of its heads, and all of them in transformers' "
             f"{type(default).__name__}"
         )
-    kind = own.get("rope.scaling.type", "none")
-    factor: Any = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    context = own.get("rope.scaling.original_context_length", own.get("context_length"))
-    of_attention = own.get("rope.scaling.attn_factor", 1.0)
+    kind = metadata.get("rope.scaling.type", "none")
+    factor: Any = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))
+    context = metadata.get("rope.scaling.original_context_length", metadata.get("context_length"))
+    of_attention = metadata.get("rope.scaling.attn_factor", 1.0)
     divisors = [file.decoded(name).tolist() for name in ROPE_TENSORS if name in file.tensors]
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
@@ -331,7 +333,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     elif kind == "yarn":
         of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
-        betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        betas = {name: metadata.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
     elif kind in ("linear", "none") and of_attention == 1:
         return rotary | ({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor else {})
