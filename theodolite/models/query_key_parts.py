@@ -130,9 +130,9 @@ def visit_layers(
             with tapped(model.root, stop_at_tap):
                 arrived = run_until_tap(module, call)
                 name, cross = structure.names[layer], structure.cross
-                of = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
+                layer_pass = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
                 with without_autocast():
-                    visit(of)
+                    visit(layer_pass)
         finally:
             visiting = False
         left.remove(layer)
