@@ -135,7 +135,7 @@ class OpenModel:
     @property
     def heads(self) -> int:
         """Query heads a layer H; where layers differ (`heads_of`), of the one that has most."""
-        return self.structure.heads
+        return max(self.heads_of)
 
     @property
     def heads_of(self) -> tuple[int, ...]:
