@@ -58,7 +58,7 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
     while len(texts) < len(ids):
         start = len(texts)
         for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
-            if model.tokenizer is None or "\ufffd" not in decoded(ids[start : start + 1].tolist()):
+            if "\ufffd" not in decoded(ids[start : start + 1].tolist()):
                 break
             together = decoded(ids[start:end].tolist())
             if together and "\ufffd" not in together:

@@ -415,13 +415,10 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = sum(rows.sum(dtype=wider) for rows in parameter.detach().reshape(-1).split(SUMMED_AT_ONCE))
         if not math.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            if kind == "infinite" and parameter.dtype == torch.float16:
-                raise WorkError(
-                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
-                )
-            raise WorkError(
-                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
-            )
+            overflows = kind == "infinite" and parameter.dtype == torch.float16
+            broken = ": the checkpoint is broken, nothing to measure"
+            why = " in float16: try --dtype float32" if overflows else broken
+            raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
 
 
 def hash_checkpoint(
