@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "t5": "t5encoder"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 """What llama.cpp calls those families that it calls otherwise than `transformers`."""
 
 _SIZES = {
@@ -131,8 +131,6 @@ def write(
     architecture = "llama" if architecture == "mistral" else architecture
     writer = gguf.GGUFWriter(path, architecture, **options)
     settings = {name: getattr(config, field, None) for name, field in _SIZES.items()}
-    if architecture == "t5encoder":
-        settings |= {"context_length": 512, "feed_forward_length": config.d_ff, "key_length": config.d_kv}
     if architecture == "falcon":
         settings |= {"head_count_kv": 1, "feed_forward_length": config.ffn_hidden_size}
     rope = getattr(config, "rope_parameters", None) or {}

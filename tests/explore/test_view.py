@@ -16,7 +16,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.explore.subject import prompt_ids, tag_colours
 from theodolite.models import open_model
-from theodolite.models.open import beside
+from theodolite.models.open import sharing_weights
 from theodolite.passes.survey import survey, survey_heads
 from theodolite.sinks.prompt import LEFT_OUT, read_prompt, trace_prompt
 
@@ -89,7 +89,7 @@ def test_a_survey_beside_the_page_is_that_of_the_model_and_shares_its_weights(op
     model = opened("llama3")
     corpus = Corpus.random_tokens(model.tokenizer, SURVEYED, 6, 0)
     expected = survey_heads(model, corpus).heads
-    second = beside(model)
+    second = sharing_weights(model)
     assert {p.data_ptr() for p in second.root.parameters()} == {p.data_ptr() for p in model.root.parameters()}
     with ThreadPoolExecutor() as threads:
         made = threads.submit(survey_heads, second, corpus)

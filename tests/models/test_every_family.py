@@ -20,7 +20,6 @@ from theodolite.models import OpenModel, open_model, open_weights
 from theodolite.models.calls import stop_at_tap
 from theodolite.models.doors.taps import tapped
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.stored.loading import build_skeleton, on_meta
 from theodolite.models.weights.head_weights import HeadWeights, read_head_weights, through_tap
 from theodolite.models.weights.weight_map import find_projections, replaced
 from theodolite.passes.run import Run
@@ -319,17 +318,6 @@ def same_run(run: Run, expected: Run) -> None:
         torch.testing.assert_close(run.arrays[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def check_skeleton(model: OpenModel, folder: Path) -> None:
-    """Oracle: the buffers of the model opened whole."""
-    hf = model.hf
-    skeleton = build_skeleton(on_meta(folder, type(hf), hf.config, hf.dtype))
-    stored, buffers = set(hf.state_dict()), dict(hf.named_buffers())
-    computed = dict(skeleton.named_buffers())
-    assert computed.keys() == buffers.keys()
-    assert all(torch.equal(computed[name], buffers[name]) for name in buffers.keys() - stored)
-    assert skeleton.num_parameters() == hf.num_parameters()
-
-
 CHECKS: tuple[Callable[[str, OpenModel], None], ...] = (
     check_facts,
     check_passes,
@@ -358,7 +346,6 @@ def test_what_holds_for_every_family(family, opened, checkpoint):
     for check in CHECKS:
         check(family, model)
     check_read_by_layers(model, checkpoint(family))
-    check_skeleton(model, checkpoint(family))
     assert _state(model.hf) == state
     assert all(torch.equal(value, tensors[name]) for name, value in model.hf.state_dict().items())
 

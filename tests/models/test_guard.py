@@ -17,15 +17,14 @@ import torch
 from transformers import GPT2LMHeadModel
 from transformers.initialization import no_tie_weights
 
-from tests.chaos.entries import CORPUS, ENTRIES, IDS, difference
+from tests.chaos.entries import CORPUS, ENTRIES, difference
 from tests.chaos.settings import OTHERS, STATES, seen, set_to
 from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.guard import between_passes, guarded, measures
+from theodolite.models.guard import guarded, measures
 from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import survey
-from theodolite.passes.survey_pass import SurveyPass
 from theodolite.sinks.interventions import attention_knockout
 
 FAMILIES = ("gpt2", "llama3")
@@ -173,63 +172,14 @@ def test_an_intervention_begins_between_passes(opened):
     assert difference(under.heads, runs[0].heads)
 
 
-def test_who_has_the_model_may_measure_it_and_others_wait(opened):
-    model, began = opened("gpt2"), threading.Event()
-
-    def other() -> None:
-        began.set()
-        model.forward(IDS)
-
-    thread = threading.Thread(target=other)
-    with between_passes(model.hf):
-        thread.start()
-        assert began.wait(60)
-        model.forward(IDS)
-        thread.join(0.2)
-        assert thread.is_alive()
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_a_pass_that_was_made_in_inference_mode_goes_on_outside_of_it(opened):
-    """Oracle: passes that were made outside of it."""
-    model = opened("gpt2")
-    totals = []
-    for mode in (True, False):
-        with torch.inference_mode(mode):
-            total, part = (SurveyPass(model, CORPUS, 0, 2) for _ in range(2))
-        total.read(0, 4)
-        part.read(4, 6)
-        total.merge(part.state())
-        total.restore(total.state())
-        totals.append(total.state())
-    assert totals[0].keys() == totals[1].keys()
-    assert all(torch.equal(totals[0][name], totals[1][name]) for name in totals[0])
-
-
 def test_the_model_that_is_measured_is_the_one_that_the_call_names(opened):
     """Oracle: the modules' own flags; another model, before it among the arguments, is left alone."""
     first, second = opened("gpt2"), opened("llama3")
 
-    class Holder:
-        model = second
-
-        @measures("self.model")
-        def modes(self, other: Any) -> tuple[bool, bool]:
-            return other.hf.training, self.model.hf.training
-
     @measures("model")
-    def modes(other: Any, model: Any = None) -> tuple[bool, bool]:
-        return other.hf.training, model is not None and model.hf.training
+    def modes(other: Any, model: Any) -> tuple[bool, bool]:
+        return other.hf.training, model.hf.training
 
-    first.hf.train()
-    second.hf.train()
-    try:
-        assert modes(first, second) == modes(first, model=second) == Holder().modes(first) == (True, False)
-        assert modes(first) == (True, False)  # none is given: the function itself says so
+    with STATES["training"](first), STATES["training"](second):
+        assert modes(first, second) == modes(first, model=second) == (True, False)
         assert second.hf.training
-    finally:
-        first.hf.eval()
-        second.hf.eval()
-    with pytest.raises(ValueError, match="'corpus' is not in list"):
-        measures("corpus")(modes)

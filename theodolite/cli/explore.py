@@ -128,7 +128,7 @@ def _display_names(opened: list[OpenModel]) -> list[str]:
 def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event) -> PlannedSurvey:
     """Plan the survey of the model on a text, which stops once the page has ended."""
     from theodolite.explore.subject import PlannedSurvey
-    from theodolite.models.open import beside
+    from theodolite.models.open import sharing_weights
     from theodolite.passes.corpus_pass import check_fit
     from theodolite.passes.run import describe_model, describe_pass
     from theodolite.passes.survey import survey_heads
@@ -143,7 +143,7 @@ def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event
                 show(what, done, total)
                 tell(what, done, total)
 
-            return survey_heads(beside(model), corpus, seed=seed, show_progress=both)
+            return survey_heads(sharing_weights(model), corpus, seed=seed, show_progress=both)
 
     return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, seed, {}), make)
 

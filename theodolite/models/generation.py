@@ -1,4 +1,4 @@
-"""Continue contexts by what a model writes, greedily and with its cache; what comes out is read like any other text."""
+"""Continue a corpus by greedy decoding; the result is read like any other corpus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
-from theodolite.models.writing import written
+from theodolite.models.writing import decode_greedily
 from theodolite.system.progress import ShowProgress
 
 
@@ -23,7 +23,7 @@ def continued(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Corpus:
-    """Continue every context by `count` tokens that the model writes: the most probable each time, with its cache.
+    """Continue every context by `count` tokens of greedy decoding with the model's own cache.
 
     A context is read as one text, not cut where it ends a sequence. `selection` then says from which position on the
     tokens are the model's (`written_from`). The first context's logits as it was written are compared with those of
@@ -52,7 +52,7 @@ def continued(
     rows: list[Tensor] = []
     show_progress(0, len(corpus.contexts))
     for part in corpus.contexts.split(batch):
-        rows += written(model.source, part, count, verify=not rows)
+        rows += decode_greedily(model.source, part, count, verify=not rows)
         show_progress(len(rows), len(corpus.contexts))
     selection = corpus.selection | {"written_from": length}
     return replace(corpus, contexts=torch.stack(rows), selection=selection, text_bytes=None)

@@ -87,7 +87,7 @@ def between_passes(model: nn.Module) -> Iterator[None]:
 
 
 def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Result:
-    """Return what `work` gives; while the model is `guarded`, what it gave the first time under this name."""
+    """Return the result of `work`, computed once for each name while the model is `guarded`."""
     held = _held(model)
     with held.lock:
         if not held.depth:
@@ -180,7 +180,7 @@ def _held(model: nn.Module) -> _Held:
 
 
 def _as_at_the_start() -> ExitStack:
-    """Set what all threads share as it is at the start of a process; returns what puts it back."""
+    """Set process-wide state as it is at the start of a process; return what restores it."""
     backends: Any = torch.backends
     with ExitStack() as undo:
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())

@@ -28,7 +28,7 @@ class Hooks(Protocol):
         return
 
     def resume(self, layer: int, hidden: Tensor) -> None:
-        """Receive the residual stream once more that enters a block after the first, where blocks may run alone.
+        """Receive the residual stream again as it enters a block after the first, where blocks may run alone.
 
         Other contexts may have gone through the block before since this one did.
         """
@@ -63,7 +63,7 @@ def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
 @contextmanager
 def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
-    """Call `hooks` in a forward pass that somebody else makes, as it enters `entry`; it computes as without them."""
+    """Call `hooks` in forward passes that others make through `entry`, without changing what these compute."""
     with _hooked(model, hooks, observed, entry):
         yield
 

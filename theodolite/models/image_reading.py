@@ -53,16 +53,7 @@ def image_reader(model: OpenModel) -> TransformedImages:
         raise UsageError(
             f"{source} makes {tokens} tokens of an image of {size[0]} × {size[1]} pixels: they are no grid of patches"
         )
-    try:
-        with without_progress_bars():
-            processor = AutoImageProcessor.from_pretrained(
-                source, revision=model.revision, backend="pil", trust_remote_code=False
-            )
-    except LOADING_ERRORS as error:
-        raise UsageError(
-            f"{source} has no image processor that can be read ({reason_of(error)}): save its "
-            "preprocessor_config.json beside its weights"
-        ) from error
+    processor = _loaded(AutoImageProcessor, model, "image processor", "preprocessor_config.json")
     # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
     normalized = getattr(processor, "do_normalize", False)
@@ -81,16 +72,7 @@ def pictured_text_reader(model: OpenModel) -> PicturedTextReader:
     token = getattr(config, "image_token_id", None)
     if token is None or model.vocabulary is None:
         raise UsageError(f"{model.id} reads no images in a text (its config has no image_token_id)")
-    try:
-        with without_progress_bars():
-            processor = AutoProcessor.from_pretrained(
-                model.id, revision=model.revision, backend="pil", trust_remote_code=False
-            )
-    except LOADING_ERRORS as error:
-        raise UsageError(
-            f"{model.id} has no processor of images and text that can be read ({reason_of(error)}): save its "
-            "processor_config.json beside its weights"
-        ) from error
+    processor = _loaded(AutoProcessor, model, "processor of images and text", "processor_config.json")
     tokenizer = processor.tokenizer  # its own, and not the model's, which stays as it is
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     return _Processor(processor, tokenizer, int(token), model.vocabulary)
@@ -122,6 +104,18 @@ class _Processor:
         ids = tensors.pop("input_ids")[0].tolist()
         tensors.pop("attention_mask", None)
         return ids, tensors
+
+
+def _loaded(loader: Any, model: OpenModel, what: str, file: str) -> Any:
+    try:
+        with without_progress_bars():
+            return loader.from_pretrained(
+                model.id, revision=model.revision, backend="pil", trust_remote_code=False
+            )
+    except LOADING_ERRORS as error:
+        raise UsageError(
+            f"{model.id} has no {what} that can be read ({reason_of(error)}): save its {file} beside its weights"
+        ) from error
 
 
 def _pixels(processor: Any, image: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Contexts that a module reads one after another, in one row of tokens: where each is, and its attention apart.
+"""Contexts packed into one row of tokens: where each is, and its attention by itself.
 
 Blocks that are trained with packed texts read (tokens, width) or (1, tokens, width), with positions that begin again
-and a mask of texts. How many contexts a row holds is known to who runs the model, for as long as it runs.
+and a mask of texts. Whoever runs the model says how many contexts a row holds (`reading`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_ONE_ROW = (
 
 @contextmanager
 def reading(batch: Batch | None) -> Iterator[None]:
-    """Tell the taps in this context how many contexts of how many positions a model reads; None: it is not known."""
+    """Set how many contexts of how many positions the model reads while open; None: unknown."""
     token = _read.set(batch)
     try:
         yield
@@ -40,7 +40,7 @@ def reading(batch: Batch | None) -> Iterator[None]:
 
 
 def batch_read() -> Batch | None:
-    """Return the contexts, and the positions in each, that are read now, if it is known."""
+    """Return the numbers of contexts and positions set by `reading`."""
     return _read.get()
 
 
@@ -48,36 +48,36 @@ def unrolled(tensor: Tensor, dim: int) -> Tensor:
     """Split a dimension of all tokens into contexts and positions; `UsageError` where they are not the batch's."""
     batch = _read.get()
     if batch is None or tensor.shape[dim] != batch[0] * batch[1]:
-        told = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
+        expected = "contexts" if batch is None else f"{batch[0]} contexts of {batch[1]}"
         raise UsageError(
-            f"blocks read a row of {tensor.shape[dim]} tokens, which is not {told}: {IN_ONE_ROW}"
+            f"blocks read a row of {tensor.shape[dim]} tokens, which is not {expected}: {IN_ONE_ROW}"
         )
     return tensor.unflatten(dim, batch)
 
 
 def in_one_row(inputs: AttentionInputs) -> bool:
-    """Tell whether the contexts that are read are one row to an attention, of more than one."""
+    """Tell whether this attention has several contexts in one row."""
     batch, (contexts, _, queries, _) = _read.get(), inputs.query.shape
     if batch is None or batch[0] == 1 or contexts != 1:
         return False
     return queries == inputs.key.shape[2] == batch[0] * batch[1]
 
 
-def apart(inputs: AttentionInputs, name: str) -> AttentionInputs:
+def split_by_context(inputs: AttentionInputs, name: str) -> AttentionInputs:
     """Split the attention of a row by context; `UsageError` where tokens see those of other contexts."""
-    bias, own = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
-    if inputs.mask is None or own is None or own.sum() != inputs.mask.sum():
+    bias, mask = inputs.bias, None if inputs.mask is None else _on_diagonal(inputs.mask)
+    if inputs.mask is None or mask is None or mask.sum() != inputs.mask.sum():
         raise UsageError(
             f"{name} reads its contexts in one row, and tokens attend to those of other contexts: {IN_ONE_ROW}"
         )
     if bias is not None:
         bias = _of_keys(bias) if bias.shape[2] == 1 else _on_diagonal(bias)
     query, key, value = (_of_keys(tensor.mT).mT for tensor in (inputs.query, inputs.key, inputs.value))
-    return replace(inputs, query=query, key=key, value=value, mask=own, bias=bias)
+    return replace(inputs, query=query, key=key, value=value, mask=mask, bias=bias)
 
 
-def in_a_row(output: Tensor) -> Tensor:
-    """Join the outputs (contexts, positions, heads, width) of `apart` into those of the row."""
+def joined_in_row(output: Tensor) -> Tensor:
+    """Join the outputs (contexts, positions, heads, width) of `split_by_context` into those of the row."""
     return output.flatten(0, 1).unsqueeze(0)
 
 

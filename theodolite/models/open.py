@@ -1,4 +1,4 @@
-"""Open a checkpoint, or a module that is in memory, check it, and know where its heads are: the way in."""
+"""Open a checkpoint, or a module in memory: find its heads and verify its attention."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def before_weights(
     revision: str | None,
     tower: loading.Tower | None,
 ) -> OpenModel | None:
-    """Describe a checkpoint by configuration and tokenizer: a model that cannot run, to refuse what does not fit it.
+    """Describe a checkpoint by its configuration and tokenizer alone, to check options before weights are read.
 
     Arguments are those of `open_model`. None: the configuration does not say enough, or `open_model` says why.
     """
@@ -171,7 +171,7 @@ def open_module(
 ) -> OpenModel:
     """Open and verify any PyTorch module that reads token ids, or images, and attends.
 
-    Heard is attention by `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention`, and attention that
+    Attention is intercepted in `scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention`, and where it
     is computed by hand: a product of queries and keys, a softmax, a product with values. The module stays as and where
     it is: modes, hooks, gradients.
 
@@ -188,8 +188,8 @@ def open_module(
             "self_attn" say; None: all are.
 
     Raises:
-        UsageError: it attends in no way that is heard, or not within a list of blocks; or cannot run on ids.
-        WorkError: weights are NaN or infinite, or the attention that was heard is not the module's own.
+        UsageError: no attention can be intercepted, or it is not within a list of blocks; or it cannot run on ids.
+        WorkError: weights are NaN or infinite, or the intercepted attention is not the module's own.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
@@ -208,7 +208,7 @@ def open_module(
 def _check_arguments(
     vocabulary: Any, forward: Any, blocks: Any, tokenizer: Any, longest: Any, image: Any
 ) -> None:
-    """Raise `UsageError` where one of `open_module` is none of its kind, or they do not go together."""
+    """Raise `UsageError` where an argument of `open_module` is of the wrong type, or two exclude each other."""
     if image is None and vocabulary is None and tokenizer is None:
         raise UsageError(
             "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
@@ -247,7 +247,7 @@ def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenMo
 
 @contextmanager
 def on_a_few_tokens(source: Source) -> Iterator[None]:
-    """Raise what a model's own code raises in small passes as a `UsageError`."""
+    """Raise errors of a model's own code in small passes as `UsageError`."""
     try:
         yield
     except TheodoliteError:
@@ -259,7 +259,7 @@ def on_a_few_tokens(source: Source) -> Iterator[None]:
 def verified_parts(
     source: Source, length: int = VERIFIED_LENGTH, skip_overflow: bool = False
 ) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
-    """Find and verify what `OpenModel.of` needs of a model in evaluation mode, from small inputs.
+    """Find the structure and the calls of a model in evaluation mode, and verify its attention, on small inputs.
 
     Raises:
         UsageError: an unsupported family, or a window in which tokens see nothing.
@@ -288,8 +288,8 @@ def verified_parts(
     return structure, calls, inputs
 
 
-def beside(model: OpenModel) -> OpenModel:
-    """Make a second model of the same weights in memory: a thread of its own may measure it meanwhile."""
+def sharing_weights(model: OpenModel) -> OpenModel:
+    """Make a second model that shares the weights in memory, for another thread to measure meanwhile."""
     with between_passes(model.root):
         held = [*model.root.parameters(), *model.root.buffers()]
         source = copy.deepcopy(model.source, {id(tensor): tensor for tensor in held})
@@ -307,8 +307,8 @@ def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
         )
     with MAKING, torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = type(model.root)(copy.deepcopy(model.root.config))
-    hf = made.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
+        model_of_config = type(model.root)(copy.deepcopy(model.root.config))
+    hf = model_of_config.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
     weights = model.weights()
     origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
     source = model.source.of_copy(hf)

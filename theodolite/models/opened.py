@@ -1,4 +1,4 @@
-"""A model that has been opened and verified: what every measurement is given."""
+"""An opened and verified model, the argument of every measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from theodolite.models.weights.head_weights import (
     state_of,
 )
 from theodolite.models.weights.weight_map import WeightMaps
-from theodolite.models.writing import written
+from theodolite.models.writing import decode_greedily
 from theodolite.system.choices import check_whole
 
 
@@ -135,7 +135,7 @@ class OpenModel:
     @property
     def heads(self) -> int:
         """Query heads a layer H; where layers differ (`heads_of`), of the one that has most."""
-        return self.structure.heads
+        return max(self.heads_of)
 
     @property
     def heads_of(self) -> tuple[int, ...]:
@@ -260,25 +260,25 @@ class OpenModel:
         self.check_tokens(contexts)
         if generate:
             self.check_writes(contexts.shape[1], generate)
-            contexts = written(self.source, contexts, generate, verify=True)
+            contexts = decode_greedily(self.source, contexts, generate, verify=True)
         elif not self.has_positions(contexts.shape[1]):
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
             )
-        turns, called, kept = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
+        turns, called, weights = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
 
         def enter(module: nn.Module, args: Any) -> None:
             called[module] = turns.take(module)
 
         def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
             if called.pop(module, None) == layer:
-                kept.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
+                weights.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
             return attend(inputs)
 
         hook = self.structure.attention_at(layer).register_forward_pre_hook(enter)
         with removed_on_leaving([hook]), tapped(self.root, tap):
             self.forward(contexts)
-        return kept[0]
+        return weights[0]
 
     def check_writes(self, length: int, count: int) -> None:
         """Raise `UsageError` where it cannot continue contexts of a length by so many tokens."""
@@ -397,7 +397,7 @@ class OpenModel:
         )
 
     def only(self, layers: Sequence[int] | None) -> OpenModel:
-        """Return the same model, of which the heads of some layers are looked at, as if no other attended (None: all).
+        """Return the same model restricted to the heads of some layers (None: all).
 
         What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
 
@@ -413,15 +413,15 @@ class OpenModel:
             raise UsageError(f"no layer is chosen: {self.id} has {self.layers}, counted from 0")
         for layer in chosen:
             self.check_place(layer)
-        of = self.structure
-        kept = [layer in chosen for layer in range(self.layers)]
+        whole = self.structure
+        keeps = [layer in chosen for layer in range(self.layers)]
         structure = replace(
-            of,
+            whole,
             attention=tuple(
-                module if keep else None for keep, module in zip(kept, of.attention, strict=True)
+                module if keep else None for keep, module in zip(keeps, whole.attention, strict=True)
             ),
-            heads_of=tuple(keep * heads for keep, heads in zip(kept, of.heads_of, strict=True)),
-            value_widths=tuple(keep * width for keep, width in zip(kept, of.value_widths, strict=True)),
+            heads_of=tuple(keep * heads for keep, heads in zip(keeps, whole.heads_of, strict=True)),
+            value_widths=tuple(keep * width for keep, width in zip(keeps, whole.value_widths, strict=True)),
         )
         return replace(self, structure=structure, chosen=chosen)
 

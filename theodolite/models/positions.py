@@ -6,11 +6,13 @@ reads one token over and over, so that only positions differ, and each of its at
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from theodolite.attention.inputs import AttentionInputs
+from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call, capture_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
@@ -67,24 +69,13 @@ def _of_attention(inputs: AttentionInputs) -> str | None:
     if any(map(_varies, heads)):
         lengths = [torch.linalg.vector_norm(tensor, dim=-1, keepdim=True) for tensor in heads]
         return UNKNOWN if any(map(_varies, lengths)) else "rotary"
-    if inputs.bias is None:
+    # The bias of the last query over the keys that it sees: what they have in common decides no weight.
+    of_last = replace(inputs, query=torch.zeros_like(inputs.query)).of_queries(slice(-1, None)).logits()
+    bias = of_last[..., (of_last > MASKED / 2).all(dim=(0, 1, 2))].double()
+    if inputs.bias is None or not bias.diff().any():
         return None
-    shape = (*inputs.query.shape[:3], inputs.key.shape[2])
-    bias = inputs.bias.double().expand(shape)
-    visible = torch.ones_like(bias, dtype=torch.bool)
-    if inputs.mask is not None:
-        visible = inputs.mask.expand(shape)
-    elif inputs.causal:
-        visible = visible.tril()
-    # What a row has in common decides no weight: it is left out, with the number of its first visible key.
-    first = visible.double().argmax(-1, keepdim=True)
-    bias = (bias - bias.gather(-1, first)) * visible
-    least = float(bias.abs().max()) * max(1e-3, 4 * torch.finfo(inputs.bias.dtype).eps)
-    if not least:
-        return None
-    last = bias[:, :, -1:].expand(shape)
-    of_keys = (bias - (last - last.gather(-1, first)) * visible).abs().max() <= least
-    return "alibi" if of_keys and last.diff(n=2).abs().max() <= least else "relative bias"
+    rounding = max(1e-3, 4 * torch.finfo(inputs.bias.dtype).eps) * (bias - bias[..., -1:]).abs().max()
+    return "alibi" if bool((bias.diff(n=2).abs() <= rounding).all()) else "relative bias"
 
 
 def _varies(hidden: Tensor) -> bool:

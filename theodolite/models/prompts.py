@@ -65,12 +65,12 @@ def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) ->
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
     text = prompt.encode("utf-8", "replace").decode()  # a shell can hand over half a surrogate pair
-    found = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
-    if len(found) < LEAST_LENGTH:
+    tokens = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+    if len(tokens) < LEAST_LENGTH:
         raise UsageError(
-            f"the prompt is {counted(len(found), 'token')} long: give one of at least {LEAST_LENGTH}"
+            f"the prompt is {counted(len(tokens), 'token')} long: give one of at least {LEAST_LENGTH}"
         )
-    return torch.tensor(found)
+    return torch.tensor(tokens)
 
 
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:

@@ -73,10 +73,6 @@ class _LastLayerDone(Exception):
     pass
 
 
-class _NormNotFound(Exception):
-    pass
-
-
 @measures("model")
 def visit_layers(
     model: OpenModel,
@@ -129,16 +125,14 @@ def visit_layers(
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
         norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
-        if norm is None and not functions and not _equal(call.hidden, stream):
-            raise _NormNotFound
         visiting = True
         try:
             with tapped(model.root, stop_at_tap):
                 arrived = run_until_tap(module, call)
                 name, cross = structure.names[layer], structure.cross
-                of = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
+                layer_pass = LayerPass(layer, name, stream, call.hidden, norm, module, call, arrived, cross)
                 with without_autocast():
-                    visit(of)
+                    visit(layer_pass)
         finally:
             visiting = False
         left.remove(layer)
@@ -148,24 +142,14 @@ def visit_layers(
     hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
     hooks += [module.register_forward_hook(leave_module) for module in around]
     hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
-    with suppress(_LastLayerDone), removed_on_leaving(hooks):
-        # To watch PyTorch's functions takes longer: only where no module is the norm. A streamed model runs once.
-        functions = model.streamed is not None
-        if not functions:
-            try:
-                model.forward(inputs)
-                return
-            except _NormNotFound:
-                functions = True
-                turns.begin_pass()
-        with NormCalls(leave_function):
-            model.forward(inputs)
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
+        model.forward(inputs)
 
 
 def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
     """Find the module that made what entered attention, by its output."""
     # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-    in_turn = sorted(candidates, key=lambda of: (of[1] is not entered, isinstance(of[0], FunctionNorm)))
+    in_turn = sorted(candidates, key=lambda pair: (pair[1] is not entered, isinstance(pair[0], FunctionNorm)))
     return next((module for module, output in in_turn if _equal(output, entered)), None)
 
 
@@ -174,9 +158,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def of_streams(
-    of: LayerPass, streams: Float[Tensor, "contexts positions width"], *, first: bool
+    layer_pass: LayerPass, streams: Float[Tensor, "contexts positions width"], *, first: bool
 ) -> LayerPass:
-    """Return the pass of other contexts, as long, from what enters the block in them.
+    """Return the same layer's pass for other contexts of that length, given the stream that enters its block.
 
     Args:
         first: the first of them is that of the pass, and is compared with it.
@@ -185,18 +169,22 @@ def of_streams(
         WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
             enters the block is not what the one before left.
     """
-    stream = streams.to(of.stream)
-    if of.entered.shape != of.stream.shape or of.cross:
+    stream = streams.to(layer_pass.stream)
+    if layer_pass.entered.shape != layer_pass.stream.shape or layer_pass.cross:
         raise WorkError("attention reads something else than the residual stream")
-    if of.norm is None and not _equal(of.entered, of.stream):
+    if layer_pass.norm is None and not _equal(layer_pass.entered, layer_pass.stream):
         raise WorkError("no module turns the stream into what attention reads")
-    entered = stream if of.norm is None else of.norm(stream)
-    inputs = run_until_tap(of.attention, of.call, entered)
-    pairs = ((entered, of.entered), (inputs.query, of.inputs.query), (inputs.key, of.inputs.key))
-    for own, known in pairs if first else ():
-        if relative_error(own[:1], known) > _tolerance(known):
+    entered = stream if layer_pass.norm is None else layer_pass.norm(stream)
+    inputs = run_until_tap(layer_pass.attention, layer_pass.call, entered)
+    pairs = (
+        (entered, layer_pass.entered),
+        (inputs.query, layer_pass.inputs.query),
+        (inputs.key, layer_pass.inputs.key),
+    )
+    for computed, expected in pairs if first else ():
+        if relative_error(computed[:1], expected) > _tolerance(expected):
             raise WorkError("attention reads something else of a context than its stream")
-    return replace(of, stream=stream, entered=entered, inputs=inputs)
+    return replace(layer_pass, stream=stream, entered=entered, inputs=inputs)
 
 
 def split_queries_and_keys(
@@ -232,12 +220,12 @@ def split_queries_and_keys(
 
 
 def _split(
-    of: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
+    layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
 ) -> SplitQueriesAndKeys:
-    if of.cross:
+    if layer_pass.cross:
         raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-    norm, entered = frozen_norm(of, dtype), of.entered.to(dtype)
-    attention, per_context = frozen_attention(of.attention, of.call, entered)
+    norm, entered = frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
+    attention, per_context = frozen_attention(layer_pass.attention, layer_pass.call, entered)
     batch = entered if per_context else entered[:1]
 
     def send(entering: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +240,7 @@ def _split(
 
     def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what parts of the stream add to queries and keys: to each context's those that are its own."""
-        part = part.to(of.stream.device, dtype)
+        part = part.to(layer_pass.stream.device, dtype)
         part = part if norm is None else norm.direction(part)
         scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
         if per_context:
@@ -262,9 +250,9 @@ def _split(
         of_query, of_key = linear(part)
         return of_query[query] * scale.unsqueeze(1), of_key[key] * scale.unsqueeze(1)
 
-    contexts, length, _ = of.stream.shape
+    contexts, length, _ = layer_pass.stream.shape
     groups = parts.query_group, parts.key_group
-    each = torch.arange(contexts, device=of.stream.device)
+    each = torch.arange(contexts, device=layer_pass.stream.device)
     mean = image(parts.mean.unsqueeze(1).expand(-1, length, -1), *groups)
     level = image(parts.level.unsqueeze(1).expand(-1, length, -1), each, each)
     named = {
@@ -279,45 +267,45 @@ def _split(
     if groups[1] is not groups[0]:
         resid = resid[0], image(parts.resid(groups[1], checked), first, first)[1]
     rounding, both = 0.0, []
-    for side, own in enumerate((of.inputs.query, of.inputs.key)):
+    for side, own in enumerate((layer_pass.inputs.query, layer_pass.inputs.key)):
         total = own.to(dtype)
         exact = {name: part[side].expand_as(total) for name, part in named.items()}
         remainder = total - sum(exact.values())
         off = resid[side] - remainder[:checked]
         rounding = max(rounding, relative_error(total[:checked] + off, total[:checked]))
         both.append(torch.stack([{**exact, "resid": remainder}[name] for name in PARTS]))
-    if not rounding <= _tolerance(of.stream, of.inputs.query):
+    if not rounding <= _tolerance(layer_pass.stream, layer_pass.inputs.query):
         raise WorkError(
             "queries and keys of this family are no affine function of its residual stream "
             f"(relative error {rounding:.1e})"
         )
-    return SplitQueriesAndKeys(both[0], both[1], of.inputs, rounding)
+    return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
 
 def frozen_norm(
-    of: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
+    layer_pass: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
 ) -> FrozenNorm | None:
     """Freeze the norm before the heads at the stream of a pass, or at `rows`; None where there is none."""
-    if of.entered.shape != of.stream.shape:
+    if layer_pass.entered.shape != layer_pass.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"
         )
-    if of.norm is None:
-        if not _equal(of.entered, of.stream):
+    if layer_pass.norm is None:
+        if not _equal(layer_pass.entered, layer_pass.stream):
             raise WorkError("no module of the block turns the residual stream into what enters attention")
         return None
-    copy = copy_in_dtype(of.norm, dtype)
+    copy = copy_in_dtype(layer_pass.norm, dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-    norm_dtype = dtype if copy is not of.norm else of.stream.dtype
+    norm_dtype = dtype if copy is not layer_pass.norm else layer_pass.stream.dtype
 
     def norm(x: Tensor) -> Tensor:
         return copy(x.to(norm_dtype)).to(x.dtype)
 
-    inputs = of.stream if rows is None else rows
-    inputs = inputs.to(of.stream.device, dtype)
-    output = of.entered if rows is None else norm(inputs)
-    tolerance = _tolerance(of.stream, of.entered)
-    return FrozenNorm.verified(norm, inputs, output, type(of.norm).__name__, tolerance)
+    inputs = layer_pass.stream if rows is None else rows
+    inputs = inputs.to(layer_pass.stream.device, dtype)
+    output = layer_pass.entered if rows is None else norm(inputs)
+    tolerance = _tolerance(layer_pass.stream, layer_pass.entered)
+    return FrozenNorm.verified(norm, inputs, output, type(layer_pass.norm).__name__, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from theodolite.models.structure import removed_on_leaving
+
 LENGTH, FREQUENCIES, ORIGINAL = "max_seq_len_cached", "inv_freq", "original_"
 """How the names of what such a module keeps end, perhaps one for each kind of layer; and what it began with."""
 
@@ -26,10 +28,9 @@ def frequencies_of_each_pass(model: nn.Module) -> Iterator[None]:
     ]
     hooks = [module.register_forward_pre_hook(_begin) for module in dynamic]
     try:
-        yield
+        with removed_on_leaving(hooks):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, values in zip(dynamic, before, strict=True):
             _begin(module)
             for name, kept in values.items():
@@ -37,7 +38,7 @@ def frequencies_of_each_pass(model: nn.Module) -> Iterator[None]:
 
 
 def _begin(module: Any, _args: Any = None) -> None:
-    """Set a module to how it was before its first pass."""
+    """Reset a module to its state before the first pass."""
     for name in [name for name in vars(module) if name.endswith(LENGTH)]:
         setattr(module, name, module.original_max_seq_len)
     for name, original in [*module._buffers.items()]:
@@ -59,7 +60,7 @@ def positions_by(config: Any) -> int | None:
 
 
 def turned_alike_up_to(config: Any) -> int | None:
-    """Return up to how many tokens a pass turns its positions as any shorter one does; None: whatever its length."""
+    """Return the longest pass that rotates positions as every shorter one does; None: any length."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [of_kind for of_kind in rope.values() if isinstance(of_kind, dict)] or [rope]
     limits = [

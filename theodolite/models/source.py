@@ -1,11 +1,10 @@
-"""A model as all that comes after sees it: a root to hook and tap, a way to run it, and what it reads."""
+"""The interface to a model: a root to hook and tap, a way to run it, and what it reads."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels he
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The interface to a model: what is asked of it.
+    """How a model is run, hooked and tapped, and what it reads.
 
     Attributes:
         root: the whole model, which is hooked and tapped.
@@ -103,8 +102,8 @@ class Source:
                 read = bool(args) and args[0].shape[:2] == chosen.shape
                 return (args[0][chosen.to(args[0].device)][None], *args[1:]) if read else None
 
-            head = model.get_output_embeddings()
-            with removed_on_leaving([] if head is None else [head.register_forward_pre_hook(choose)]):
+            head: Any = model.get_output_embeddings()
+            with removed_on_leaving([head.register_forward_pre_hook(choose)]):
                 logits = model(**given(batch)).logits
             return logits[0] if read else logits[chosen.to(logits.device)]
 
@@ -176,7 +175,7 @@ class Source:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        """Copy it, so that what runs it is of the copy, too."""
+        """Copy the model, with functions that run the copy."""
         return self.of_copy(copy.deepcopy(self.root, memo))
 
     @property
@@ -191,7 +190,7 @@ class Source:
     @property
     def target_start(self) -> int:
         """The token that the decoder's text begins with, where the encoder may read another one; or `UsageError`."""
-        if self.attention not in (DECODER, "cross") or self.root.main_input_name != "input_ids":
+        if self.attention not in (DECODER, "cross"):
             line = "reads one text: a source beside the text is for the decoder of an encoder-decoder"
             raise UsageError(f"{self.name} {line}")
         configs = (self.root.config, getattr(self.root, "generation_config", None))
@@ -223,16 +222,11 @@ class Source:
 
 
 def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.Module | None) -> Source:
-    """Let encoder and decoder read the same tokens; an encoder of speech (Whisper) hears silence."""
+    """Let encoder and decoder read the same tokens."""
     check_attention(attention)
-    hears = model.main_input_name == "input_features" and hasattr(model.config, "num_mel_bins")
-    if model.main_input_name != "input_ids" and not hears:
+    if model.main_input_name != "input_ids":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    if hears and attention != DECODER:
-        raise UsageError(
-            f"{type(model).__name__} reads speech: only its decoder's self-attention is surveyed"
         )
     encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
     trunk = encoder if attention == "encoder" else model.base_model
@@ -244,13 +238,8 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
             ids, source = (of[:, of[0] != NO_TOKEN] for of in ids.unbind(dim=1))
         if attention == "encoder":
             return trunk(input_ids=ids)
-        if hears:
-            bins, frames = model.config.num_mel_bins, 2 * model.config.max_source_positions
-            silence = torch.zeros(len(ids), bins, frames)
-            encoded = {"input_features": silence.to(device_of(model), model.dtype)}
-        else:
-            encoded = {"input_ids": torch.cat([source, source[:, :more]], dim=1)}
-        return (entry or trunk)(**encoded, decoder_input_ids=ids, use_cache=False)
+        source = torch.cat([source, source[:, :more]], dim=1)
+        return (entry or trunk)(input_ids=source, decoder_input_ids=ids, use_cache=False)
 
     of_decoder = frozenset() if attention == "encoder" else frozenset(model.get_decoder().modules())
 
@@ -277,23 +266,23 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
 
 
 class _Trunk(nn.Module):
-    """Runs a module, of which it is no part: so that a pass begins with the call of a module, however it is run."""
+    """Wraps a module and the function that runs it, so that a pass begins with the call of one module."""
 
     def __init__(self, module: nn.Module, forward: Callable[[nn.Module, Tensor], Any] | None) -> None:
         super().__init__()
         self._run = functools.partial(forward or nn.Module.__call__, module)
 
     def forward(self, ids: Tensor) -> Any:
-        """Run the module on token ids; what its own code raises becomes a `UsageError`."""
+        """Run the module on token ids, or images; `UsageError` where it has no place for them."""
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
             # Of an image no more is known than that it is one context.
             with reading(None if ids.is_floating_point() else (ids.shape[0], ids.shape[1])):
                 return self._run(ids)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or _is_of_this_package(error):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:
             what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
             longer = (
                 "; give shorter ones if it has no positions for so many (longest=…), or a smaller vocabulary=… if it "
@@ -303,16 +292,6 @@ class _Trunk(nn.Module):
                 f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
                 + ("" if ids.is_floating_point() else longer)
             ) from error
-
-
-def _is_of_this_package(error: BaseException) -> bool:
-    """Tell whether an error came up in what measures, not in the code that it runs or in PyTorch called from there."""
-    return any(
-        frame.f_globals.get("__name__", "").startswith(__name__.partition(".")[0] + ".")
-        and frame.f_globals["__name__"] != __name__
-        and frame.f_code.co_name != "__torch_function__"
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def device_of(model: nn.Module) -> torch.device:

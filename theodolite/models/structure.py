@@ -103,11 +103,6 @@ class Structure:
     cross: bool
 
     @property
-    def heads(self) -> int:
-        """Query heads of the layer that has most."""
-        return max(self.heads_of)
-
-    @property
     def value_width(self) -> int:
         """Width of a value, where it is widest."""
         return max(self.value_widths)

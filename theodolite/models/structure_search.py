@@ -1,4 +1,4 @@
-"""Finds where a model keeps its attention modules and its blocks, in one forward pass. No family is named here."""
+"""Find the attention modules and the blocks of a model in one forward pass. No family is named here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 
 @dataclass
-class _Ran:
-    """A block that runs, the shapes of what enters it and its attention, how it attends, and what that `read`."""
+class _BlockRun:
+    """One run of a block: shapes of hidden states, its attention module, and the inputs that this `read`."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -45,15 +45,15 @@ SEVERAL = 3
 
 
 def find_structure(source: Source) -> Structure:
-    """See in a small forward pass who calls the tap, and which blocks run; `UsageError` for what is not read."""
+    """Find the modules that call the tap, and their blocks, in a small forward pass; `UsageError` if unsupported."""
     model, blocks, run = source.root, source.blocks, source.probe(SEVERAL)
     family = type(model).__name__
     attention: set[nn.Module] = set()
-    heard: set[nn.Module] = set()
+    callers: set[nn.Module] = set()
     batches: set[Batch | None] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        heard.add(module)
+        callers.add(module)
         batches.add(batch_read())
         if source.attends(module, inputs):
             attention.add(module)
@@ -62,31 +62,31 @@ def find_structure(source: Source) -> Structure:
     attention_not_followed()
     with tapped(model, record), torch.no_grad():
         run()
-    where, lost = attention_not_followed() or (None, None)
-    if not heard and tap_functions_of(model):
+    where, missed = attention_not_followed() or (None, None)
+    if not callers and tap_functions_of(model):
         try:
             return find_structure(source)
         except BaseException:
             tap_by_door(model)  # it may be changed, or be given a door, and opened again
             raise
-    if heard and not attention:
-        raise _no_such_attention(source, heard)
-    if not attention and lost is not None and lost.weights:
-        raise _not_followed(family, lost.operation)
+    if callers and not attention:
+        raise _no_such_attention(source, callers)
+    if not attention and missed is not None and missed.weights:
+        raise _not_followed(family, missed.operation)
     if not attention:
-        between = f": {lost.operation} between its products is not followed" if lost is not None else ""
+        between = f": {missed.operation} between its products is not followed" if missed is not None else ""
         raise UsageError(
             f"{family} computes no attention that could be read{between}; it goes neither through the attention "
             "interface of transformers nor through PyTorch's functions, and is no softmax between two products: write "
             f"it with softmax, {OR_A_DOOR}"
         )
     name_of = {module: name for name, module in model.named_modules()}
-    found = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
-    of_blocks = {module for block in found for module in block.modules()}
-    if lost is not None and lost.weights and where in of_blocks:
-        raise _not_followed(family, lost.operation)
+    members = _named_blocks(model, blocks) if blocks else _blocks_around(model, attention, name_of)
+    of_blocks = {module for block in members for module in block.modules()}
+    if missed is not None and missed.weights and where in of_blocks:
+        raise _not_followed(family, missed.operation)
     try:
-        layers, free = _layers_in_order(source, found, attention, run), False
+        layers, free = _layers_in_order(source, members, attention, run), False
     except _NoBlocks:  # then the attention modules stand for their blocks
         layers, free = _layers_in_order(source, attention, attention, run, free=True), True
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
@@ -125,13 +125,13 @@ def find_structure(source: Source) -> Structure:
     return _with_end(source, structure) if free else structure
 
 
-def _no_such_attention(source: Source, heard: set[nn.Module]) -> UsageError:
+def _no_such_attention(source: Source, callers: set[nn.Module]) -> UsageError:
     if isinstance(source.root, PreTrainedModel):
         return UsageError(
             f"{source.name} has no such attention (the default of an encoder-decoder is its decoder's self-attention): "
             "choose another with attention="
         )
-    names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in heard})
+    names = sorted({name.rpartition(".")[2] for name, of in source.root.named_modules() if of in callers})
     return UsageError(
         f"{source.name}: nothing that attends is called attention={source.attention!r}; its attention modules are "
         f"called {', '.join(names)}"
@@ -148,13 +148,13 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 def _layers_in_order(
     source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
-) -> list[_Ran]:
+) -> list[_BlockRun]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
     Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
     """
     model, named = source.root, bool(source.blocks) and not free
-    layers: list[_Ran] = []
+    layers: list[_BlockRun] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
 
@@ -166,7 +166,7 @@ def _layers_in_order(
             if not free and module in attention and outputs and outputs[-1] is not hidden:
                 raise _NoBlocks
             running.append(module)
-            layers.append(_Ran(module, shape))
+            layers.append(_BlockRun(module, shape))
         if module in attention and layers and (running or not named):
             layers[-1].entered = shape
             layers[-1].read.append(hidden)
@@ -206,7 +206,7 @@ def _layers_in_order(
     return layers
 
 
-def _attends_twice(source: Source, layer: _Ran, module: nn.Module) -> UsageError:
+def _attends_twice(source: Source, layer: _BlockRun, module: nn.Module) -> UsageError:
     name_of = {of_model: name for name, of_model in source.root.named_modules()}
     first, second = name_of[layer.attention or module], name_of[module]
     (around, _, place), of_own = first.rpartition("."), not isinstance(source.root, PreTrainedModel)
@@ -252,16 +252,16 @@ def _blocks_around(
 ) -> set[nn.Module]:
     """Find the members of the lists that hold the attention modules; of no `ModuleList`, those like one that does."""
     around = {module: _list_around(model, name_of[module]) for module in attention}
-    lists = sorted({name_of[found[0]] for found in around.values() if found is not None})
+    lists = sorted({name_of[pair[0]] for pair in around.values() if pair is not None})
     blocks: set[nn.Module] = set()
-    for module, found in around.items():
-        if found is None:
+    for module, pair in around.items():
+        if pair is None:
             say = f': say where they are, blocks="{lists[0] if lists else "transformer.h"}"'
             raise UsageError(
                 f"{type(model).__name__}: attention module {name_of[module]} is not inside a list of blocks"
                 + ("" if isinstance(model, PreTrainedModel) else say)
             )
-        holding, block = found
+        holding, block = pair
         alike = isinstance(holding, nn.ModuleList)
         blocks |= {member for member in holding.children() if alike or type(member) is type(block)}
     return blocks

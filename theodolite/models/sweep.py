@@ -20,7 +20,7 @@ from theodolite.system.mapped import kept
 
 
 class Sweep:
-    """The hidden states of some passes on their way through the blocks.
+    """Hidden states of several passes that go through the blocks together.
 
     While `block(layer)` is open, a pass runs that block alone, on what the pass of the same number left at the block
     before; the others give back what they get, and their hooks are not called.

@@ -34,9 +34,9 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
     def text(token: int) -> str:
         if tokenizer is None:
             return str(token)
-        own = decoded([token])
-        unreadable = "\ufffd" in own or not own or token in tokenizer.all_special_ids
-        return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else own
+        shown = decoded([token])
+        unreadable = "\ufffd" in shown or not shown or token in tokenizer.all_special_ids
+        return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else shown
 
     return text
 
@@ -58,7 +58,7 @@ def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
     while len(texts) < len(ids):
         start = len(texts)
         for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
-            if model.tokenizer is None or "\ufffd" not in decoded(ids[start : start + 1].tolist()):
+            if "\ufffd" not in decoded(ids[start : start + 1].tolist()):
                 break
             together = decoded(ids[start:end].tolist())
             if together and "\ufffd" not in together:

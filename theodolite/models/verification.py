@@ -1,4 +1,4 @@
-"""Verify whenever a model is opened that attention recomputed from what the tap hands over is the model's own."""
+"""Verify that attention recomputed from the tap's queries, keys and values is the model's own."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def recorded_inputs(model: nn.Module, structure: Structure) -> Iterator[list[Att
 def verify_attention(
     model: nn.Module, structure: Structure, run: Run, *, skip_overflow: bool = False
 ) -> list[AttentionInputs]:
-    """Compare every attention module's output with the recomputed one; the attention inputs of each that attends.
+    """Compare every attention module's output with the recomputed one; return the attention inputs of each layer.
 
     `WorkError` where they differ by more than rounding. With `skip_overflow` nothing is compared where the model's own
     outputs are NaN or infinite, as of a training run that diverged: who measures it names the layer.
     """
-    own = _attention_outputs(structure, run)
+    outputs = _attention_outputs(structure, run)
     with recorded_inputs(model, structure) as inputs:
         recomputed = _attention_outputs(structure, run)
-    if skip_overflow and not all(torch.isfinite(output).all() for output in own):
+    if skip_overflow and not all(torch.isfinite(output).all() for output in outputs):
         return inputs
     largest = [largest_logit(of_layer) for of_layer in inputs]
     of_quantisers = OF_QUANTISERS if holds_quantised_layers(model) else 0.0
@@ -68,19 +68,19 @@ def verify_attention(
         batch, _, positions, _ = inputs[number].query.shape
         # Under autocast an attention in bfloat16 may be followed by what is in float32 again.
         least = max(of_quantisers, 100 * torch.finfo(inputs[number].value.dtype).eps)
-        if own[number].shape[:2] != (batch, positions):
+        if outputs[number].shape[:2] != (batch, positions):
             raise UsageError(
-                f"{structure.names[layer]} gives {tuple(own[number].shape)} for {batch} context of {positions} "
+                f"{structure.names[layer]} gives {tuple(outputs[number].shape)} for {batch} context of {positions} "
                 "positions: theodolite reads hidden states (contexts, positions, width)"
             )
         where = f"layer {layer} ({structure.names[layer]})"
-        check_recomputed(where, own[number], recomputed[number], largest[: number + 1], least)
+        check_recomputed(where, outputs[number], recomputed[number], largest[: number + 1], least)
     return inputs
 
 
 def check_recomputed(
     where: str,
-    own: Float[Tensor, "*batch width"],
+    output: Float[Tensor, "*batch width"],
     recomputed: Float[Tensor, "*batch width"],
     largest: Sequence[float],
     least: float = 0.0,
@@ -91,15 +91,15 @@ def check_recomputed(
         largest: bounds of the logits of this layer and of those before it, whose errors travel on.
         least: error that is rounding in any case.
     """
-    if not (torch.isfinite(own).all() and torch.isfinite(recomputed).all()):
+    if not (torch.isfinite(output).all() and torch.isfinite(recomputed).all()):
         raise WorkError(
-            f"{where}: its attention outputs hold NaN or infinite values: {wider_than(own.dtype)}"
+            f"{where}: its attention outputs hold NaN or infinite values: {wider_than(output.dtype)}"
         )
-    scale = own.abs().max().clamp_min(1e-30)
-    error = float((recomputed - own).abs().max() / scale)
+    scale = output.abs().max().clamp_min(1e-30)
+    error = float((recomputed - output).abs().max() / scale)
     # Some families (BLOOM, Gemma 2) take their softmax in float32 whatever their dtype. A weight is off by the rounding
     # of its logit, which is as large as the logit is.
-    eps = max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
+    eps = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps)
     rounding = max(least, 100 * eps, min(ROUNDINGS * max(largest) * eps, MOST_BY_LOGITS))
     if not error <= min(rounding * (1 + (len(largest) - 1) / 4), NEVER_ROUNDING):
         raise WorkError(
@@ -109,7 +109,7 @@ def check_recomputed(
 
 
 def largest_logit(inputs: AttentionInputs) -> float:
-    """Bound every logit: scaling ‖q‖ ‖k‖ of the longest query and key; what is rounded on the way is as large."""
+    """Bound every logit by scaling ‖q‖ ‖k‖ of the longest query and key, which bounds its rounding, too."""
     query, key = (
         float(torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).max())
         for t in (inputs.query, inputs.key)

@@ -1,4 +1,4 @@
-"""Continue token ids as a model writes: by the cached decoding of its own `generate`."""
+"""Greedy decoding by a model's own cached `generate`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROUNDED = 1e-3
 
 
 @torch.no_grad()
-def written(
+def decode_greedily(
     source: Source, ids: Int[Tensor, "contexts positions"], count: int, verify: bool
 ) -> Int[Tensor, "contexts more_positions"]:
-    """Return contexts of one length with `count` tokens more, the most probable each time, by the model's own cache.
+    """Append `count` tokens to contexts of one length by greedy decoding with the model's own cache.
 
-    `verify`: the first context's logits as it was written are compared with those of the finished text read at once.
+    `verify`: the first context's logits while decoding are compared with those of one pass over the finished text.
 
     Raises:
         WorkError: they differ.
@@ -32,25 +32,25 @@ def written(
     assert source.predict is not None
     root = source.root
     if not (isinstance(root, PreTrainedModel) and root.can_generate()):
-        for _ in range(count):  # a module of its own has no cache that is known
+        for _ in range(count):  # no cache is known of a module of one's own
             ids = torch.cat([ids, source.predict(ids)[:, -1:].argmax(dim=-1).to(ids)], dim=1)
         return ids
-    own: Any = root
+    model: Any = root
     steps: list[Tensor] = []
 
     def keep(module: Any, args: Any, output: Any) -> None:
         steps.append(output.logits[0, -1])
 
     # A checkpoint may ask for sampling, for penalties of what was said, and for an end.
-    plain = GenerationConfig(cache_implementation=own.generation_config.cache_implementation)
+    plain = GenerationConfig(cache_implementation=model.generation_config.cache_implementation)
     with ExitStack() as undo:
-        undo.callback(setattr, own, "generation_config", own.generation_config)
-        own.generation_config = plain
-        undo.enter_context(removed_on_leaving([own.register_forward_hook(keep)] if verify else []))
-        given = ids.to(source.device)
-        finished: Tensor = own.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+        undo.callback(setattr, model, "generation_config", model.generation_config)
+        model.generation_config = plain
+        undo.enter_context(removed_on_leaving([model.register_forward_hook(keep)] if verify else []))
+        placed = ids.to(source.device)
+        finished: Tensor = model.generate(
+            placed,
+            attention_mask=torch.ones_like(placed),
             max_new_tokens=count,
             do_sample=False,
             use_cache=True,

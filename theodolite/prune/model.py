@@ -25,7 +25,6 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
 from theodolite.models.stored.factored import PrunedMatrix
-from theodolite.models.stored.lazy_weights import instead_of_offloaded
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
@@ -102,7 +101,7 @@ def prune_model(
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
     Of a model from `open_streamed`, a block is in memory while it is pruned, and its pruned matrices are written to
-    `out` only. So it is with a model that `device_map` has offloaded: its files are read, and it stays as it is.
+    `out` only. A model that `device_map` has offloaded is refused: stream it.
 
     Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
     of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
@@ -140,7 +139,7 @@ def prune_model(
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
     options = PruningOptions.among(locals())  # a test says that they agree
-    pruning = _Pruning(instead_of_offloaded(model), corpus, options, show_progress)
+    pruning = _Pruning(model, corpus, options, show_progress)
     if options.out is None:
         return pruning.run(None)
     described = describe_corpus(corpus) if options.reads_text else None
@@ -149,8 +148,8 @@ def prune_model(
         written = unfinished.finished(options.form)
         if written is None:
             pruned = pruning.run(unfinished)
-            return unfinished.finish(pruning.model, pruning.matrices, pruned, options.form, write_extras)
-        if pruning.model.streamed is None:
+            return unfinished.finish(model, pruning.matrices, pruned, options.form, write_extras)
+        if model.streamed is None:
             pruning.restore(Path(options.out))
         return written
 

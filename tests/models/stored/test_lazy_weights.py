@@ -22,8 +22,6 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model, open_streamed, open_weights
 from theodolite.models.stored import lazy_weights as reading
-from theodolite.models.stored.checkpoint_tensors import filled_with_rows
-from theodolite.models.stored.loading import build_skeleton, on_meta
 from theodolite.passes.survey import spectra, survey
 
 
@@ -80,25 +78,6 @@ def test_other_tensors_are_not_read(copied):
     opened.head_weights(0)
     with pytest.raises(WorkError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight holds infinite"):
         spectra(opened)
-
-
-@pytest.mark.parametrize("scale", [0.0, 2**-6])
-def test_a_filled_skeleton_computes_what_its_rows_say(scale, checkpoint):
-    """Oracle: the same model whose parameters hold the same numbers, each in a place of its own."""
-    source = checkpoint("llama3")
-    model = open_model(source, device="cpu").hf
-    skeleton = build_skeleton(on_meta(source, type(model), model.config, model.dtype))
-    ids = torch.arange(6)[None]
-    with torch.inference_mode():
-        with filled_with_rows(skeleton, scale):
-            entries = {
-                name: p.clone(memory_format=torch.contiguous_format)
-                for name, p in skeleton.named_parameters()
-            }
-            got = skeleton.base_model(input_ids=ids)[0]
-        model.load_state_dict(entries)
-        torch.testing.assert_close(got, model.base_model(input_ids=ids)[0], rtol=1e-5, atol=1e-7)
-    assert all(p.is_meta for p in skeleton.parameters())
 
 
 def test_a_model_opened_for_its_weights_reads_no_text(checkpoint):

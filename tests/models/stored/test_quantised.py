@@ -255,20 +255,6 @@ def test_what_bitsandbytes_says_at_each_call_is_not_heard_in_a_pass(caplog):
     assert [record.getMessage() for record in caplog.records] == ["another warning", said % torch.float32]
 
 
-def test_layers_of_pytorch_s_own_quantiser(checkpoint):
-    """Activations in eight bits from zero to the largest. Oracle: `weight()`. A bias it does not give away."""
-    model = open_model(checkpoint("llama2"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own successor is another package
-        torch.ao.quantization.quantize_dynamic(model.root, {nn.Linear}, inplace=True)
-        biased = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear})
-    read = model.head_weights(1).w_q.mT.flatten(0, 1)
-    own = model.root.get_submodule(Q).weight().dequantize().double()
-    assert (read - own).abs().max() <= 2**-8 * own.abs().max()
-    with pytest.raises(WorkError, match=r"Linear of torch\.ao\.nn\.quantized.*it adds something"):
-        dequantised("q", biased[0])
-
-
 @pytest.mark.parametrize("name", ["nf4", "int8 of bitsandbytes", "int8"])
 def test_a_quantised_matrix_is_not_penalised(name, checkpoint):
     with pytest.raises(UsageError, match="is quantised, so its W_q and W_k cannot be penalised"):

@@ -107,10 +107,8 @@ def checkpoint_tensors(
     files = _files(source, config, revision)
     for path in files:
         kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
-    wanted: Any = dtype
-    if wanted == "auto":
-        wanted = config.dtype or next(FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS)
-    wanted = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
+    auto = config.dtype or next((FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS), torch.float32)
+    wanted = loading.dtype_named(dtype, auto)
     architecture = loading.architecture_of(source, config)
     model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
     refuse_quantised_files(source, model, files)
@@ -256,9 +254,9 @@ class StreamedBlocks:
     def read_as_they_run(self) -> None:
         """Let a pass of the model read each block as it gets there, from now on."""
 
-        def run(own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
+        def run(forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
             with self.present(layer):
-                return own(*args, **kwargs)
+                return forward(*args, **kwargs)
 
         for layer, block in enumerate(self._structure.blocks):
             block.__dict__["forward"] = functools.partial(run, block.forward, layer)

@@ -57,7 +57,7 @@ Answer = Callable[[Tensor], Float64[Tensor, "rows outputs"]]
 
 
 def quantised_layers(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules with weights that are no numbers without their quantiser, outermost first, with names."""
+    """Yield the quantised submodules with their names, outermost first."""
     if is_quantised(module):
         yield name, module
         return
@@ -77,10 +77,8 @@ def is_quantised(module: nn.Module) -> bool:
     scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
     linear = isinstance(getattr(module, "in_features", None), int)
-    return (
-        any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights)
-        or bool(linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights))
-        or "quantized" in type(module).__module__.split(".")
+    return any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights) or bool(
+        linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights)
     )
 
 
@@ -95,7 +93,7 @@ def has_own_class(tensor: Tensor) -> bool:
 
 
 def refuse_unreadable_layers(named: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise `WorkError` where `dequantised` would not read a layer of the named modules, by a few rows."""
+    """Reject quantised layers that `dequantised` cannot read, by a few rows: `WorkError`."""
     for name, module in named:
         for inner, layer in quantised_layers(module, name):
             with _linear_part(inner, layer) as (answer, width):
@@ -106,7 +104,7 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     """Make a plain layer in float64 that computes what the quantised one does, or raise `WorkError`."""
     with _linear_part(name, layer) as (answer, width):
         _refuse_nonlinear(name, layer, answer, width)
-        weight = _stated(layer, width)
+        weight = _own_weight(layer, width)
         if weight is None or not _explains(weight, answer):
             identity = torch.eye(width, dtype=torch.float64)
             weight = torch.cat([answer(rows) for rows in identity.split(ROWS)]).T.contiguous()
@@ -120,8 +118,8 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     return plain.eval()
 
 
-def _stated(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
-    """Return W as the layer has it, if it has one: without the roundings of answers."""
+def _own_weight(layer: nn.Module, width: int) -> Float64[Tensor, "outputs width"] | None:
+    """Return the layer's own W, free of the rounding of its answers; None where it has none."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return None
@@ -173,7 +171,7 @@ def without_cast_warnings() -> Iterator[None]:
 
 @contextmanager
 def _linear_part(name: str, layer: nn.Module) -> Iterator[tuple[Answer, int]]:
-    """Yield how to ask the layer, which has no bias while this is open, and how wide its input is."""
+    """Yield the layer as a function of rows, without its bias while open, and the width of its input."""
     width = getattr(layer, "in_features", None)
     if not isinstance(width, int):
         raise _unreadable(name, layer, "it does not say how wide its input is")
@@ -264,23 +262,23 @@ def kinds_of(path: str | Path) -> dict[str, str]:
 
 
 def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable[str | Path]) -> None:
-    """Raise `WorkError` where files hold weights that are none of `FLOATS`, or scales, and no quantiser is named."""
+    """Reject files whose weights need a scale to decode, where no quantiser is named: `WorkError`."""
     if getattr(model.config, "quantization_config", None):
         return
     kinds = {name: kind for path in files for name, kind in kinds_of(path).items()}
-    parameters = {kind_of_name(name) for name, _ in model.named_parameters()}
-    ends = {name[at:] for name in parameters for at in _starts(name)}
+    parameters = {f".{kind_of_name(name)}" for name, _ in model.named_parameters()}
 
-    def is_weight(name: str) -> bool:
-        kind = kind_of_name(name)
-        return name.endswith("weight") or kind in ends or any(kind[at:] in parameters for at in _starts(kind))
+    def is_parameter(name: str) -> bool:
+        """Tell whether the model has such a parameter, with or without the prefix of its backbone."""
+        dotted = f".{kind_of_name(name)}"
+        return any(dotted.endswith(parameter) or parameter.endswith(dotted) for parameter in parameters)
 
     for name, kind in kinds.items():
         weight = SCALE.sub("", name)
         scales = weight != name and any(weight + end in kinds for end in ("", ".weight", ".qweight"))
-        if kind not in FLOATS and is_weight(name):
+        if kind not in FLOATS and (name.endswith("weight") or is_parameter(name)):
             what = f"is {kind}"
-        elif scales and kind_of_name(name) not in ends:
+        elif scales and not is_parameter(name):
             what = f"scales {weight}"
         else:
             continue
@@ -292,8 +290,3 @@ def refuse_quantised_files(source: str | Path, model: nn.Module, files: Iterable
 def kind_of_name(name: str) -> str:
     """Strip the numbers of layers and experts from a name."""
     return re.sub(r"\.\d+(?=\.)", ".#", name)
-
-
-def _starts(name: str) -> list[int]:
-    """Find the starts of the name and of each of its parts."""
-    return [0, *(match.end() for match in re.finditer(r"\.", name))]

@@ -44,8 +44,7 @@ BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeErr
 
 ANEW = "download it again, or convert the model anew"
 
-FAMILIES = {"gemma3": "gemma3_text", "minimax-m2": "minimax_m2", "t5encoder": "t5"}
-FAMILIES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """What `transformers` calls the architectures that llama.cpp calls otherwise."""
 
 EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
@@ -64,7 +63,7 @@ SETTINGS = {
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-OPTIONAL = {"vocab_size", "decoder_start_token_id", "attention.head_count_kv", "attention.key_length"}
+OPTIONAL = {"vocab_size", "attention.head_count_kv", "attention.key_length"}
 OPTIONAL |= {"rope.dimension_count", "rope.freq_base"}
 """Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
 
@@ -228,15 +227,13 @@ def gguf_config(path: Path) -> Any:
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:
-    """Return what the configuration is made of."""
-    own, tensors = file.own(), file.tensors
+    metadata, tensors = file.own(), file.tensors
     family = FAMILIES.get(file.architecture, file.architecture)
-    if family == "t5" and "enc.blk.1.attn_rel_b.weight" in tensors:
-        family = "umt5"
     mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
     in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
-    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model.
-    if mapped is None or family == "gemma4" or family not in CONFIG_MAPPING or not in_gguf:
+    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model, and of T5
+    # its feed-forward layers.
+    if mapped is None or family in ("gemma4", "t5") or family not in CONFIG_MAPPING or not in_gguf:
         raise file.refused(
             f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
         )
@@ -248,22 +245,21 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     needed = places.keys() - OPTIONAL - EPSILONS
     if "expert_count" in places:  # a file may have no dense layers
         needed -= {"feed_forward_length"}
-    if not own.keys() & EPSILONS:
+    if not metadata.keys() & EPSILONS:
         needed |= {max(sorted(EPSILONS), key=places.__contains__)}
     for key in sorted(needed):
-        if not isinstance(own.get(key), int | float) or own[key] <= 0:
+        if not isinstance(metadata.get(key), int | float) or metadata[key] <= 0:
             raise file.unusable(key)
-    layers = own["block_count"]
+    layers = metadata["block_count"]
     if layers > len(tensors):
         raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
     settings: dict[str, Any] = {"model_type": family, **GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {})}
     settings |= {"sliding_window": None} if "sliding_window" in known else {}
-    neutral = NEUTRAL | ({"expert_gating_func": 2} if family == "minimax_m2" else {})
     needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
-    for key, value in own.items():
+    for key, value in metadata.items():
         names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
         settings |= dict.fromkeys(names, value)
-        if not (names or key in needless or value == neutral.get(key, 0)):
+        if not (names or key in needless or value == NEUTRAL.get(key, 0)):
             raise file.refused(
                 f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
                 f"{type(default).__name__}"
@@ -272,7 +268,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
     if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
         width = settings["hidden_size"] // settings["num_attention_heads"]
-        settings["head_dim"] = own.get("attention.key_length", width)
+        settings["head_dim"] = metadata.get("attention.key_length", width)
     if "token_embd.weight" in tensors:
         settings["vocab_size"] = tensors["token_embd.weight"].shape[0]
     settings["tie_word_embeddings"] = "output.weight" not in tensors
@@ -284,10 +280,8 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         settings["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if "use_parallel_residual" in known:
         settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
-    if "feed_forward_proj" in known:  # T5, by whether there are gates, as in llama.cpp
-        settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
     if family == "lfm2":
-        heads = own.get("attention.head_count_kv")
+        heads = metadata.get("attention.head_count_kv")
         if not isinstance(heads, list):
             raise file.unusable("attention.head_count_kv")
         settings |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
@@ -296,7 +290,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
         is_27b = layers == LAYERS_OF_27B[file.architecture]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
-    pattern = own.get("attention.sliding_window_pattern")
+    pattern = metadata.get("attention.sliding_window_pattern")
     if settings.get("sliding_window") and "use_sliding_window" in known:
         settings["use_sliding_window"] = True
         pattern = pattern or [True] * layers
@@ -305,21 +299,20 @@ def _settings(file: GgufFile) -> dict[str, Any]:
             pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    if file.architecture == "t5encoder":
-        architecture = f"{family.upper()}EncoderModel"
     settings["architectures"] = [architecture] if isinstance(architecture, str) else None
-    return settings | _rotary(file, own, settings, default)
+    return settings | _rotary(file, metadata, settings, default)
 
 
-def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Return the settings of rotary positions."""
+def _rotary(
+    file: GgufFile, metadata: dict[str, Any], settings: dict[str, Any], default: Any
+) -> dict[str, Any]:
     if getattr(default, "rope_parameters", None) is None:
         return {}
-    rotary: dict[str, Any] = {"rope_theta": own.get("rope.freq_base", 1e4)}
-    if "rope.freq_base_swa" in own:
-        rotary["rope_local_base_freq"] = own["rope.freq_base_swa"]
+    rotary: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 1e4)}
+    if "rope.freq_base_swa" in metadata:
+        rotary["rope_local_base_freq"] = metadata["rope.freq_base_swa"]
     head = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    turned = own.get("rope.dimension_count", head)
+    turned = metadata.get("rope.dimension_count", head)
     if "partial_rotary_factor" in default.rope_parameters:
         rotary["partial_rotary_factor"] = turned / head
     elif turned != head:
@@ -327,10 +320,10 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
             f"positions turn {turned} of {head} dimensions of its heads, and all of them in transformers' "
             f"{type(default).__name__}"
         )
-    kind = own.get("rope.scaling.type", "none")
-    factor: Any = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    context = own.get("rope.scaling.original_context_length", own.get("context_length"))
-    of_attention = own.get("rope.scaling.attn_factor", 1.0)
+    kind = metadata.get("rope.scaling.type", "none")
+    factor: Any = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))
+    context = metadata.get("rope.scaling.original_context_length", metadata.get("context_length"))
+    of_attention = metadata.get("rope.scaling.attn_factor", 1.0)
     divisors = [file.decoded(name).tolist() for name in ROPE_TENSORS if name in file.tensors]
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
@@ -340,7 +333,7 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     elif kind == "yarn":
         of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
-        betas = {name: own.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        betas = {name: metadata.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling |= {name: value for name, value in betas.items() if value is not None}
     elif kind in ("linear", "none") and of_attention == 1:
         return rotary | ({"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor else {})
@@ -352,51 +345,41 @@ def _rotary(file: GgufFile, own: dict[str, Any], settings: dict[str, Any], defau
     return rotary | {"rope_scaling": scaling | original}
 
 
-@dataclass(frozen=True)
 class GgufTensors:
     """A model without its weights, and the tensors of a GGUF file that are put into it.
 
-    Attributes:
-        names: the file's name of each tensor → the model's.
-        parts: the model's name of each tensor → the file's that it is decoded from.
-        processor: undoes what llama.cpp does to the layout of tensors.
+    Raises:
+        WorkError: a tensor of the model is missing, or one of the file has no place.
     """
 
-    model: PreTrainedModel
-    file: GgufFile
-    names: dict[str, str]
-    parts: dict[str, list[str]]
-    processor: Any
-
-    @classmethod
-    def of(cls, path: Path, model: PreTrainedModel) -> GgufTensors:
-        """Find the tensors of a skeleton; `WorkError` where one is missing, or has no place."""
-        file = GgufFile.read(path)
-        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=model.config.to_dict())
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        self.model, self.file = model, GgufFile.read(path)
+        architecture, stored = self.file.architecture, self.file.tensors
+        # Undoes what llama.cpp does to the layout of tensors.
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
         # It would make the table of names anew for every module of the model, which takes seconds.
         with patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-            names = get_gguf_hf_weights_map(model, processor, file.architecture)
-        parts: dict[str, list[str]] = {}
-        for tensor in [name for name in file.tensors if name not in ROPE_TENSORS]:
+            self._names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, architecture)
+        self._parts: dict[str, list[str]] = {}  # the model's name of each tensor → the file's
+        for tensor in [name for name in stored if name not in ROPE_TENSORS]:
             # Of experts, which lie in one tensor here and in one there, the map has the name without its ending.
-            name = names.get(tensor) or names.get(tensor.removesuffix(".weight"))
+            name = self._names.get(tensor) or self._names.get(tensor.removesuffix(".weight"))
             if name is None:
                 raise WorkError(f"tensor {tensor} of {path} has no place in {type(model).__name__}")
-            parts.setdefault(name, []).append(tensor)
-        own = {name: tensor for tensor, name in names.items()}
-        without = model.state_dict().keys() - parts.keys() - model.all_tied_weights_keys.keys()
+            self._parts.setdefault(name, []).append(tensor)
+        own = {name: tensor for tensor, name in self._names.items()}
+        without = model.state_dict().keys() - self._parts.keys() - model.all_tied_weights_keys.keys()
         lacking = {own.get(name, name) for name in without}
         # Where several make one, a processor would leave zeros for what is not there.
-        lacking |= {name for name in names if name.endswith("_exps") and f"{name}.weight" not in file.tensors}
+        lacking |= {name for name in self._names if name.endswith("_exps") and f"{name}.weight" not in stored}
         if lacking:
             raise WorkError(
                 f"{path} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): {ANEW}"
             )
-        return cls(model, file, names, parts, processor)
 
     def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
         """Load the tensors whose names in the model are wanted; `WorkError` where one is of another shape."""
-        for name in filter(wanted, self.parts):
+        for name in filter(wanted, self._parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
             stored: Any = holder._parameters if own in holder._parameters else holder._buffers
@@ -407,12 +390,12 @@ class GgufTensors:
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up
-        for part in sorted(self.parts[name]):
+        for part in sorted(self._parts[name]):
             array = self.file.decoded(part)
             stored = tuple(array.shape)
             try:
-                result = self.processor.process(
-                    weights=array, name=part, tensor_key_mapping=self.names, parsed_parameters=parsed
+                result = self._processor.process(
+                    weights=array, name=part, tensor_key_mapping=self._names, parsed_parameters=parsed
                 )
             except ValueError:
                 result = None

@@ -1,4 +1,4 @@
-"""A checkpoint opened to be read in parts from its safetensors files; what cannot be is opened whole, and it says why.
+"""Open a checkpoint to read it in parts from its files; one that cannot be is opened whole, with the reason.
 
 Opened for its weights only, the skeleton (`checkpoint_tensors.py`) has the tensors of one attention module while that
 layer's heads are looked at. Opened to be run, it has what lies outside the blocks for good, and a block's tensors while
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError, WorkError
-from theodolite.models.calls import Calls, capture_calls, capture_current_calls, run_until_tap, stop_at_tap
+from theodolite.models.calls import capture_calls, capture_current_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import known_state
@@ -34,11 +31,10 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
     put_back,
 )
-from theodolite.models.structure import Structure, first_output
+from theodolite.models.structure import first_output
 from theodolite.models.structure_search import find_structure
 from theodolite.models.sweep import Sweep
 from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
-from theodolite.system import embedded
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
 
@@ -75,7 +71,7 @@ def open_weights(
         checkpoint = loading.Checkpoint.at(path_or_id, revision)
         with _read_in_parts():
             checkpoint = checkpoint.of_one_commit()
-            reader = Reader.of(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
+            reader = Reader(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
             reader.verify_ends()
         reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
         return reader.opened(block_present=reader.loaded, **checkpoint.identity(show_progress))
@@ -112,7 +108,24 @@ def open_streamed(
     target = loading.usable_device(device)
     try:
         with _read_in_parts():
-            model = _open_streamed(path_or_id, dtype, target, revision, show_progress)
+            checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
+            tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
+            if tensors.model.config.is_encoder_decoder:
+                raise CannotReadLazily("encoder and decoder read each other")
+            reader = Reader(tensors, None)
+            blocks = StreamedBlocks(tensors, reader.structure, target)
+            blocks.unswept = reader.why_not_swept()
+            blocks.load_rest()
+            reader.verify_ends()
+            blocks.read_as_they_run()
+            for layer, call in reader.calls.items():
+                reader.calls[layer] = call.with_hidden(call.hidden.to(target))
+            model = reader.opened(
+                tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
+                **checkpoint.identity(show_progress),
+                streamed=blocks,
+                block_present=blocks.present,
+            )
     except CannotReadLazily as reason:
         model = open_model(path_or_id, dtype=dtype, device=device, revision=revision, say=say)
         say(f"opened whole, since {reason}")
@@ -121,56 +134,9 @@ def open_streamed(
     return model
 
 
-def _open_streamed(
-    path_or_id: str | Path | None,
-    dtype: str | torch.dtype,
-    device: torch.device,
-    revision: str | None,
-    show_progress: Callable[[int, int], None],
-) -> OpenModel:
-    checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
-    tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
-    if tensors.model.config.is_encoder_decoder:
-        raise CannotReadLazily("encoder and decoder read each other")
-    reader = Reader.of(tensors, None)
-    blocks = StreamedBlocks(tensors, reader.structure, device)
-    blocks.unswept = reader.why_not_swept()
-    blocks.load_rest()
-    reader.verify_ends()
-    blocks.read_as_they_run()
-    there = {layer: call.with_hidden(call.hidden.to(device)) for layer, call in reader.calls.items()}
-    return replace(reader, calls=there).opened(
-        tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
-        **checkpoint.identity(show_progress),
-        streamed=blocks,
-        block_present=blocks.present,
-    )
-
-
-def instead_of_offloaded(model: OpenModel) -> OpenModel:
-    """Reopen a model with offloaded blocks from its files, to run a block at a time; return any other as it is."""
-    blocks = (block.parameters() for block in model.structure.blocks)
-    offloaded = model.streamed is None and any(parameter.is_meta for parameter in chain(*blocks))
-    if not offloaded or model.interventions or not model.weights().of_files:
-        return model
-    place = None if model.id == embedded.NAME else model.id
-    try:
-        with _read_in_parts():
-            streamed = _open_streamed(
-                place, model.source.dtype, model.device, model.revision, lambda done, total: None
-            )
-    except CannotReadLazily as reason:
-        raise UsageError(
-            f"blocks of {model.id} are offloaded, and cannot be read as they run, since {reason}: open it on one device"
-        ) from None
-    if streamed.sha256 != model.sha256:
-        raise UsageError(f"the files of {model.id} have changed since it was opened: open it anew")
-    return streamed
-
-
 @contextmanager
 def _read_in_parts() -> Iterator[None]:
-    """Raise what keeps a checkpoint from being read in parts as `CannotReadLazily`, quietly, while open."""
+    """Convert loading errors to `CannotReadLazily` while open, without progress bars."""
     try:
         with loading.without_progress_bars():
             yield
@@ -188,7 +154,6 @@ def _refuse_to_run(module: nn.Module, _args: Any) -> None:
     )
 
 
-@dataclass(frozen=True)
 class Reader:
     """Reads the attention modules of a skeleton, one at a time.
 
@@ -198,36 +163,24 @@ class Reader:
             `other_calls` with other weights in all of the model, for which `inputs` arrived at the tap.
     """
 
-    tensors: loading.StoredTensors
-    source: Source
-    structure: Structure
-    calls: Calls
-    own_calls: Calls
-    tapped_calls: Calls
-    other_calls: Calls
-    inputs: list[AttentionInputs]
-
-    @classmethod
-    def of(cls, tensors: loading.StoredTensors, attention: Attention | None) -> Reader:
-        """Find the attention modules and how they are called, by forward passes without weights."""
+    def __init__(self, tensors: loading.StoredTensors, attention: Attention | None) -> None:
         model = tensors.model
-        source = Source.of_transformers(model, attention)
+        self.tensors, self.source = tensors, Source.of_transformers(model, attention)
+        one_token, several_tokens = self.source.small_pass(1), self.source.small_pass(VERIFIED_LENGTH)
         with filled_with_rows(model, 0.0):
-            one_token, several_tokens = source.small_pass(1), source.small_pass(VERIFIED_LENGTH)
-            structure = find_structure(source)
-            calls = capture_calls(model, structure, one_token)
-            own_calls = capture_current_calls(structure, several_tokens)
-            tapped_calls = capture_calls(model, structure, several_tokens)
-        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, structure) as inputs:
-            other_calls = capture_current_calls(structure, several_tokens)
-        return cls(tensors, source, structure, calls, own_calls, tapped_calls, other_calls, inputs)
+            self.structure = find_structure(self.source)
+            self.calls = capture_calls(model, self.structure, one_token)
+            self.own_calls = capture_current_calls(self.structure, several_tokens)
+            self.tapped_calls = capture_calls(model, self.structure, several_tokens)
+        with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, self.structure) as self.inputs:
+            self.other_calls = capture_current_calls(self.structure, several_tokens)
 
     def opened(self, **rest: Any) -> OpenModel:
         """Open the model, with other attributes."""
         return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
 
     def why_not_swept(self) -> str | None:
-        """Run a few tokens through the skeleton, and through one block at a time; say why these are not the same."""
+        """Say why passes through one block at a time differ from a whole pass; None where they agree."""
         run, sweep = self.source.small_pass(VERIFIED_LENGTH), Sweep(self.structure.blocks)
         with filled_with_rows(self.tensors.model, OTHER_WEIGHTS), torch.no_grad():
             whole = first_output(run())

@@ -81,7 +81,7 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide progress bars while loading, which takes less time than they take lines."""
+    """Hide the progress bars of `transformers` while open."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -118,8 +118,15 @@ class Checkpoint:
         return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """Fix the revision to the commit that it is now, as `commit_of` does."""
-        return self if self.local else replace(self, revision=commit_of(str(self.place), self.revision))
+        """Fix the revision to the commit that it is now, so that all that is read of a hub model is of one."""
+        if self.local:
+            return self
+        config = cached_file(str(self.place), CONFIG_NAME, revision=self.revision)
+        commit = extract_commit_hash(config, None)
+        options: dict[str, Any] = {"_raise_exceptions_for_connection_errors": False}
+        if index := file_of(self.place, SAFE_WEIGHTS_INDEX_NAME, commit, **options):
+            refuse_index(Path(index).parent)
+        return replace(self, revision=commit)
 
     def identity(
         self, show_progress: Callable[[int, int], None] = lambda done, total: None
@@ -139,15 +146,6 @@ def gguf_module() -> Any:
     except ImportError as error:
         raise UsageError(f"cannot read GGUF files ({first_line(error)}): {with_extra('gguf')}") from error
     return gguf
-
-
-def commit_of(name: str, revision: str | None) -> str | None:
-    """Resolve a revision of a hub model to the commit that it is now, so that all that is read of it is of one."""
-    commit = extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
-    index = file_of(name, SAFE_WEIGHTS_INDEX_NAME, commit, _raise_exceptions_for_connection_errors=False)
-    if index is not None:
-        refuse_index(Path(index).parent)
-    return commit
 
 
 def file_of(source: str | Path, name: str, revision: str | None, **options: Any) -> str | None:
@@ -207,7 +205,7 @@ def _refuse_impossible(source: str | Path, config: Any) -> None:
 
 
 def config_of(source: str | Path, revision: str | None) -> Any:
-    """Read the config of a checkpoint, but not which code computes its attention: it may name a download."""
+    """Read the config of a checkpoint without the name of an attention kernel, which may be a download."""
     if is_gguf(source):
         return gguf_module().gguf_config(Path(source))
     path = Path(source) / CONFIG_NAME
@@ -222,7 +220,7 @@ def config_of(source: str | Path, revision: str | None) -> Any:
 
 
 def tower_of(config: Any, tower: Tower | None, say: Callable[[str], None]) -> Any:
-    """Return the config of one tower where a checkpoint has two, which `say` is told; any other config as it is."""
+    """Return the config of one tower of a checkpoint that has two, and `say` so; any other config as it is."""
     if tower is not None and tower not in ("text", "vision"):
         raise UsageError(f"tower is {tower!r}: give 'text' or 'vision'")
     name = str((getattr(config, "architectures", None) or [""])[0])
@@ -282,9 +280,10 @@ def load(
     """
     architecture = architecture_of(source, config)
     folder = Path(source)
+    kind = "a GGUF file" if is_gguf(source) else "factored" if is_factored(folder) else None
+    if kind is not None and device_map is not None:
+        raise UsageError(f"{source} is {kind}, and goes to one device: leave out --device-map")
     if is_gguf(source):
-        if device_map is not None:
-            raise UsageError(f"{source} is a GGUF file, and goes to one device: leave out --device-map")
         tensors = gguf_tensors(folder, architecture, config, dtype)
         tensors.load(lambda name: True, "the model")
         tensors.model.tie_weights()
@@ -299,10 +298,8 @@ def load(
     if folder.is_dir():
         refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
-        if device_map is not None:
-            raise UsageError(f"{source} is factored, and goes to one device: leave out --device-map")
         factored = load_factored(architecture, config, folder)
-        return factored if dtype == "auto" else factored.to(getattr(torch, str(dtype).removeprefix("torch.")))
+        return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
     with ExitStack() as stack:
         scratch = None
         if device_map is not None:
@@ -346,11 +343,15 @@ class StoredTensors(Protocol):
 
 def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
-    wanted = torch.float32 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    tensors: StoredTensors = gguf_module().GgufTensors.of(
-        path, build_skeleton(on_meta(path, architecture, config, wanted))
-    )
+    skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
+    tensors: StoredTensors = gguf_module().GgufTensors(path, skeleton)
     return tensors
+
+
+def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
+    """Return the dtype of a name, with or without `torch.` before it; of "auto" the other one."""
+    named: torch.dtype = auto if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
+    return named
 
 
 def has_adapter(source: str | Path, revision: str | None) -> bool:
@@ -414,13 +415,10 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = sum(rows.sum(dtype=wider) for rows in parameter.detach().reshape(-1).split(SUMMED_AT_ONCE))
         if not math.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            if kind == "infinite" and parameter.dtype == torch.float16:
-                raise WorkError(
-                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
-                )
-            raise WorkError(
-                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
-            )
+            overflows = kind == "infinite" and parameter.dtype == torch.float16
+            broken = ": the checkpoint is broken, nothing to measure"
+            why = " in float16: try --dtype float32" if overflows else broken
+            raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
 
 
 def hash_checkpoint(

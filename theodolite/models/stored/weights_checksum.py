@@ -1,4 +1,4 @@
-"""Check at the start of a pass that the weights in memory are those opened; name them if they are not.
+"""Check that the weights in memory are those that were opened; name them by a hash if they are not.
 
 A write to `.data` leaves the version counters of tensors as they are, so all weights are read: by a CRC-32, at 2 GB a
 second. The name of changed weights is a SHA-256.
@@ -35,13 +35,8 @@ class Weights:
     changed: bool = False
     in_memory: bool = False
 
-    @property
-    def of_files(self) -> bool:
-        """True if they are what the checkpoint's files hold."""
-        return not self.changed and not self.in_memory
-
     def described(self) -> dict[str, str | None]:
-        """Describe them for a provenance."""
+        """Return what a run's provenance records of them."""
         where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
         return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
 
