@@ -69,8 +69,7 @@ class AttentionInputs:
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
-        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
-        query = self.query.to(key.dtype) * self.scaling
+        query, key = self._factors()
         for start, stop, first, last in self.spans(size):
             logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
             yield LogitBlock(start, stop, first, last, logits)
@@ -106,17 +105,15 @@ class AttentionInputs:
 
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
         """Compute the masked logits of all queries over all keys: a T×T matrix, so for few of either."""
-        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
-        return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
+        return self._logits(*self._factors(), 0, 0)
 
     def at_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]
     ) -> Float[Tensor, "batch heads pairs"]:
         """Compute the masked logits of some queries over one key each, both by position."""
-        dtype = _at_least_float32(self.key.dtype)
-        keys = (
-            self.key[:, :, key].to(dtype).repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
-        )
+        dtype = torch.promote_types(self.key.dtype, torch.float32)
+        group = self.query.shape[1] // self.key.shape[1]
+        keys = self.key[:, :, key].to(dtype).repeat_interleave(group, dim=1)
         logits = torch.linalg.vecdot(self.query[:, :, query].to(dtype) * self.scaling, keys)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -178,6 +175,11 @@ class AttentionInputs:
         queries, keys = self.query.shape[2], self.key.shape[2]
         ones = torch.ones(1, 1, queries, dtype=torch.float64, device=self.key.device)
         return (torch.arange(queries, device=ones.device) + 1) * ones if self.causal else keys * ones
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return the scaled queries and the transposed keys, in float32 or better."""
+        key = self.key.to(torch.promote_types(self.key.dtype, torch.float32)).transpose(-1, -2)
+        return self.query.to(key.dtype) * self.scaling, key
 
     def _key_range(self, start: int, stop: int) -> tuple[int, int]:
         if self.mask is not None:
@@ -280,10 +282,6 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
 
     parallel_map(work, list(inputs.head_parts()))
     return output
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
