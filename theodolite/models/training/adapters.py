@@ -23,13 +23,11 @@ def is_adapter(module: nn.Module) -> bool:
     return type(module).__module__.split(".")[0] == "peft" and hasattr(module, "base_layer")
 
 
-def without_adapters(module: nn.Module) -> list[str]:
-    """Replace adapters by the layers inside them, in a copy of a model; returns their names."""
-    names = [name for name, child in module.named_modules() if is_adapter(child)]
-    for name in names:
-        layer: Any = module.get_submodule(name)
-        module.set_submodule(name, layer.base_layer)
-    return names
+def without_adapters(module: nn.Module) -> None:
+    """Replace adapters by the layers inside them, in a copy of a model."""
+    adapters: Any = [(name, child) for name, child in module.named_modules() if is_adapter(child)]
+    for name, adapter in adapters:
+        module.set_submodule(name, adapter.base_layer)
 
 
 def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:

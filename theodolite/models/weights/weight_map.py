@@ -250,7 +250,7 @@ Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
 # Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
-_open_replacements: list[list[Replacement]] = []
+_open_replacements: dict[object, list[Replacement]] = {}
 _originals: dict[Place, nn.Parameter] = {}
 
 
@@ -261,33 +261,32 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     The modules get new parameters, and on leaving the very ones that they had. Of several for the same entries the one
     opened last holds; they may be left in any order.
     """
-    opened = list(replacements)
-    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
-    _open_replacements.append(opened)
+    key = object()
+    _open_replacements[key] = opened = list(replacements)
+    places = {(projection.module, projection.name) for projection, _, _ in opened}
     try:
-        for parameter_name in names:
-            _write_replacements(parameter_name)
+        for place in places:
+            _write_replacements(place)
         yield
     finally:
-        # By identity: two equal ones may be open at once.
-        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is opened)]
-        for parameter_name in names:
-            _write_replacements(parameter_name)
+        del _open_replacements[key]
+        for place in places:
+            _write_replacements(place)
 
 
-def _write_replacements(parameter_name: Place) -> None:
-    module, name = parameter_name
+def _write_replacements(place: Place) -> None:
+    module, name = place
     replacements = [
-        (projection, heads, matrix)
-        for opened in _open_replacements
-        for projection, heads, matrix in opened
-        if (projection.module, projection.name) == parameter_name
+        replacement
+        for opened in _open_replacements.values()
+        for replacement in opened
+        if (replacement[0].module, replacement[0].name) == place
     ]
     if not replacements:
-        if parameter_name in _originals:
-            module._parameters[name] = _originals.pop(parameter_name)
+        if place in _originals:
+            module._parameters[name] = _originals.pop(place)
         return
-    original = _originals.setdefault(parameter_name, getattr(module, name))
+    original = _originals.setdefault(place, getattr(module, name))
     weight = original.detach().clone()
     for projection, heads, matrix in replacements:
         projection.put(heads, matrix, into=weight)
