@@ -150,19 +150,21 @@ def between_and_total(
     by_all = catches.counted.all(dim=0)
     # No sink is among these, so nothing is lost to a massive activation; and they sum to zero from here on.
     x = x - x[by_all].sum(dim=0) / by_all.sum().clamp_min(1)
+    size, tokens = caught.sum(dim=1), counted.sum(dim=1).clamp_min(1)
     whole = counted[:, ~by_all] @ x[~by_all]
-    return sums_of_squares(caught @ x, whole, counted @ x.square().sum(dim=-1), catches)
+    sums = caught @ x - whole[catches.of] * (size / tokens[catches.of]).unsqueeze(1)
+    squares = counted @ x.square().sum(dim=-1) - whole.square().sum(dim=-1) / tokens
+    return sums_of_squares(sums, squares, catches)
 
 
 def sums_of_squares(
-    sums: Tensor, whole: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
+    sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `between_and_total` from sums of vectors over groups and heads, and sums of squared norms by head.
+    """Compute `between_and_total` of vectors that have mean zero over the counted tokens of each catching head.
 
     Args:
         sums: over the tokens that each sink caught (sinks, width).
-        whole: over the tokens of each catching head that are not left out (catching heads, width).
-        squares: of the norms of these tokens (catching heads).
+        squares: of the norms, summed over the counted tokens of each catching head (catching heads).
         metric: of each catching head (catching heads, width, width): ‖v‖² = v metric vᵀ; None: the identity.
     """
     of = catches.of
@@ -174,18 +176,15 @@ def sums_of_squares(
         return torch.einsum("rv,rvw,rw->r", vectors, chosen, vectors)
 
     size = catches.caught.sum(dim=1).to(sums.dtype)
-    counted = (
-        catches.counted.sum(dim=1).to(sums.dtype).clamp_min(1)
-    )  # of a short context, all tokens may be sinks
-    centred = sums - whole[of] * (size / counted[of]).unsqueeze(1)
-    around = norm(centred, of)
-    inside, outside = size.clamp_min(1), (counted[of] - size).clamp_min(1)
+    # Of a short context, all tokens may be sinks.
+    tokens = catches.counted.sum(dim=1).to(sums.dtype).clamp_min(1)
+    around = norm(sums, of)
+    inside, outside = size.clamp_min(1), (tokens[of] - size).clamp_min(1)
     between = around * (1 / inside + 1 / outside)
-    total = squares - norm(whole) / counted
-    uncaught_count = counted - _over_sinks(size, catches)
-    uncaught = _over_sinks(-centred, catches)
+    uncaught_count = tokens - _over_sinks(size, catches)
+    uncaught = _over_sinks(-sums, catches)
     groups = _over_sinks(around / inside, catches)
-    return between, total[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), total
+    return between, squares[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), squares
 
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
