@@ -37,7 +37,7 @@ class AttentionInputs:
     all queries.
 
     A bias of −∞, near its dtype's lowest value or else far below any (`hidden_in`) is how others write a mask: it is
-    taken out of `bias`, and `mask` hides the key, in place of `causal`.
+    taken out of `bias`, and `mask` hides the key, in place of `causal`. A bias of zeros is none.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -51,10 +51,14 @@ class AttentionInputs:
     sink: Float[Tensor, " heads"] | None = None
 
     def __post_init__(self) -> None:
-        hidden = None if self.bias is None else hidden_in(self.bias)
-        if self.bias is None or hidden is None:
+        if self.bias is None:
             return
-        bias = self.bias.masked_fill(hidden, 0)
+        hidden = hidden_in(self.bias)
+        bias = self.bias if hidden is None else self.bias.masked_fill(hidden, 0)
+        # The class is frozen for all that comes after.
+        object.__setattr__(self, "bias", bias if bias.any() else None)
+        if hidden is None:
+            return
         if bool((hidden == hidden[:, :1]).all()):
             hidden = hidden[:, :1]
         mask, queries = ~hidden, self.query.shape[2]
@@ -62,10 +66,8 @@ class AttentionInputs:
             mask = mask & self.mask
         elif self.causal:
             mask = mask & mask.new_ones(queries, self.key.shape[2]).tril_()
-        # The class is frozen for all that comes after.
         object.__setattr__(self, "mask", mask.expand(-1, -1, queries, -1))
         object.__setattr__(self, "causal", False)
-        object.__setattr__(self, "bias", bias if bias.any() else None)
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""

@@ -227,22 +227,15 @@ class _InterceptingMask(Tensor):
     but the masks, and then calls attention in the same state. Its mask alone is asked again, in that call.
     """
 
-    given = True
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return super().__torch_function__(func, types, args, kwargs or {})
         query, key, value, mask, *rest = args
-        mask = mask.as_subclass(Tensor) if cls.given else None
         assert _here.mode is not None  # it handed the function on that calls this one
-        return _intercept_scaled_dot_product(_here.mode, func, query, key, value, mask, *rest)
-
-
-class _NoMask(_InterceptingMask):
-    """Zeros in place of a mask, where there is none."""
-
-    given = False
+        return _intercept_scaled_dot_product(
+            _here.mode, func, query, key, value, mask.as_subclass(Tensor), *rest
+        )
 
 
 def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -252,9 +245,8 @@ def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any
     given = asked.arguments
     weights = func(*args, **kwargs)[1] if given["need_weights"] else None
     query, key, mask = (given[name] for name in ("query", "key", "attn_mask"))
-    kind = _NoMask if mask is None and given["key_padding_mask"] is None else _InterceptingMask
     mask = query.new_zeros(len(query), len(key)) if mask is None else mask
-    given |= {"attn_mask": mask.as_subclass(kind), "is_causal": False, "need_weights": False}
+    given |= {"attn_mask": mask.as_subclass(_InterceptingMask), "is_causal": False, "need_weights": False}
     return func(*asked.args, **asked.kwargs)[0], weights
 
 
@@ -344,7 +336,7 @@ def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, li
                 f"{type(owner).__name__} gives flex_attention a score_mod that does more than add a bias to the "
                 "logits: it cannot be read"
             )
-    return bias.view(*shape) if bias.any() else None
+    return bias.view(*shape)
 
 
 _INTERCEPTED: dict[Any, Callable[..., Any]] = {
