@@ -117,7 +117,7 @@ class Locater:
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
             return self._penalty(self._projections, strengths)
         # A layer at a time: a graph would hold every layer in float32.
-        if self._together and not all(whole.dtensors for whole in self._whole):
+        if self._together and not all(whole.are_dtensors for whole in self._whole):
             raise UsageError(
                 "DeepSpeed makes the gradients of its weights itself: call add_gradient() between "
                 "backward and the optimizer's step"

@@ -143,12 +143,16 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
-    """Make a DTensor whole, but for heads of other ranks; other tensors are returned as they are."""
+    """Make a DTensor whole, but for heads of other ranks, differentiably; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     over_heads = dimensions_of_heads(tensor.device_mesh, module)
     placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
-    return tensor.redistribute(placements=placements).to_local()
+    # Keys that all heads share have their gradient from all of them.
+    of_gradient = [
+        Partial() if dim in over_heads and p.is_replicate() else p for dim, p in enumerate(placements)
+    ]
+    return tensor.redistribute(placements=placements).to_local(grad_placements=of_gradient)
 
 
 def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
@@ -268,21 +272,6 @@ class Part:
     parameter: Tensor
     gradient: Tensor
 
-    @classmethod
-    def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
-        """Cut this rank's part from a gradient of the whole (of this rank's heads), while the parameter is gathered."""
-        if not is_dtensor(parameter):
-            return cls(parameter, gradient)
-        mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
-        # Keys that all heads share have their gradient from all of them.
-        placements = [
-            Replicate() if dim not in over_heads else Partial() if placement.is_replicate() else placement
-            for dim, placement in enumerate(parameter.placements)
-        ]
-        own, shape, stride = gradient.contiguous(), parameter.shape, parameter.stride()
-        spread = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return cls(parameter, spread.redistribute(placements=parameter.placements))
-
     def add(self, factor: float) -> None:
         """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
         parameter, gradient = self.parameter, self.gradient * factor
@@ -324,7 +313,7 @@ def check_deepspeed_has_gradients(model: nn.Module) -> None:
 
 
 class WholeParameters:
-    """Replaces the parameters of some modules by whole ones, plain leaves, while `gathering` is open."""
+    """Replaces the parameters of some modules by whole ones while `gathering` is open."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._places = list(dict.fromkeys(places))
@@ -332,42 +321,42 @@ class WholeParameters:
         self._dtensors = {
             (module, name): p for module, name in self._places if is_dtensor(p := module._parameters[name])
         }
-        self._own: list[Tensor] = []
-        self.leaves: list[nn.Parameter] = []
+        self._leaves: list[tuple[Tensor, Tensor]] = []
 
     @property
-    def dtensors(self) -> list[Any]:
-        """The parameters, where all of them are DTensors; else none."""
-        return list(self._dtensors.values()) if len(self._dtensors) == len(self._places) else []
+    def are_dtensors(self) -> bool:
+        """True if all of the parameters are DTensors."""
+        return len(self._dtensors) == len(self._places)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Make the modules' parameters whole while open. To be opened and left by all ranks."""
         with gathered(dict.fromkeys(module for module, _ in self._places)):
             held: list[Any] = [module._parameters[name] for module, name in self._places]
-            self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
-            owned = zip(self._places, self._own, strict=True)
-            self.leaves = [
-                nn.Parameter(of_own_heads(p.detach(), module), requires_grad=p.requires_grad)
-                for (module, _), p in owned
-            ]
             try:
-                self._put(self.leaves)
+                with torch.enable_grad():
+                    self._leaves = [
+                        self._replaced(place, p) for place, p in zip(self._places, held, strict=True)
+                    ]
                 yield
             finally:
-                self._put(held)
+                for (module, name), parameter in zip(self._places, held, strict=True):
+                    module._parameters[name] = parameter
 
-    def _put(self, parameters: Iterable[Any]) -> None:
-        for (module, name), parameter in zip(self._places, parameters, strict=True):
-            module._parameters[name] = parameter
+    def _replaced(self, place: Place, held: Any) -> tuple[Tensor, Tensor]:
+        """Put a whole parameter into a module; returns the parameter, and the leaf that the whole one is made of."""
+        module, name = place
+        parameter = self._dtensors.get(place, held)
+        # DeepSpeed must not see that its own is differentiated.
+        leaf = (
+            parameter if is_dtensor(parameter) else parameter.detach().requires_grad_(parameter.requires_grad)
+        )
+        whole: Any = of_own_heads(leaf, module)
+        module._parameters[name] = whole
+        return parameter, leaf
 
     def parts(self, value: Tensor) -> list[Part]:
         """Differentiate a value while the parameters are gathered; this rank's parts, of those that are trained."""
-        trained = [leaf for leaf in self.leaves if leaf.requires_grad]
-        owned = zip(self._places, self._own, self.leaves, strict=True)
-        holders = [(module, parameter) for (module, _), parameter, leaf in owned if leaf.requires_grad]
-        gradients = torch.autograd.grad(value, trained) if trained else ()
-        return [
-            Part.of(module, parameter, gradient)
-            for (module, parameter), gradient in zip(holders, gradients, strict=True)
-        ]
+        trained = [(parameter, leaf) for parameter, leaf in self._leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, [leaf for _, leaf in trained]) if trained else ()
+        return [Part(parameter, part) for (parameter, _), part in zip(trained, gradients, strict=True)]
