@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.stored.dequantised import holds_quantised_layers
-from theodolite.models.training.shards import Place, is_dtensor
+from theodolite.models.training.shards import ParameterPlace, is_dtensor
 
 TOLERANCE = 1e-2
 """Of the answers of an adapter's layer to a few rows, in whatever precision it has: another kind is off by more."""
@@ -37,7 +37,7 @@ def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:
     return weight
 
 
-def adapter_places(adapter: Any) -> list[Place]:
+def adapter_places(adapter: Any) -> list[ParameterPlace]:
     """List the places of the parameters that make what is added."""
     modules = dict.fromkeys(
         part

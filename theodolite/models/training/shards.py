@@ -2,7 +2,7 @@
 
 Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
 with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
-`WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
+`GatheredParameters` are whole while they are differentiated; a rank keeps a `GradientShard`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if distributed.is_available():
 FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 """Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
 
-Place = tuple[nn.Module, str]
+ParameterPlace = tuple[nn.Module, str]
 """Where a parameter is: a module, and the name under which it holds it."""
 
 _Tap = Callable[[nn.Module, AttentionInputs], Tensor]
@@ -266,8 +266,8 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part of the gradient of one parameter; with DeepSpeed all of it."""
+class GradientShard:
+    """One rank's shard of the gradient of one parameter; with DeepSpeed all of it."""
 
     parameter: Tensor
     gradient: Tensor
@@ -312,10 +312,10 @@ def check_deepspeed_has_gradients(model: nn.Module) -> None:
         )
 
 
-class WholeParameters:
+class GatheredParameters:
     """Replaces the parameters of some modules by whole ones while `gathering` is open."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[ParameterPlace]) -> None:
         self._places = list(dict.fromkeys(places))
         # FSDP2 puts others in their place between a forward pass and its backward one.
         self._dtensors = {
@@ -343,7 +343,7 @@ class WholeParameters:
                 for (module, name), parameter in zip(self._places, held, strict=True):
                     module._parameters[name] = parameter
 
-    def _replaced(self, place: Place, held: Any) -> tuple[Tensor, Tensor]:
+    def _replaced(self, place: ParameterPlace, held: Any) -> tuple[Tensor, Tensor]:
         """Put a whole parameter into a module; returns the parameter, and the leaf that the whole one is made of."""
         module, name = place
         parameter = self._dtensors.get(place, held)
@@ -355,8 +355,8 @@ class WholeParameters:
         module._parameters[name] = whole
         return parameter, leaf
 
-    def parts(self, value: Tensor) -> list[Part]:
-        """Differentiate a value while the parameters are gathered; this rank's parts, of those that are trained."""
+    def gradients(self, value: Tensor) -> list[GradientShard]:
+        """Differentiate a value while the parameters are gathered, by those that are trained."""
         trained = [(parameter, leaf) for parameter, leaf in self._leaves if leaf.requires_grad]
         gradients = torch.autograd.grad(value, [leaf for _, leaf in trained]) if trained else ()
-        return [Part(parameter, part) for (parameter, _), part in zip(trained, gradients, strict=True)]
+        return [GradientShard(parameter, of) for (parameter, _), of in zip(trained, gradients, strict=True)]

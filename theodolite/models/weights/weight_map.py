@@ -38,7 +38,7 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Structure
 from theodolite.models.training import adapters
-from theodolite.models.training.shards import Place
+from theodolite.models.training.shards import ParameterPlace
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
 
 Result = TypeVar("Result")
@@ -184,7 +184,7 @@ class Projection:
         return plain and self.rows.factor is None and isinstance(self.rows.span, slice)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ParameterPlace]:
         """The places of the parameters that W is made of."""
         if self.computed:
             parametrizations: Any = self.module.parametrizations
@@ -241,7 +241,7 @@ class Projections:
         return replace(self.query.rows, rows=torch.cat([self.query.rows.features, self.key.rows.features]))
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ParameterPlace]:
         """The places of the parameters that W_q and W_k are made of."""
         return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
@@ -251,7 +251,7 @@ Replacement = tuple[Projection, list[int] | None, Tensor]
 
 # Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
 _open_replacements: dict[object, list[Replacement]] = {}
-_originals: dict[Place, nn.Parameter] = {}
+_originals: dict[ParameterPlace, nn.Parameter] = {}
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
             _write_replacements(place)
 
 
-def _write_replacements(place: Place) -> None:
+def _write_replacements(place: ParameterPlace) -> None:
     module, name = place
     replacements = [
         replacement
