@@ -53,13 +53,7 @@ def compare(got: AttentionSummary, inputs, tolerance: float) -> None:
         if value.dtype == torch.bool:
             assert torch.equal(found, value), name
         else:
-            torch.testing.assert_close(
-                found.double(),
-                value,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+            torch.testing.assert_close(found.double(), value, rtol=tolerance, atol=tolerance, msg=name)
     if inputs.sink is not None:
         torch.testing.assert_close(got.learned.double(), dense(inputs)[2], rtol=tolerance, atol=tolerance)
     else:

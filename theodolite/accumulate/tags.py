@@ -144,9 +144,7 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     # Centred sums, and centred squares: nothing is lost to a vector that is common to all tokens.
     centred_sums = sums - size.unsqueeze(1) * mean[of]
     squares = (moment * metric).sum(dim=(1, 2))
-    between, total, groups, whole_total = sums_of_squares(
-        centred_sums, torch.zeros_like(totals), squares, catches, metric
-    )
+    between, total, groups, whole_total = sums_of_squares(centred_sums, squares, catches, metric)
     weight = size * (all_counted - size) / all_counted
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
     at = catches.position.clamp_min(0)
@@ -184,7 +182,6 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
     shifted_squares = [
         sums_of_squares(
             torch.einsum("st,stv->sv", groups.caught.double(), centred[catches.of]),
-            torch.zeros_like(centred[:, 0]),
             squares,
             groups,
             metric,

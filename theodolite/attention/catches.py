@@ -106,27 +106,28 @@ def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -
 def _catches(
     inputs: AttentionInputs, received: ReceivedAttention, local: Tensor, log_total: Tensor, trailing: int
 ) -> Catches:
-    length, global_sink = inputs.key.shape[2], received.sinks[0]
-    head, position = (global_sink | local).nonzero(as_tuple=True)
-    mean, only_local = received.mean[0, head, position], ~global_sink[head, position]
-    keys, column = position.unique(return_inverse=True)
-    logits = inputs.to_keys(keys)[0]
-    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
-    visible = (logits > MASKED / 2)[head, :, column]
+    length, global_sink, mean = inputs.key.shape[2], received.sinks[0], received.mean[0]
+    sinks, learned = global_sink | local, mean.new_empty(len(mean), 0)
     if inputs.sink is not None:
+        # The learned column is one more behind the keys.
         learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        catching = is_sink(learned.mean(dim=1)).nonzero().flatten()
-        head, order = torch.cat([head, catching]).sort(stable=True)
-        position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
-        mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]
-        only_local = torch.cat([only_local, torch.zeros_like(catching, dtype=torch.bool)])[order]
-        paid = torch.cat([paid, learned[catching]])[order]
-        visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
+        mean = torch.cat([mean, learned.mean(dim=1, keepdim=True)], dim=1)
+        sinks = torch.cat([sinks, is_sink(mean[:, length:])], dim=1)
+    head, column = sinks.nonzero(as_tuple=True)
+    is_learned = column == length
+    position = column.masked_fill(is_learned, LEARNED)
+    only_local = ~is_learned & ~global_sink[head, position]
+    keys, place = position.clamp_min(0).unique(return_inverse=True)
+    logits = inputs.to_keys(keys)[0]
+    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, place].double()
+    visible = (logits > MASKED / 2)[head, :, place]
+    if is_learned.any():
+        paid[is_learned], visible[is_learned] = learned[head[is_learned]], True
     catching_heads, of = head.unique(return_inverse=True)
     counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     counted[:, 0] = False
     counted[:, length - trailing :] = False
-    counted[of[position >= 0], position[position >= 0]] = False
+    counted[of[~is_learned], position[~is_learned]] = False
     rows = of.unsqueeze(1).expand_as(paid)
     most = paid.new_zeros(counted.shape).scatter_reduce_(0, rows, paid, reduce="amax")
     # Of sinks paid alike, the first.
@@ -134,7 +135,7 @@ def _catches(
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
-    return Catches(head, position, mean, only_local, caught, visible & counted[of], of, counted)
+    return Catches(head, position, mean[head, column], only_local, caught, visible & counted[of], of, counted)
 
 
 def between_and_total(
@@ -150,19 +151,21 @@ def between_and_total(
     by_all = catches.counted.all(dim=0)
     # No sink is among these, so nothing is lost to a massive activation; and they sum to zero from here on.
     x = x - x[by_all].sum(dim=0) / by_all.sum().clamp_min(1)
+    size, tokens = caught.sum(dim=1), counted.sum(dim=1).clamp_min(1)
     whole = counted[:, ~by_all] @ x[~by_all]
-    return sums_of_squares(caught @ x, whole, counted @ x.square().sum(dim=-1), catches)
+    sums = caught @ x - whole[catches.of] * (size / tokens[catches.of]).unsqueeze(1)
+    squares = counted @ x.square().sum(dim=-1) - whole.square().sum(dim=-1) / tokens
+    return sums_of_squares(sums, squares, catches)
 
 
 def sums_of_squares(
-    sums: Tensor, whole: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
+    sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `between_and_total` from sums of vectors over groups and heads, and sums of squared norms by head.
+    """Compute `between_and_total` of vectors that have mean zero over the counted tokens of each catching head.
 
     Args:
         sums: over the tokens that each sink caught (sinks, width).
-        whole: over the tokens of each catching head that are not left out (catching heads, width).
-        squares: of the norms of these tokens (catching heads).
+        squares: of the norms, summed over the counted tokens of each catching head (catching heads).
         metric: of each catching head (catching heads, width, width): ‖v‖² = v metric vᵀ; None: the identity.
     """
     of = catches.of
@@ -174,18 +177,15 @@ def sums_of_squares(
         return torch.einsum("rv,rvw,rw->r", vectors, chosen, vectors)
 
     size = catches.caught.sum(dim=1).to(sums.dtype)
-    counted = (
-        catches.counted.sum(dim=1).to(sums.dtype).clamp_min(1)
-    )  # of a short context, all tokens may be sinks
-    centred = sums - whole[of] * (size / counted[of]).unsqueeze(1)
-    around = norm(centred, of)
-    inside, outside = size.clamp_min(1), (counted[of] - size).clamp_min(1)
+    # Of a short context, all tokens may be sinks.
+    tokens = catches.counted.sum(dim=1).to(sums.dtype).clamp_min(1)
+    around = norm(sums, of)
+    inside, outside = size.clamp_min(1), (tokens[of] - size).clamp_min(1)
     between = around * (1 / inside + 1 / outside)
-    total = squares - norm(whole) / counted
-    uncaught_count = counted - _over_sinks(size, catches)
-    uncaught = _over_sinks(-centred, catches)
+    uncaught_count = tokens - _over_sinks(size, catches)
+    uncaught = _over_sinks(-sums, catches)
     groups = _over_sinks(around / inside, catches)
-    return between, total[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), total
+    return between, squares[of], groups + norm(uncaught) / uncaught_count.clamp_min(1), squares
 
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:

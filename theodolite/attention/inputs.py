@@ -37,7 +37,7 @@ class AttentionInputs:
     all queries.
 
     A bias of −∞, near its dtype's lowest value or else far below any (`hidden_in`) is how others write a mask: it is
-    taken out of `bias`, and `mask` hides the key, in place of `causal`.
+    taken out of `bias`, and `mask` hides the key, in place of `causal`. A bias of zeros is none.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -51,10 +51,14 @@ class AttentionInputs:
     sink: Float[Tensor, " heads"] | None = None
 
     def __post_init__(self) -> None:
-        hidden = None if self.bias is None else hidden_in(self.bias)
-        if self.bias is None or hidden is None:
+        if self.bias is None:
             return
-        bias = self.bias.masked_fill(hidden, 0)
+        hidden = hidden_in(self.bias)
+        bias = self.bias if hidden is None else self.bias.masked_fill(hidden, 0)
+        # The class is frozen for all that comes after.
+        object.__setattr__(self, "bias", bias if bias.any() else None)
+        if hidden is None:
+            return
         if bool((hidden == hidden[:, :1]).all()):
             hidden = hidden[:, :1]
         mask, queries = ~hidden, self.query.shape[2]
@@ -62,15 +66,12 @@ class AttentionInputs:
             mask = mask & self.mask
         elif self.causal:
             mask = mask & mask.new_ones(queries, self.key.shape[2]).tril_()
-        # The class is frozen for all that comes after.
         object.__setattr__(self, "mask", mask.expand(-1, -1, queries, -1))
         object.__setattr__(self, "causal", False)
-        object.__setattr__(self, "bias", bias if bias.any() else None)
 
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
-        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
-        query = self.query.to(key.dtype) * self.scaling
+        query, key = self._factors()
         for start, stop, first, last in self.spans(size):
             logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
             yield LogitBlock(start, stop, first, last, logits)
@@ -106,17 +107,15 @@ class AttentionInputs:
 
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
         """Compute the masked logits of all queries over all keys: a T×T matrix, so for few of either."""
-        key = self.key.to(_at_least_float32(self.key.dtype)).transpose(-1, -2)
-        return self._logits(self.query.to(key.dtype) * self.scaling, key, 0, 0)
+        return self._logits(*self._factors(), 0, 0)
 
     def at_pairs(
         self, query: Int[Tensor, " pairs"], key: Int[Tensor, " pairs"]
     ) -> Float[Tensor, "batch heads pairs"]:
         """Compute the masked logits of some queries over one key each, both by position."""
-        dtype = _at_least_float32(self.key.dtype)
-        keys = (
-            self.key[:, :, key].to(dtype).repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
-        )
+        dtype = torch.promote_types(self.key.dtype, torch.float32)
+        group = self.query.shape[1] // self.key.shape[1]
+        keys = self.key[:, :, key].to(dtype).repeat_interleave(group, dim=1)
         logits = torch.linalg.vecdot(self.query[:, :, query].to(dtype) * self.scaling, keys)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -137,10 +136,14 @@ class AttentionInputs:
             bias = bias[:, :, chosen]
         return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
 
-    def of_heads(self, part: slice) -> AttentionInputs:
-        """Return the inputs of some query heads, whole groups that share a key head."""
+    def of_heads(self, part: slice | list[int]) -> AttentionInputs:
+        """Return the inputs of whole groups of query heads that share a key head, or of some, with a key head each."""
         group = self.query.shape[1] // self.key.shape[1]
-        shared = slice(part.start // group, part.stop // group)
+        shared: slice | list[int]
+        if isinstance(part, slice):
+            shared = slice(part.start // group, part.stop // group)
+        else:
+            shared = [head // group for head in part]
         return replace(
             self,
             query=self.query[:, part],
@@ -178,6 +181,11 @@ class AttentionInputs:
         queries, keys = self.query.shape[2], self.key.shape[2]
         ones = torch.ones(1, 1, queries, dtype=torch.float64, device=self.key.device)
         return (torch.arange(queries, device=ones.device) + 1) * ones if self.causal else keys * ones
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return the scaled queries and the transposed keys, in float32 or better."""
+        key = self.key.to(torch.promote_types(self.key.dtype, torch.float32)).transpose(-1, -2)
+        return self.query.to(key.dtype) * self.scaling, key
 
     def _key_range(self, start: int, stop: int) -> tuple[int, int]:
         if self.mask is not None:
@@ -282,10 +290,6 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
     return output
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+def _part(tensor: Tensor | None, dim: int, part: slice | list[int]) -> Tensor | None:
     """Take part of a mask or bias along the batch or the heads, where it has more than one for all."""
     return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]

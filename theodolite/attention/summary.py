@@ -178,14 +178,14 @@ def summarise(
 
 
 def _by_kernels(inputs: AttentionInputs) -> AttentionSummary:
-    rows = attention_triton.summarise(inputs)
-    blind = _see_nothing(rows.entropy, rows.log_sum_exp, rows.largest)
-    rows.output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
-    entropy, log_sum_exp, learned, others = _with_sink(rows.entropy, rows.log_sum_exp, inputs.sink)
+    output, entropy, log_sum_exp, largest = attention_triton.summarise(inputs)
+    blind = _see_nothing(entropy, log_sum_exp, largest)
+    output.masked_fill_(blind.transpose(1, 2).unsqueeze(-1), 0)
+    entropy, log_sum_exp, learned, others = _with_sink(entropy, log_sum_exp, inputs.sink)
     mass = attention_triton.mass(inputs, log_sum_exp)
     if others is not None:
-        rows.output.mul_(others.transpose(1, 2).unsqueeze(-1))
-    return AttentionSummary(rows.output, entropy, log_sum_exp, rows.largest, mass, learned, inputs)
+        output.mul_(others.transpose(1, 2).unsqueeze(-1))
+    return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
 
 
 def summarise_in_blocks(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -67,25 +66,15 @@ def tried(work: Callable[[], Result]) -> Result | None:
         return None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The first kernel's results for each query, without a learned sink column."""
-
-    output: Float[Tensor, "batch queries heads value_width"]
-    entropy: Float[Tensor, "batch heads queries"]
-    log_sum_exp: Float[Tensor, "batch heads queries"]
-    largest: Float[Tensor, "batch heads queries"]
-
-
-def summarise(inputs: AttentionInputs) -> Rows:
-    """Compute output, entropy, log-sum-exp and largest logit of every query."""
+def summarise(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    """Compute output, entropy, log-sum-exp and largest logit of every query, without a learned sink column."""
     query, value = inputs.query, inputs.value
     batch, heads, queries, _ = query.shape
     output = value.new_empty(batch, queries, heads, value.shape[-1])
     rows = [query.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(3)]
     first, last = _ranges(inputs, by_query=True)
-    with _current_device(inputs):
-        kernels.attention_rows[(batch * heads, _cover(queries, inputs))](
+    with _current_device(query):
+        kernels.attention_rows[(batch * heads, len(first))](
             *_operands(inputs),
             value,
             *value.stride(),
@@ -93,12 +82,11 @@ def summarise(inputs: AttentionInputs) -> Rows:
             *rows,
             first,
             last,
-            **_sizes(inputs),
+            **_constants(inputs),
             value_width=value.shape[-1],
             value_padded=_padded(value.shape[-1]),
-            **_kinds(inputs),
         )
-    return Rows(output, *rows)
+    return output, *rows
 
 
 def mass(
@@ -109,23 +97,16 @@ def mass(
     keys = inputs.key.shape[2]
     received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
     first, last = _ranges(inputs, by_query=False)
-    with _current_device(inputs):
-        kernels.attention_mass[(batch * heads, _cover(keys, inputs))](
-            *_operands(inputs),
-            log_sum_exp.contiguous(),
-            received,
-            first,
-            last,
-            **_sizes(inputs),
-            **_kinds(inputs),
+    with _current_device(inputs.query):
+        kernels.attention_mass[(batch * heads, len(first))](
+            *_operands(inputs), log_sum_exp.contiguous(), received, first, last, **_constants(inputs)
         )
     return received
 
 
-def _current_device(inputs: AttentionInputs) -> AbstractContextManager[object]:
-    """Make the tensors' device current, since Triton launches on the current one and its stream."""
-    query = inputs.query
-    return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
+def _current_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's device current, since Triton launches on the current one and its stream."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
@@ -140,7 +121,8 @@ def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
     return (*operands, float(inputs.scaling), float(inputs.softcap or 0.0))
 
 
-def _sizes(inputs: AttentionInputs) -> dict[str, int]:
+def _constants(inputs: AttentionInputs) -> dict[str, int]:
+    """Return the sizes of the operands, and which of mask, bias and cap there are."""
     heads, queries, width = inputs.query.shape[1:]
     return {
         "heads": heads,
@@ -150,12 +132,11 @@ def _sizes(inputs: AttentionInputs) -> dict[str, int]:
         "width": width,
         "padded": _padded(width),
         "tile": _tile(inputs),
+        "is_causal": inputs.causal and inputs.mask is None,
+        "has_mask": inputs.mask is not None,
+        "has_bias": inputs.bias is not None,
+        "has_cap": inputs.softcap is not None,
     }
-
-
-def _cover(count: int, inputs: AttentionInputs) -> int:
-    """Return how many tiles hold so many rows."""
-    return -(-count // _tile(inputs))
 
 
 def _padded(width: int) -> int:
@@ -165,15 +146,6 @@ def _padded(width: int) -> int:
 
 def _tile(inputs: AttentionInputs) -> int:
     return TILE_BYTES // max(2, inputs.query.element_size())
-
-
-def _kinds(inputs: AttentionInputs) -> dict[str, bool]:
-    return {
-        "is_causal": inputs.causal and inputs.mask is None,
-        "has_mask": inputs.mask is not None,
-        "has_bias": inputs.bias is not None,
-        "has_cap": inputs.softcap is not None,
-    }
 
 
 def _ranges(

@@ -62,9 +62,9 @@ def constituents(
         decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its
             μ and positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context.
             (Where rotary positions turn by the length of a pass, they are those of the run's: take one as long.)
-            A `Decomposition` of such hidden states likewise; if it is that of just these ones, its ctx is
-            taken too. None: the hidden states of these contexts themselves, at least 2, with position 0
-            apart as in a survey (μ and ctx are means over positions 1 … T−1).
+            A `Decomposition` of such hidden states likewise. None: the hidden states of these contexts
+            themselves, at least 2, with position 0 apart as in a survey (μ and ctx are means over positions
+            1 … T−1).
         attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them; their contexts must have
             one length.
 
@@ -82,31 +82,14 @@ def constituents(
     results: list[Constituents] = []
 
     def visit(layer_pass: LayerPass) -> None:
-        results.append(_of_pass(layer_pass, _parts(layer_pass.stream, mean_and_pos, decomposition)))
+        h = layer_pass.stream
+        parts = decompose_apart(h) if mean_and_pos is None else decompose_around(h, *mean_and_pos)
+        split = split_queries_and_keys(layer_pass, parts, torch.float64)
+        key = split.key.repeat_interleave(split.query.shape[2] // split.key.shape[2], dim=2)
+        results.append(Constituents(PARTS, split.query, key, split.inputs, split.rounding))
 
     visit_layers(model, contexts, [layer], visit)
     return results[0]
-
-
-def _of_pass(layer_pass: LayerPass, parts: Decomposition) -> Constituents:
-    split = split_queries_and_keys(layer_pass, parts, torch.float64)
-    repeat = split.query.shape[2] // split.key.shape[2]
-    key = split.key.repeat_interleave(repeat, dim=2)
-    return Constituents(PARTS, split.query, key, split.inputs, split.rounding)
-
-
-def _parts(h: Tensor, mean_and_pos: tuple[Tensor, Tensor] | None, decomposition: object) -> Decomposition:
-    if mean_and_pos is None:
-        return decompose_apart(h)
-    if isinstance(decomposition, Decomposition) and decomposition.resid.shape == h.shape:
-        whole = decomposition.mean + decomposition.pos + decomposition.cvec
-        if torch.allclose(whole.to(h.device), h.double(), rtol=1e-6, atol=1e-6 * float(h.abs().max())):
-            resid = h.double() - (whole - decomposition.resid).to(h.device)
-            mean, pos, ctx = (
-                t.to(h.device) for t in (decomposition.mean, decomposition.pos, decomposition.ctx)
-            )
-            return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=resid)
-    return decompose_around(h, *mean_and_pos)
 
 
 def _contexts(

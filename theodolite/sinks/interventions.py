@@ -198,7 +198,7 @@ def attention_knockout(
     name = described(
         "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column, rows=rows
     )
-    masking = intervened(model.root, attention, intervene, of_inputs=True, whole_cache=True)
+    masking = intervened(model.root, attention, intervene, of_inputs=True)
     with model.intervention(name, masking):
         yield
 

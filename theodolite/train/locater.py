@@ -23,8 +23,8 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import (
-    Part,
-    WholeParameters,
+    GatheredParameters,
+    GradientShard,
     check_deepspeed_has_gradients,
     head_group,
     is_of_deepspeed,
@@ -92,7 +92,7 @@ class Locater:
             self.layers = _selected(options["layers"], structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = together = is_spread(inner)
-        self._whole = [WholeParameters(layer.places) for layer in self._projections] if together else []
+        self._weights = [GatheredParameters(layer.places) for layer in self._projections] if together else []
         self._held = named(inner, [p for layer in self._projections for p in (layer.query, layer.key)])
         self._check_trained()
 
@@ -117,13 +117,13 @@ class Locater:
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
             return self._penalty(self._projections, strengths)
         # A layer at a time: a graph would hold every layer in float32.
-        if self._together and not all(whole.dtensors for whole in self._whole):
+        if self._together and not all(weights.are_dtensors for weights in self._weights):
             raise UsageError(
                 "DeepSpeed makes the gradients of its weights itself: call add_gradient() between "
                 "backward and the optimizer's step"
             )
-        value, parts = self._gathered(strengths)
-        return _Attached.apply(value, parts, *(part.parameter for part in parts))
+        value, gradients = self._gathered(strengths)
+        return _Attached.apply(value, gradients, *(shard.parameter for shard in gradients))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
@@ -147,9 +147,9 @@ class Locater:
                 values = [self._added(layer, strengths, factor) for layer in self._projections]
                 return torch.stack([value.to(values[0].device) for value in values]).sum()
             check_deepspeed_has_gradients(self._model)
-            value, parts = self._gathered(strengths)
-            for part in parts:
-                part.add(factor)
+            value, gradients = self._gathered(strengths)
+            for shard in gradients:
+                shard.add(factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
@@ -164,20 +164,20 @@ class Locater:
         w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 
-    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Part]]:
-        """Compute the penalty and this rank's parts of its gradients, gathering the weights of one layer at a time."""
-        values, parts = [], []
-        for layer, whole in self._wholes():
-            with whole.gathering(), torch.enable_grad():
+    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
+        """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
+        values, gradients = [], []
+        for layer, weights in self._gatherings():
+            with weights.gathering(), torch.enable_grad():
                 value = self._penalty([layer], strengths)
-                parts += whole.parts(value)
+                gradients += weights.gradients(value)
             values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
-        return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
+        return torch.stack([value.to(values[0].device) for value in values]).sum(), gradients
 
-    def _wholes(self) -> Iterable[tuple[Projections, WholeParameters]]:
-        """Yield each layer, with what makes its weights whole."""
-        whole = self._whole or [WholeParameters(layer.places) for layer in self._projections]
-        return zip(self._projections, whole, strict=True)
+    def _gatherings(self) -> Iterable[tuple[Projections, GatheredParameters]]:
+        """Yield each layer, with its weights to be gathered."""
+        weights = self._weights or [GatheredParameters(layer.places) for layer in self._projections]
+        return zip(self._projections, weights, strict=True)
 
     def _penalty(self, layers: Sequence[Projections], strengths: tuple[float, float]) -> Tensor:
         moments = [head_moments(*layer.factors()) for layer in layers]
@@ -189,8 +189,8 @@ class Locater:
         """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
         rows: list[dict[str, float]] = []
-        for layer, whole in self._wholes():
-            with whole.gathering(), torch.no_grad():
+        for layer, weights in self._gatherings():
+            with weights.gathering(), torch.no_grad():
                 moments = torch.stack(head_moments(*layer.factors()))
             traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
             rows += [
@@ -234,13 +234,13 @@ class _Attached(torch.autograd.Function):
     """A known number with known gradients, as a differentiable function of parameters."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, parts: list[Part], *_: Tensor) -> Tensor:
-        ctx.parts = parts
+    def forward(ctx: Any, value: Tensor, gradients: list[GradientShard], *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-        return None, None, *(part.gradient * slope for part in ctx.parts)
+        return None, None, *(shard.gradient * slope for shard in ctx.gradients)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:

@@ -43,7 +43,6 @@ class OpenIntervention:
     module: nn.Module
     intervene: Intervention
     of_inputs: bool
-    whole_cache: bool
 
 
 _taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
@@ -107,7 +106,7 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
     for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-            if opened.whole_cache and window is not None and queries < keys and keys >= window:
+            if opened.of_inputs and window is not None and queries < keys and keys >= window:
                 raise UsageError(
                     f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any "
                     "more; call generate with use_cache=False"

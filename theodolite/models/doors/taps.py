@@ -75,12 +75,7 @@ def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
 
 @contextmanager
 def intervened(
-    model: nn.Module,
-    module: nn.Module,
-    intervene: Intervention,
-    *,
-    of_inputs: bool = False,
-    whole_cache: bool = False,
+    model: nn.Module, module: nn.Module, intervene: Intervention, *, of_inputs: bool = False
 ) -> Iterator[None]:
     """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
@@ -88,12 +83,11 @@ def intervened(
     the changed inputs; what it returns is changed. Copies of the module are left alone.
 
     Args:
-        of_inputs: it changes the inputs, and of the output only what follows from it.
-        whole_cache: it needs key j to be the token at position j, so that a cache which drops keys is refused.
+        of_inputs: it changes the inputs, and of the output only what follows from it. It needs key j to be the token
+            at position j, so that a cache which drops keys is refused.
     """
     modules = frozenset(model.modules())
-    opened = OpenIntervention(modules, module, intervene, of_inputs, whole_cache)
-    with _opened(model), intervening(opened):
+    with _opened(model), intervening(OpenIntervention(modules, module, intervene, of_inputs)):
         yield
 
 
@@ -106,9 +100,9 @@ def _opened(model: nn.Module) -> Iterator[frozenset[nn.Module]]:
 
 @contextmanager
 def _through_its_door(model: nn.Module) -> Iterator[None]:
-    doors = [door for fits, door in DOORS if fits(model)]
+    door = next((door for fits, door in DOORS if fits(model)), functions_door)
     try:
-        with (doors[0] if doors else functions_door)(model):
+        with door(model):
             yield
     finally:
         _open.pop(model, None)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from theodolite.errors import UsageError
 from theodolite.models.stored.dequantised import holds_quantised_layers
-from theodolite.models.training.shards import Place, is_dtensor
+from theodolite.models.training.shards import ParameterPlace, is_dtensor
 
 TOLERANCE = 1e-2
 """Of the answers of an adapter's layer to a few rows, in whatever precision it has: another kind is off by more."""
@@ -23,13 +23,11 @@ def is_adapter(module: nn.Module) -> bool:
     return type(module).__module__.split(".")[0] == "peft" and hasattr(module, "base_layer")
 
 
-def without_adapters(module: nn.Module) -> list[str]:
-    """Replace adapters by the layers inside them, in a copy of a model; returns their names."""
-    names = [name for name, child in module.named_modules() if is_adapter(child)]
-    for name in names:
-        layer: Any = module.get_submodule(name)
-        module.set_submodule(name, layer.base_layer)
-    return names
+def without_adapters(module: nn.Module) -> None:
+    """Replace adapters by the layers inside them, in a copy of a model."""
+    adapters: Any = [(name, child) for name, child in module.named_modules() if is_adapter(child)]
+    for name, adapter in adapters:
+        module.set_submodule(name, adapter.base_layer)
 
 
 def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:
@@ -39,7 +37,7 @@ def adapted_weight(adapter: Any, weight: Tensor) -> Tensor:
     return weight
 
 
-def adapter_places(adapter: Any) -> list[Place]:
+def adapter_places(adapter: Any) -> list[ParameterPlace]:
     """List the places of the parameters that make what is added."""
     modules = dict.fromkeys(
         part

@@ -2,7 +2,7 @@
 
 Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
 with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
-`WholeParameters` are gathered, differentiated, and forgotten; a `Part` of their gradient is what a rank keeps.
+`GatheredParameters` are whole while they are differentiated; a rank keeps a `GradientShard`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if distributed.is_available():
 FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 """Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
 
-Place = tuple[nn.Module, str]
+ParameterPlace = tuple[nn.Module, str]
 """Where a parameter is: a module, and the name under which it holds it."""
 
 _Tap = Callable[[nn.Module, AttentionInputs], Tensor]
@@ -143,12 +143,16 @@ def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
-    """Make a DTensor whole, but for heads of other ranks; other tensors are returned as they are."""
+    """Make a DTensor whole, but for heads of other ranks, differentiably; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     over_heads = dimensions_of_heads(tensor.device_mesh, module)
     placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
-    return tensor.redistribute(placements=placements).to_local()
+    # Keys that all heads share have their gradient from all of them.
+    of_gradient = [
+        Partial() if dim in over_heads and p.is_replicate() else p for dim, p in enumerate(placements)
+    ]
+    return tensor.redistribute(placements=placements).to_local(grad_placements=of_gradient)
 
 
 def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
@@ -219,7 +223,7 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
         }
         inputs = replace(inputs, **local)
         if module not in _has_own_heads:
-            _tell_heads(module, inputs.query, group)
+            _note_own_heads(module, inputs.query, group)
         if not _has_own_heads[module]:
             return tap(module, inputs)
         own = inputs.query.shape[1]
@@ -230,7 +234,7 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
     return gathering
 
 
-def _tell_heads(module: nn.Module, query: Tensor, group: Any) -> None:
+def _note_own_heads(module: nn.Module, query: Tensor, group: Any) -> None:
     """Note whether ranks have different heads: those that compute the same attention have the same queries."""
     sums = joined_heads(query.double().sum().reshape(1), group)
     split = bool((sums != sums[0]).any())
@@ -262,26 +266,11 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part of the gradient of one parameter; with DeepSpeed all of it."""
+class GradientShard:
+    """One rank's shard of the gradient of one parameter; with DeepSpeed all of it."""
 
     parameter: Tensor
     gradient: Tensor
-
-    @classmethod
-    def of(cls, module: nn.Module, parameter: Tensor, gradient: Tensor) -> Part:
-        """Cut this rank's part from a gradient of the whole (of this rank's heads), while the parameter is gathered."""
-        if not is_dtensor(parameter):
-            return cls(parameter, gradient)
-        mesh, over_heads = parameter.device_mesh, dimensions_of_heads(parameter.device_mesh, module)
-        # Keys that all heads share have their gradient from all of them.
-        placements = [
-            Replicate() if dim not in over_heads else Partial() if placement.is_replicate() else placement
-            for dim, placement in enumerate(parameter.placements)
-        ]
-        own, shape, stride = gradient.contiguous(), parameter.shape, parameter.stride()
-        spread = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return cls(parameter, spread.redistribute(placements=parameter.placements))
 
     def add(self, factor: float) -> None:
         """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
@@ -323,51 +312,51 @@ def check_deepspeed_has_gradients(model: nn.Module) -> None:
         )
 
 
-class WholeParameters:
-    """Replaces the parameters of some modules by whole ones, plain leaves, while `gathering` is open."""
+class GatheredParameters:
+    """Replaces the parameters of some modules by whole ones while `gathering` is open."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[ParameterPlace]) -> None:
         self._places = list(dict.fromkeys(places))
         # FSDP2 puts others in their place between a forward pass and its backward one.
         self._dtensors = {
             (module, name): p for module, name in self._places if is_dtensor(p := module._parameters[name])
         }
-        self._own: list[Tensor] = []
-        self.leaves: list[nn.Parameter] = []
+        self._leaves: list[tuple[Tensor, Tensor]] = []
 
     @property
-    def dtensors(self) -> list[Any]:
-        """The parameters, where all of them are DTensors; else none."""
-        return list(self._dtensors.values()) if len(self._dtensors) == len(self._places) else []
+    def are_dtensors(self) -> bool:
+        """True if all of the parameters are DTensors."""
+        return len(self._dtensors) == len(self._places)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Make the modules' parameters whole while open. To be opened and left by all ranks."""
         with gathered(dict.fromkeys(module for module, _ in self._places)):
             held: list[Any] = [module._parameters[name] for module, name in self._places]
-            self._own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
-            owned = zip(self._places, self._own, strict=True)
-            self.leaves = [
-                nn.Parameter(of_own_heads(p.detach(), module), requires_grad=p.requires_grad)
-                for (module, _), p in owned
-            ]
             try:
-                self._put(self.leaves)
+                with torch.enable_grad():
+                    self._leaves = [
+                        self._replaced(place, p) for place, p in zip(self._places, held, strict=True)
+                    ]
                 yield
             finally:
-                self._put(held)
+                for (module, name), parameter in zip(self._places, held, strict=True):
+                    module._parameters[name] = parameter
 
-    def _put(self, parameters: Iterable[Any]) -> None:
-        for (module, name), parameter in zip(self._places, parameters, strict=True):
-            module._parameters[name] = parameter
+    def _replaced(self, place: ParameterPlace, held: Any) -> tuple[Tensor, Tensor]:
+        """Put a whole parameter into a module; returns the parameter, and the leaf that the whole one is made of."""
+        module, name = place
+        parameter = self._dtensors.get(place, held)
+        # DeepSpeed must not see that its own is differentiated.
+        leaf = (
+            parameter if is_dtensor(parameter) else parameter.detach().requires_grad_(parameter.requires_grad)
+        )
+        whole: Any = of_own_heads(leaf, module)
+        module._parameters[name] = whole
+        return parameter, leaf
 
-    def parts(self, value: Tensor) -> list[Part]:
-        """Differentiate a value while the parameters are gathered; this rank's parts, of those that are trained."""
-        trained = [leaf for leaf in self.leaves if leaf.requires_grad]
-        owned = zip(self._places, self._own, self.leaves, strict=True)
-        holders = [(module, parameter) for (module, _), parameter, leaf in owned if leaf.requires_grad]
-        gradients = torch.autograd.grad(value, trained) if trained else ()
-        return [
-            Part.of(module, parameter, gradient)
-            for (module, parameter), gradient in zip(holders, gradients, strict=True)
-        ]
+    def gradients(self, value: Tensor) -> list[GradientShard]:
+        """Differentiate a value while the parameters are gathered, by those that are trained."""
+        trained = [(parameter, leaf) for parameter, leaf in self._leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, [leaf for _, leaf in trained]) if trained else ()
+        return [GradientShard(parameter, of) for (parameter, _), of in zip(trained, gradients, strict=True)]

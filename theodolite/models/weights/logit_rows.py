@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -34,37 +34,32 @@ class LogitRows:
 
     Attributes:
         module, name: the submodule, and the attribute that holds the parameter, looked up at every use.
-        input_dim, ndim: the parameter's dimension that is summed over, if any; and how many dimensions it has.
-        rows, heads: the rows, and the query head that each belongs to.
-        powers: of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well.
+        shape: of the parameter.
+        rows: which rows make which features.
+        powers: of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well, 0 of
+            a key that stays as it is.
     """
 
     module: nn.Module
     name: str
-    input_dim: int | None
-    ndim: int
-    rows: Int64[Tensor, " rows"]
-    heads: Int64[Tensor, " rows"]
-    powers: Float64[Tensor, " rows"]
+    shape: torch.Size
+    rows: Rows
+    powers: Float64[Tensor, "heads head_width"]
 
     @property
     def is_there(self) -> bool:
-        """Whether the module still has a parameter with these rows."""
+        """True if the module still has a parameter of this shape."""
         parameter = self.module._parameters.get(self.name)
-        if parameter is None or parameter.ndim != self.ndim:
-            return False
-        return math.prod(self._shape(parameter)) > int(self.rows.max())
-
-    def _shape(self, parameter: Tensor) -> list[int]:
-        return [size if dim != self.input_dim else 1 for dim, size in enumerate(parameter.shape)]
+        return parameter is not None and parameter.shape == self.shape
 
     @torch.no_grad()
     def scale(self, gamma: Float64[Tensor, " heads"]) -> None:
         """Scale the rows in place; a factor of 1 leaves every bit. Of a sharded parameter nothing is gathered."""
         parameter: Tensor = getattr(self.module, self.name)
-        shape = self._shape(parameter)
+        shape = [1 if dim == self.rows.input_dim else size for dim, size in enumerate(self.shape)]
         factors = torch.ones(math.prod(shape), dtype=torch.float64)
-        factors[self.rows] = gamma[self.heads] ** self.powers
+        made = self.rows.rows >= 0
+        factors[self.rows.rows[made]] = (gamma[:, None] ** self.powers)[made]
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         factors = factors.view(shape).to(parameter.device, dtype)
         if isinstance(parameter, DTensor):
@@ -76,7 +71,7 @@ class LogitRows:
 def find_logit_rows(
     model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
 ) -> dict[int, list[LogitRows]]:
-    """Find them for some layers, without gradients; `UsageError` where scaling no rows scales a head's logits alone."""
+    """Find the rows of some layers, without gradients; `UsageError` where none scales the logits of a head alone."""
     refuse_replaced_weights(model, "clipped")
     maps = WeightMaps(computed=False)
     with tapped(model, stop_at_tap):
@@ -122,7 +117,7 @@ def _refuse_other_logits(where: str, inputs: AttentionInputs) -> None:
 
 
 def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
-    """The rows to be scaled in a module or a copy of it; none where those of a head's queries are not its own."""
+    """Yield the rows to scale in a module or a copy of it; none where those of a head's queries are not its own."""
     queries, keys, _ = weight_map.sides
     uses = Counter(
         (rows.name, rows.input_dim, row)
@@ -138,33 +133,28 @@ def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows
         own = torch.stack([rows.rows >= 0 for rows in _varying(keys)]).sum(0) == 1
         for rows in keys:
             own = own & ~_shared(rows, uses)
-    powers = torch.where(own, 0.5, 1.0).double()
-    heads = torch.arange(len(own))[:, None].expand_as(own)
-    scaled_keys = [(rows, own) for rows in keys] if own.any() else []
-    for rows, scaled in [*((rows, torch.ones_like(own)) for rows in queries), *scaled_keys]:
-        chosen = scaled & (rows.rows >= 0)
-        if chosen.any():
+    of_queries, of_keys = (torch.where(own, 0.5, other).double() for other in (1.0, 0.0))
+    scaled_keys = [(rows, of_keys) for rows in keys] if own.any() else []
+    for rows, powers in [*((rows, of_queries) for rows in queries), *scaled_keys]:
+        if powers[rows.rows >= 0].any():
             owner, _, name = rows.name.rpartition(".")
             holder = module.get_submodule(owner)
-            ndim = getattr(holder, name).ndim
-            yield LogitRows(
-                holder, name, rows.input_dim, ndim, rows.rows[chosen], heads[chosen], powers[chosen]
-            )
+            yield LogitRows(holder, name, getattr(holder, name).shape, rows, powers)
 
 
 def _varying(side: Sequence[Rows]) -> list[Rows]:
-    """Those that multiply something: no biases."""
+    """Select the rows that multiply something: no biases."""
     return [rows for rows in side if rows.kind != "constant"]
 
 
 def _shared(rows: Rows, uses: Counter[tuple[str, int | None, int]]) -> Bool[Tensor, "heads head_width"]:
-    """Which features have a row that makes others, too."""
+    """Mark the features whose row makes others, too."""
     shared = [row >= 0 and uses[rows.name, rows.input_dim, row] > 1 for row in rows.features.tolist()]
     return torch.tensor(shared).view_as(rows.rows)
 
 
 def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
-    """Whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
+    """Tell whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
     before = copied.send()
     gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
     for row in rows:

@@ -38,7 +38,7 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Structure
 from theodolite.models.training import adapters
-from theodolite.models.training.shards import Place
+from theodolite.models.training.shards import ParameterPlace
 from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
 
 Result = TypeVar("Result")
@@ -120,13 +120,13 @@ class WeightMap:
 
     @property
     def matrices(self) -> list[Rows | None]:
-        """The one matrix that makes queries, keys or values of the input, up to biases, or None; of each."""
-        found = []
+        """For queries, keys and values: the one matrix that makes them of the input, up to biases, or None."""
+        matrices: list[Rows | None] = []
         for side in self.sides:
             varying = [rows for rows in side if rows.kind != "constant"]
             alone = len(varying) == 1 and varying[0].kind == "of input" and bool((varying[0].rows >= 0).all())
-            found.append(varying[0] if alone else None)
-        return found
+            matrices.append(varying[0] if alone else None)
+        return matrices
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Projection:
         return plain and self.rows.factor is None and isinstance(self.rows.span, slice)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ParameterPlace]:
         """The places of the parameters that W is made of."""
         if self.computed:
             parametrizations: Any = self.module.parametrizations
@@ -241,7 +241,7 @@ class Projections:
         return replace(self.query.rows, rows=torch.cat([self.query.rows.features, self.key.rows.features]))
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[ParameterPlace]:
         """The places of the parameters that W_q and W_k are made of."""
         return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
@@ -250,8 +250,8 @@ Replacement = tuple[Projection, list[int] | None, Tensor]
 """A matrix, and the heads of a projection whose it is to be."""
 
 # Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
-_open_replacements: list[list[Replacement]] = []
-_originals: dict[Place, nn.Parameter] = {}
+_open_replacements: dict[object, list[Replacement]] = {}
+_originals: dict[ParameterPlace, nn.Parameter] = {}
 
 
 @contextmanager
@@ -261,33 +261,32 @@ def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
     The modules get new parameters, and on leaving the very ones that they had. Of several for the same entries the one
     opened last holds; they may be left in any order.
     """
-    opened = list(replacements)
-    names = list(dict.fromkeys((projection.module, projection.name) for projection, _, _ in opened))
-    _open_replacements.append(opened)
+    key = object()
+    _open_replacements[key] = opened = list(replacements)
+    places = {(projection.module, projection.name) for projection, _, _ in opened}
     try:
-        for parameter_name in names:
-            _write_replacements(parameter_name)
+        for place in places:
+            _write_replacements(place)
         yield
     finally:
-        # By identity: two equal ones may be open at once.
-        del _open_replacements[next(i for i, other in enumerate(_open_replacements) if other is opened)]
-        for parameter_name in names:
-            _write_replacements(parameter_name)
+        del _open_replacements[key]
+        for place in places:
+            _write_replacements(place)
 
 
-def _write_replacements(parameter_name: Place) -> None:
-    module, name = parameter_name
+def _write_replacements(place: ParameterPlace) -> None:
+    module, name = place
     replacements = [
-        (projection, heads, matrix)
-        for opened in _open_replacements
-        for projection, heads, matrix in opened
-        if (projection.module, projection.name) == parameter_name
+        replacement
+        for opened in _open_replacements.values()
+        for replacement in opened
+        if (replacement[0].module, replacement[0].name) == place
     ]
     if not replacements:
-        if parameter_name in _originals:
-            module._parameters[name] = _originals.pop(parameter_name)
+        if place in _originals:
+            module._parameters[name] = _originals.pop(place)
         return
-    original = _originals.setdefault(parameter_name, getattr(module, name))
+    original = _originals.setdefault(place, getattr(module, name))
     weight = original.detach().clone()
     for projection, heads, matrix in replacements:
         projection.put(heads, matrix, into=weight)
@@ -510,7 +509,7 @@ class MarkedCopy:
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
     def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """Compute queries, keys and values while a parameter is multiplied by something."""
+        """Compute queries, keys and values while a parameter is multiplied by `marks`."""
         before = parameter.data
         parameter.data = before * marks.to(before)
         try:
@@ -531,11 +530,11 @@ class MarkedCopy:
             marked = [self._times(parameter, FIRST + numbers // power % DIGITS) for power in powers]
             for side in range(3):
                 digits = [_digit(answer[side] - zeros[side], made[side]) for answer in marked]
-                found = [
+                terms = [
                     power * digit for power, digit in zip(powers, digits, strict=True) if digit is not None
                 ]
-                rows = torch.where((made[side] != 0)[0], sum(found), -1)
-                if len(found) == len(powers) and int(rows.max()) < numbers.numel():
+                rows = torch.where((made[side] != 0)[0], sum(terms), -1)
+                if len(terms) == len(powers) and int(rows.max()) < numbers.numel():
                     yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
 
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
@@ -564,5 +563,5 @@ def _digit(
     digits = numbers.round()
     if not torch.equal(digits[:1].expand_as(digits), digits) or not ((numbers - digits).abs() <= NEAR).all():
         return None
-    found = digits[0].long() - FIRST
-    return found if bool(((found >= 0) & (found < DIGITS)).all()) else None
+    digit = digits[0].long() - FIRST
+    return digit if bool(((digit >= 0) & (digit < DIGITS)).all()) else None
