@@ -12,7 +12,7 @@ from theodolite.accumulate import sums
 from theodolite.accumulate.means import Means, Sample, means_of_first, means_of_halves
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
-from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups, each_part
+from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups
 from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -88,29 +88,6 @@ def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):
     expected = np.atleast_2d(np.cov(rows.double().numpy().T, bias=True))
     scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal())) + 1e-12 * offset**2
     assert (np.abs(covariance(one.state(), 0).numpy() - expected) <= 2e-6 * scale + 1e-12).all()
-
-
-def test_parts_side_by_side_are_those_one_by_one():
-    """In order, each on one thread, in the caller's mode; the caller's threads are as they were, errors come out."""
-    before = torch.get_num_threads()
-
-    def work(part: slice) -> tuple[int, int, bool]:
-        return part.start, torch.get_num_threads(), torch.is_inference_mode_enabled()
-
-    def fail(part: slice) -> None:
-        raise ValueError(part.start)
-
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            for inference in (False, True):
-                with torch.inference_mode(inference):
-                    assert each_part(work, 7, torch.device("cpu")) == [(i, 1, inference) for i in range(7)]
-            with pytest.raises(ValueError, match="0"):
-                each_part(fail, 7, torch.device("cpu"))
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_outliers_and_massive_activations_where_they_were_planted():
