@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from theodolite.errors import UsageError
 from theodolite.measure.attribution import chosen_heads
-from theodolite.measure.constituents import ADDITIVE, Constituents, share_sums
+from theodolite.measure.constituents import ADDITIVE, GROUPS, Constituents, share_sums
 from theodolite.theory.decomposition import PARTS
 
 MOST_POSITIONS = 128
@@ -22,14 +22,7 @@ MOST_POSITIONS = 128
 
 QK, ATTENTION, CONSTANT = "QK", "attention", "constant"
 
-WITH_CONSTANTS = {
-    ("pos", "pos"): "position",
-    ("pos", CONSTANT): "position",
-    (CONSTANT, "pos"): "position",
-    ("cvec", "cvec"): "context",
-    ("cvec", CONSTANT): "context",
-    (CONSTANT, "cvec"): "context",
-}
+WITH_CONSTANTS = {sides: name for name in ("position", "context", CONSTANT) for sides in GROUPS[name]}
 """Matrices that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
 
@@ -107,7 +100,7 @@ def head_matrices(
 def _matrix_name(query: str, key: str, raw: bool) -> str:
     if raw:
         return CONSTANT if CONSTANT in (query, key) else f"{query}-{key}"
-    return CONSTANT if query == key == CONSTANT else WITH_CONSTANTS.get((query, key), f"{query}-{key}")
+    return WITH_CONSTANTS.get((query, key), f"{query}-{key}")
 
 
 def _single_head(split: Constituents, head: int, context: int) -> Constituents:
