@@ -165,12 +165,9 @@ class LayerBaselines:
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
         """Compute the baseline of a layer."""
-        tokens = (
-            hidden[:, 1 : hidden.shape[1] - self._trailing]
-            .flatten(0, 1)
-            .to(torch.promote_types(hidden.dtype, torch.float32))
-        )
-        self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
+        tokens = hidden[:, 1 : hidden.shape[1] - self._trailing].flatten(0, 1)
+        baseline = LayerBaseline.of(tokens.to(torch.promote_types(hidden.dtype, torch.float32)))
+        self._layers.append({name: value.cpu() for name, value in vars(baseline).items()})
 
     def state(self) -> State:
         """Return all layers' baselines, stacked."""
