@@ -87,28 +87,6 @@ def test_fresh_corpora_spread_as_the_standard_error_says():
         assert 0.75 < root_mean_square / np.std(values, ddof=1) < most, name
 
 
-@pytest.mark.slow
-def test_few_contexts_say_what_many_say():
-    """Oracle: 4,096 contexts of the same population; 16 and 64 miss it by no more than chance allows."""
-    truth = columns(hidden(999, contexts=4096))
-    names = (
-        "relative_norm",
-        "position_energy",
-        "pp_low_frequency_3",
-        "incoherence_mean",
-        "similarity_random",
-    )
-    for contexts in (16, 64):
-        draws = [columns(hidden(seed, contexts=contexts)) for seed in range(60)]
-        for name in names:
-            pairs = [(float(one[name].value[0]), float(one[name].error[0])) for one in draws]
-            values, errors = np.array([pair for pair in pairs if np.isfinite(pair).all()]).T
-            if len(values) < 30:
-                continue
-            covered = (abs(values - float(truth[name].value[0])) <= 2.365 * errors).mean()
-            assert covered >= 0.88, (name, contexts, covered)
-
-
 def test_a_layer_without_positions_has_none():
     """Oracle: independent contexts whose positions are exchangeable: the truth is 0, plain numbers say 1/√C."""
     h = torch.randn(1, 16, 40, 24, generator=torch.Generator().manual_seed(3))

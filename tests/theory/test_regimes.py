@@ -76,20 +76,6 @@ def test_margins_are_distances_on_the_corrected_curve() -> None:
     assert margins.margin[3] == pytest.approx(0.1 - highest[3])
 
 
-def test_names_change_where_the_margin_is_zero() -> None:
-    """Along a line of η the name changes between neighbours, and the margins on both sides shrink with the step."""
-    eta = np.linspace(0.1, 20, 4001)
-    margins = regime_margins(4.0, eta)
-    changes = np.flatnonzero(margins.name[1:] != margins.name[:-1])
-    assert {margins.name[0], margins.name[-1]} == {"late-site", "vanishing"}
-    assert len(changes) >= 2
-    for k in changes:
-        assert margins.margin[k] < 0.01
-        assert margins.margin[k + 1] < 0.01
-        assert margins.nearest[k] == margins.name[k + 1]
-        assert margins.nearest[k + 1] == margins.name[k]
-
-
 def test_lemma_and_curve_agree_in_the_lemmas_limit_only() -> None:
     """Lemma 2 with r on both sides of 2; then |ξ| = 1, where r = 0.1 says late-site and the curve is flat."""
     far = regime_margins([1e6, 1e6, -1e6, -1e6], [1.9e-6, 2.1e-6, 1.9e-6, 2.1e-6])
