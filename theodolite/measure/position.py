@@ -318,11 +318,9 @@ def position_columns(
     return columns | {DIRECTIONS: directions}
 
 
-def positional_shape(
-    means: State, leading: int = 1, grid: Grid | None = None
-) -> tuple[dict[str, Jackknifed], Tensor]:
-    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS`, which need the means alone, and the directions."""
-    return _of_layers(lambda _, basis: smoothness_of_directions(basis), means, leading, grid)
+def positional_shape(means: State) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS` of a text, which need the means alone, and the directions."""
+    return _of_layers(lambda _, basis: smoothness_of_directions(basis), means, 1, None)
 
 
 def _of_layers(
