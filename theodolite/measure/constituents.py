@@ -113,19 +113,13 @@ class Constituents:
     @property
     def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:
         """The keys that each query sees: ([contexts,] heads, positions, positions)."""
-        _, contexts, heads, length, _ = self.query.shape
-        visible = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
-        if self.inputs.mask is not None:
-            visible = self.inputs.mask
-        elif self.inputs.causal:
-            visible = visible.tril()
-        return self._squeezed(visible.expand(contexts, heads, length, length))
+        return self._squeezed(self.inputs.logits() > MASKED / 2)
 
     @property
     def attention(self) -> Float64[Tensor, "*contexts heads queries keys"]:
         """The attention weights, with cap, mask and sink: ([contexts,] heads, positions, positions)."""
         inputs = replace(self.inputs, query=self.inputs.query.double(), key=self.inputs.key.double())
-        return self._squeezed(dense_attention(inputs))
+        return self._squeezed(softmax(inputs.logits(), inputs.sink))
 
     def coarse(self, groups: Mapping[str, Iterable[str]] = COARSE) -> Constituents:
         """Merge parts into fewer, each the sum of some of these; every part is in one group.
@@ -358,12 +352,3 @@ def paired_groups() -> dict[str, list[tuple[int, int]]]:
         ]
         for name, sides in GROUPS.items()
     }
-
-
-def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the whole attention matrix; for a prompt."""
-    batch, heads, queries, _ = inputs.query.shape
-    weights = inputs.query.new_zeros(batch, heads, queries, inputs.key.shape[2])
-    for block in inputs.blocks():
-        weights[:, :, block.start : block.stop, block.first : block.last] = softmax(block.logits, inputs.sink)
-    return weights
