@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from theodolite.accumulate import sums
 from theodolite.accumulate.means import Means, Sample, means_of_first, means_of_halves
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
+from theodolite.accumulate.second_moments import (
+    Centred,
+    MomentSketches,
+    SecondMoments,
+    covariance,
+    low_rank,
+)
 from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -157,7 +163,7 @@ def _spiked(contexts: int, width: int = 48) -> torch.Tensor:
 def _sketched(h: torch.Tensor, order: list[tuple[int, int]]) -> MomentSketches:
     sketches = MomentSketches(1, h.shape[-1], 24)
     for start, stop in order:
-        sketches.update(0, h[start:stop], start)
+        sketches.update_centred(0, Centred.of(h[start:stop]), start)
     return sketches
 
 
@@ -209,16 +215,16 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     """Oracle: one that saw all. Directions of their own would lose what they do not see."""
     h = torch.randn(8, 30, 48, generator=torch.Generator().manual_seed(3))  # wider than a sketch
     whole, first, second = (MomentSketches(1, 48, 8) for _ in range(3))
-    whole.update(0, h[:3], 0)
-    whole.update(0, h[3:], 3)
-    first.update(0, h[:3], 0)
+    whole.update_centred(0, Centred.of(h[:3]), 0)
+    whole.update_centred(0, Centred.of(h[3:]), 3)
+    first.update_centred(0, Centred.of(h[:3]), 0)
     second.look_along(first.state()["directions"])
-    second.update(0, h[3:], 3)
+    second.update_centred(0, Centred.of(h[3:]), 3)
     first.merge(SavedState(second.state()))
     for name, tensor in whole.state().items():
         torch.testing.assert_close(first.state()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     other = MomentSketches(1, 48, 8)
-    other.update(0, h[3:], 3)
+    other.update_centred(0, Centred.of(h[3:]), 3)
     assert not torch.allclose(other.state()["sketch"][0, 4], whole.state()["sketch"][0, 4], rtol=1e-3)
 
 

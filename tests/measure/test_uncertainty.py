@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.second_moments import MomentSketches, SecondMoments
+from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.measure.contexts import context_columns
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.outliers import outliers_table, typical_sizes
@@ -56,7 +56,7 @@ def states(h: torch.Tensor, labels: torch.Tensor | None = None, batch: int = 16)
             means.update(layer, part, start)
             outliers.update(layer, part, start)
             moments.update(layer, part[:, 1:].flatten(0, 1))
-            sketches.update(layer, part[:, 1:], start)
+            sketches.update_centred(layer, Centred.of(part[:, 1:]), start)
     labels = torch.full((contexts,), -1) if labels is None else labels
     return (means.state(), moments.state(), sketches.state(), outliers.state()), sample, labels
 

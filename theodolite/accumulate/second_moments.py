@@ -145,10 +145,6 @@ class MomentSketches(LayerSums):
         for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
             ours.copy_(theirs)
 
-    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Add one layer's vectors of contexts `first_context …`; vectors to be excluded must be gone."""
-        self.update_centred(layer, Centred.of(hidden), first_context)
-
     def update_centred(self, layer: int, batch: Centred, first_context: int) -> None:
         """Add the centred vectors of contexts `first_context …` of one layer."""
         directions = self.at("directions", layer, batch.rows.device)

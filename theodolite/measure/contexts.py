@@ -26,7 +26,7 @@ from theodolite.measure.position import grouped_basis
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, of_rows, product, together
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
 
 _layer = partial(Column, "layers", group=CONTEXTS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE, source=f"{SONG}, Table 1")
@@ -229,8 +229,10 @@ class Contexts:
             clusters(self.halves[:, kept], cosines[kept][:, kept], self.labels[kept], found[kept])[0]
             for kept in self.apart
         ]
-
-        columns = of_rows(numbers, without)
+        columns = {
+            name: Jackknifed(*(cosines.new_tensor(of) for of in (value, [row[name] for row in without])))
+            for name, value in numbers.items()
+        }
         # The nearest of several labels is the nearer, the less is known of each.
         return columns | {"silhouette": columns["silhouette"].corrected()}, found
 

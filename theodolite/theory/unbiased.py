@@ -108,16 +108,6 @@ def stacked(rows: Sequence[Jackknifed]) -> Jackknifed:
     )
 
 
-def of_rows(whole: Mapping[str, float], without: Sequence[Mapping[str, float]]) -> dict[str, Jackknifed]:
-    """Put numbers by name of all groups, and those without each, together."""
-    return {
-        name: Jackknifed(
-            *(torch.tensor(of, dtype=torch.float64) for of in (value, [row[name] for row in without]))
-        )
-        for name, value in whole.items()
-    }
-
-
 def together(rows: Sequence[Mapping[str, Jackknifed]]) -> dict[str, Jackknifed]:
     """Stack the numbers of several rows by name."""
     return {name: stacked([row[name] for row in rows]) for name in rows[0]}
