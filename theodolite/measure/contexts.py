@@ -108,12 +108,8 @@ def context_columns(
 ) -> dict[str, Any]:
     """Compute the columns of the context vectors, N values each, and their arrays.
 
-    Args:
-        means, residual: states of `Means`, and of `SecondMoments` of the residual stream.
-        sample: which contexts `means` kept.
-        labels: label of each kept context, −1 for none.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
+    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `SecondMoments` of
+    the residual stream.
     """
     ctx = decomposed_means(means, leading=leading)[2]
     group = Groups(len(sample.slot)).of(sample.kept)

@@ -157,11 +157,7 @@ def pictures(
 ) -> dict[str, Tensor]:
     """Return the arrays that the figures of the residual stream are drawn of.
 
-    Args:
-        means, outliers: states of `Means` and `OutlierCounts`.
-        sample, labels: which contexts and tokens `means` kept, and the label of each context, −1 for none.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
+    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `OutlierCounts`.
     """
     mean, pos, halves = decomposed_means(means, leading=leading)
     ctx = whole_contexts(halves, means["context_tokens"])

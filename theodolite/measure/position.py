@@ -260,7 +260,8 @@ class Stretches:
 def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
     """Return the positional basis of a layer by groups of contexts; a position that a group lacks is left out.
 
-    On a grid, where every position has a place, it stays, and is 0.
+    `leading` tokens are apart before the others, which lie in a line or on a `grid` of rows and columns. There every
+    position has a place: one that a group lacks stays, and is 0.
     """
     readers = means["readers"][layer, :, leading : positions_read(means)]
     groups = (readers.sum(dim=1) > 0).nonzero().flatten().tolist()
@@ -300,14 +301,8 @@ def position_columns(
 ) -> dict[str, Any]:
     """Compute the columns of the positional basis, N values each, and its directions without each group.
 
-    Args:
-        means, residual, sketches: states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
-
-    Returns:
-        NaN where there are too few groups of contexts: of fewer than six contexts the stable rank and the floor, of
-        fewer than five the shares, of two all.
+    From states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream. NaN where there are too few
+    groups: of fewer than six contexts the stable rank and the floor, of fewer than five the shares, of two all.
     """
 
     def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:

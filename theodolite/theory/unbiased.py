@@ -224,9 +224,6 @@ def product_energy(
     """Estimate ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩ by products of four different groups; NaN with fewer than four.
 
     In O(groups² · rows · width²); nothing of rows × columns is formed.
-
-    Args:
-        left, right: what each group has of A and of B.
     """
     table = _grams(left) @ _grams(right).T
     return _mean_of(table.unsqueeze(0), _different(len(left)))
