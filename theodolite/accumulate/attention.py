@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import (
     contexts_in_cache,
     each_part,
     include,
-    placed,
+    position_slices,
     share_of_thread,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
@@ -167,7 +167,7 @@ class AttentionStatistics(LayerSums):
         """Add `value`, whose heads may be fewer than those of another layer, and its positions fewer than T."""
         if name in self._by_position and value.shape[-1] < self.length:
             whole = value.new_zeros(*value.shape[:-1], self.length)
-            for source, place in placed(value.shape[-1], self.length, self.trailing):
+            for source, place in position_slices(value.shape[-1], self.length, self.trailing):
                 whole[..., place] = value[..., source]
             value = whole
         if name in self._of_heads:

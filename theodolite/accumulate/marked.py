@@ -1,4 +1,4 @@
-"""Remember at which occurrences of a token something was found, so that these can be found again, and no others."""
+"""Occurrences of tokens at which something was found, recorded so that exactly these are recognised later."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def without(
     left_out: Bool[Tensor, "batch positions"] | None,
     text: slice,
 ) -> Iterator[tuple[int, Float[Tensor, "contexts rows width"]]]:
-    """Yield the text of a batch without the tokens left out: runs of whole contexts, and others alone.
+    """Yield the hidden states of a batch's text without the tokens left out: runs of whole contexts, others alone.
 
     With each, which context of the batch comes first.
     """
@@ -78,7 +78,7 @@ def without(
 
 
 class MassiveTokens(LayerSums):
-    """What is left out of the means and moments of a layer, in sums of its own.
+    """Sums over the tokens with massive activations, which are left out of a layer's means and moments.
 
     Args:
         means: what they are left out of.

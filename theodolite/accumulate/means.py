@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import (
     cache_sized_groups,
     contexts_in_cache,
     each_part,
-    placed,
+    position_slices,
 )
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -125,7 +125,7 @@ class Means(LayerSums):
             sums["norm_last_sum"] = norm[:, text.stop :].mean(dim=1)
         if self.leading > 1:
             sums["norm_registers_sum"] = norm[:, 1 : self.leading].mean(dim=1)
-        places = placed(read, self.length, self.trailing)
+        places = position_slices(read, self.length, self.trailing)
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)

@@ -1,4 +1,4 @@
-"""The hidden states of a few contexts, kept whole, so that what needs them later does not run the model again."""
+"""The hidden states of a few contexts, stored whole, so that later stages need no forward pass of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named tensors, one a layer or one a key, that are summed over a corpus. What every accumulator here is made of.
+"""Named tensors, one a layer or one a key, that are summed over a corpus: the base of every accumulator.
 
 An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
@@ -70,7 +70,7 @@ _folder: ContextVar[Path | None] = ContextVar("folder of sums", default=None)
 
 @contextmanager
 def large_in_files(folder: Path | None) -> Iterator[None]:
-    """Put the large sums of what is made while open into files without a name in a folder; None: into memory."""
+    """Keep the large sums of accumulators made while open in unnamed files of a folder; None: in memory."""
     before = _folder.set(folder)
     try:
         yield
@@ -230,7 +230,7 @@ def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
         total += value
 
 
-def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
+def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
     """Map positions of contexts of `read` tokens to those of `length` tokens: pairs of slices, from and to.
 
     The `apart` special tokens behind every text are the last ones, however short the text is.
@@ -243,8 +243,8 @@ def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
 
 
 def of_read(values: Tensor, read: int, apart: int) -> Tensor:
-    """Select the values (T, …) of the positions that contexts of `read` tokens have: the inverse of `placed`."""
-    return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
+    """Select the values (T, …) of the positions that contexts of `read` tokens have."""
+    return torch.cat([values[place] for _, place in position_slices(read, len(values), apart)])
 
 
 CACHED = 2**19

@@ -1,4 +1,4 @@
-"""Tags: the vectors that sinks write into the tokens they catch, and where these live on; sums over a corpus.
+"""Tags: the vectors that sinks write into the tokens they catch, and in which layers they persist; sums over a corpus.
 
 The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
 is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
@@ -189,7 +189,7 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
             groups,
             metric,
         )
-        for groups in moved_along(catches)
+        for groups in shifted_groups(catches)
     ]
     size = catches.caught.sum(dim=1)
     two = (size > 0) & (size < catches.counted.sum(dim=1)[catches.of])  # of one group, rounding would be left
@@ -199,7 +199,7 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
     }
 
 
-def moved_along(catches: Catches) -> list[Catches]:
+def shifted_groups(catches: Catches) -> list[Catches]:
     """Shift groups of tokens cyclically along the context, by 1, 2, … parts of `SHIFTS` + 1; runs keep their length.
 
     Tokens that are left out keep their places, and the others move past them.

@@ -1,4 +1,4 @@
-"""Do the context vectors of one layer fall into the corpus's own groups (documents, topics)?
+"""How well the context vectors of one layer cluster by the corpus's labels (documents, topics).
 
 The clustering of Song & Zhong 2024, Figure 2, as two numbers. Only directions count: the paper's Gram matrices and
 similarities are of normalised vectors. Each context comes as two vectors, means over disjoint halves of its positions,

@@ -1,4 +1,4 @@
-"""The context vectors of each residual layer: how they lie to each other, to their labels, and to position.
+"""The context vectors of each residual layer: similarity within and between labels, and coherence with position.
 
 A context's vector is the mean of its hidden states less what their positions average to. It comes as two means over
 disjoint halves of its positions (`accumulate.means`): a product of different halves holds no noise of single tokens.
@@ -165,7 +165,7 @@ class Contexts:
         self.agreement = self.gram.diagonal()
 
     def similarities(self) -> dict[str, Jackknifed]:
-        """Compute how contexts with the same label, with others, and all, resemble each other."""
+        """Compute the similarity of context vectors within labels, between labels, and of all."""
         pairs = torch.ones_like(self.gram, dtype=torch.bool).triu(1)
         labelled = pairs & (self.labels >= 0) & (self.labels[:, None] >= 0)
         same = self.labels == self.labels[:, None]
@@ -217,7 +217,7 @@ class Contexts:
         return leaving_out(square, len(p)).corrected().root().where(known)
 
     def clusters(self) -> tuple[dict[str, Jackknifed], Int[Tensor, " sampled"]]:
-        """Compute how labels cluster, and each context's cluster, −1 for none."""
+        """Compute the silhouette and k-means agreement of the labels, and each context's cluster, −1 for none."""
         known = torch.where(self.agreement > 0, self.agreement, math.nan).sqrt()
         cosines = ((self.gram + self.gram.T) / 2 / known.outer(known)).clamp(-1, 1)
         numbers, found = clusters(self.halves, cosines, self.labels)

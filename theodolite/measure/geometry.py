@@ -1,4 +1,4 @@
-"""The hidden states of each residual layer: their size, how much a block changes them, what is huge, and pictures.
+"""The hidden states of each residual layer: norms, how much a block changes them, massive activations, and figures.
 
 Position 0 is apart, and with it the special tokens that a tokenizer puts behind every text; so are tokens with massive
 activations (`accumulate.massive`). Of an image all `leading` tokens before its patches are apart, and the patches are a

@@ -1,4 +1,4 @@
-"""One head on one context, queries by keys: its constituents, what is in neither, their sum, and its attention.
+"""Matrices of one head on one context, queries by keys: the constituents of its logits, their sum, its attention.
 
 Of a split of logits, rows are centred, parts summed and shares of variance taken. Nothing here draws.
 """
