@@ -18,7 +18,7 @@ from theodolite.accumulate.second_moments import (
     covariance,
     low_rank,
 )
-from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups
+from theodolite.accumulate.sums import KeyedSums, LayerSums, cache_sized_groups
 from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -90,7 +90,7 @@ def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):
     one, other = SecondMoments(1, 4), SecondMoments(1, 4)
     for number, batch in enumerate(rows.split(sizes)):
         (one if number % 2 else other).update(0, batch)
-    one.merge(other)
+    one.merge(other.state())
     expected = np.atleast_2d(np.cov(rows.double().numpy().T, bias=True))
     scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal())) + 1e-12 * offset**2
     assert (np.abs(covariance(one.state(), 0).numpy() - expected) <= 2e-6 * scale + 1e-12).all()
@@ -124,8 +124,8 @@ def test_large_sums_are_those_of_small_ones(monkeypatch):
     for tensor in total._tensors["most"]:
         tensor.fill_(-torch.inf)
     other = {"sum": value, "most": value, "count": torch.ones(2)}
-    total.merge(SavedState(other))
-    total.merge(SavedState(other))
+    total.merge(other)
+    total.merge(other)
     state = {name: tensor.clone() for name, tensor in total.state().items()}
     torch.testing.assert_close(
         state, {"sum": 2 * value.double(), "most": value.double(), "count": torch.full((2,), 2.0).double()}
@@ -199,10 +199,10 @@ def test_sketches_merge_whatever_their_directions():
         _sketched(h, []),
     )
     assert not torch.equal(first.state()["directions"], second.state()["directions"])
-    empty.merge(first)
+    empty.merge(first.state())
     for name, value in first.state().items():
         torch.testing.assert_close(empty.state()[name], value, rtol=1e-12, atol=1e-9)
-    empty.merge(second)
+    empty.merge(second.state())
     merged, expected = empty.state(), whole.state()
     torch.testing.assert_close(merged["mean"], expected["mean"], rtol=1e-12, atol=1e-9)
     assert torch.equal(merged["count"], expected["count"])
@@ -220,7 +220,7 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     first.update_centred(0, Centred.of(h[:3]), 0)
     second.look_along(first.state()["directions"])
     second.update_centred(0, Centred.of(h[3:]), 3)
-    first.merge(SavedState(second.state()))
+    first.merge(second.state())
     for name, tensor in whole.state().items():
         torch.testing.assert_close(first.state()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     other = MomentSketches(1, 48, 8)
@@ -275,12 +275,12 @@ def test_merging_and_going_on_are_the_same_as_one_pass(a, b, c):
     restored.restore(_fed(_new(), a).state())
     assert _same(_fed(restored, b + c), whole)
     left, right = _fed(_new(), a), _fed(_new(), b)
-    left.merge(right)
-    left.merge(_fed(_new(), c))
+    left.merge(right.state())
+    left.merge(_fed(_new(), c).state())
     assert _same(left, whole)
     other = _fed(_new(), c)
-    other.merge(_fed(_new(), a))
-    other.merge(right)
+    other.merge(_fed(_new(), a).state())
+    other.merge(right.state())
     assert _same(other, whole)  # in any order: whole numbers add up exactly
 
 

@@ -11,7 +11,6 @@ from theodolite.accumulate.massive import MassiveTokens, massive_tokens, with_ma
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import SavedState
 from theodolite.measure.catalogue import declared
 from theodolite.measure.contexts import context_columns
 from theodolite.measure.geometry import stream_columns
@@ -55,7 +54,7 @@ def states(h: torch.Tensor, leaving_out: bool = True, order: tuple[int, ...] = (
                 part["massive"].update(layer, batch, marked, ids, start)
             part["outliers"].update(layer, batch, start)
         for name, sums in whole.items():
-            sums.merge(SavedState(part[name].state()))
+            sums.merge(part[name].state())
     return {name: sums.state() for name, sums in whole.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import Mergeable, State
+from theodolite.accumulate.sums import State
 
 ANY = -1
 """The part (head or dimension) of what is marked at position 0, where nearly every part is."""
@@ -42,9 +42,9 @@ class Marked:
         """Restore a state that `state` returned."""
         self._keys = [state["keys"]]
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another one, or its saved state, into this one."""
-        self._keys.append(other.state()["keys"])
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another one into this one."""
+        self._keys.append(state["keys"])
 
 
 def context_key(ids: Int[Tensor, " positions"]) -> int:

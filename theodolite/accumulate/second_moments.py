@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, Mergeable, State, contexts_in_cache, each_part
+from theodolite.accumulate.sums import LayerSums, State, contexts_in_cache, each_part
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.singular import largest_singular_value
 
@@ -73,9 +73,8 @@ class SecondMoments(LayerSums):
         _add_square(rows, own_moment)
         self._combine(layer, count, batch.pivot + offset, None)
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one."""
         for layer in range(self.layers):
             self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
 
@@ -161,13 +160,12 @@ class MomentSketches(LayerSums):
             )
             self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one.
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one.
 
         One that began with another context has other directions. Its moments are then taken to be what its sketches
         say they are (`low_rank`), which leaves out only what they do not see.
         """
-        state = other.state()
         for layer in range(self.layers):
             directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
             if not theirs.any():

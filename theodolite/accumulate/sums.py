@@ -1,6 +1,6 @@
 """Named tensors, one a layer or one a key, that are summed over a corpus: the base of every accumulator.
 
-An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
+An accumulator has `update(...)`, `merge(state)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
 them together on the CPU. Sums are float64 whatever the model's dtype.
 
@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -41,25 +40,6 @@ def part_of(state: State, name: str) -> State:
     """Take the state out again that `joined` was given under this name."""
     prefix = name + "."
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-
-
-@runtime_checkable  # for the tests, which check annotations
-class Mergeable(Protocol):
-    """A state that an accumulator can merge: another accumulator's, or its saved one."""
-
-    def state(self) -> State:
-        """Return everything summed so far, as tensors."""
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The state of an accumulator as it was saved or sent, ready to be merged into a live one."""
-
-    tensors: State
-
-    def state(self) -> State:
-        """Return everything that the accumulator had summed."""
-        return self.tensors
 
 
 LARGE = 2**26
@@ -140,16 +120,15 @@ class LayerSums:
         for name, sums in self.keyed.items():
             sums.restore(part_of(state, name))
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one."""
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 for total, row in self._pieces(tensor, state[name][layer].to(tensor.device)):
                     if name in self.maxima or row.any():
                         include(total, row, maximum=name in self.maxima)
         for name, sums in self.keyed.items():
-            sums.merge(SavedState(part_of(state, name)))
+            sums.merge(part_of(state, name))
 
     def _pieces(self, tensor: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pair a layer's sums with a value, row by row where they are large: most rows may be empty."""
@@ -216,9 +195,8 @@ class KeyedSums:
         self._row_of = {tuple(key): row for row, key in enumerate(state["keys"].tolist())}
         self._tensors = {name: state[name].clone() for name in self._tensors}
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another one, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another one into this one."""
         self.add(self.rows(state["keys"]), {name: state[name] for name in self._tensors})
 
 

@@ -557,7 +557,7 @@ class LookSums(Hooks):
             for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
                 self.attention_statistics.add("largest_logit", layer, largest)
             return
-        self.attention_statistics.merge(other.attention_statistics)
+        self.attention_statistics.merge(other.attention_statistics.state())
         for own, more in zip(self.queries + self.residual, other.queries + other.residual, strict=True):
             for name, tensor in more.items():
                 own[name] = own[name] + tensor
