@@ -155,8 +155,8 @@ def with_massive(means: State, residual: State, massive: State, layer: int) -> t
 
     def rows_of(name: str) -> State:
         rows = part_of(massive, name)
-        own = rows["keys"][:, 0] == layer
-        return {key: values[own] for key, values in rows.items()}
+        of_layer = rows["keys"][:, 0] == layer
+        return {key: values[of_layer] for key, values in rows.items()}
 
     rows = rows_of("at_position")
     _, group, position = rows["keys"].unbind(dim=1)
@@ -170,8 +170,8 @@ def with_massive(means: State, residual: State, massive: State, layer: int) -> t
     tokens[half, slot] = after
     if "numbers" in residual:
         return means, {"numbers": residual["numbers_with_massive"]}
-    for _, own in _moments(rows_of("moment")):
-        combine([residual[name][0] for name in ("count", "mean", "moment")], own)
+    for _, moments in _moments(rows_of("moment")):
+        combine([residual[name][0] for name in ("count", "mean", "moment")], moments)
     return means, residual
 
 

@@ -232,10 +232,10 @@ def decomposed(
     halves, of_text = halves_of_positions(text.stop - text.start), pos[text]
     ctx = []
     for half in (0, 1):
-        own = of_text[halves == half]
-        own = own.cumsum(dim=0) / torch.arange(1, len(own) + 1)[:, None]
+        averages = of_text[halves == half]
+        averages = averages.cumsum(dim=0) / torch.arange(1, len(averages) + 1)[:, None]
         last = (context_tokens[half].long() - 1).clamp_min(0)
-        ctx.append(context_mean[half] - mean - own[last] if len(own) else context_mean[half] - mean)
+        ctx.append(context_mean[half] - mean - averages[last] if len(averages) else context_mean[half] - mean)
     return mean, pos, torch.stack(ctx)
 
 

@@ -111,12 +111,12 @@ class MomentsByLayer(SecondMoments):
         """Take a layer's numbers, drop its moment; `massive`: count, mean and moment of tokens that were left out."""
         moment = self.moments.pop(layer)
         sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
-        own = moment_numbers(moment)
-        self.at("numbers", layer, moment.device).copy_(own)
+        numbers = moment_numbers(moment)
+        self.at("numbers", layer, moment.device).copy_(numbers)
         if massive is not None:
             combine([sums[0].clone(), sums[1].clone(), moment], massive)
-            own = moment_numbers(moment)
-        self.at("numbers_with_massive", layer, moment.device).copy_(own)
+            numbers = moment_numbers(moment)
+        self.at("numbers_with_massive", layer, moment.device).copy_(numbers)
 
 
 class MomentSketches(LayerSums):
@@ -186,9 +186,9 @@ class MomentSketches(LayerSums):
         self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor
     ) -> None:
         device = sketch.device
-        before, own = (self.at(name, layer, device)[group] for name in ("count", "mean"))
+        before, own_mean = (self.at(name, layer, device)[group] for name in ("count", "mean"))
         shared = before * count / (before + count).clamp_min(1)
-        self.add("trace", layer, trace + shared * (mean - own).square().sum(), group)
+        self.add("trace", layer, trace + shared * (mean - own_mean).square().sum(), group)
         group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
         combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
 

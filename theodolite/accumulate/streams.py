@@ -25,7 +25,7 @@ class KeptStreams(LayerSums):
         """Keep one layer's hidden states of those of contexts `first_context …` that are kept."""
         place = (self.kept >= first_context) & (self.kept < first_context + len(hidden))
         if layer < self.layers and place.any():
-            own = self.at("stream", layer, hidden.device)
-            own[place.to(hidden.device), : hidden.shape[1]] = hidden[
+            stream = self.at("stream", layer, hidden.device)
+            stream[place.to(hidden.device), : hidden.shape[1]] = hidden[
                 (self.kept[place] - first_context).to(hidden.device)
-            ].to(own.dtype)
+            ].to(stream.dtype)

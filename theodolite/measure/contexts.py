@@ -123,15 +123,15 @@ def context_columns(
         random = norm / trace
         numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()
-        found = torch.full_like(labels, -1).masked_scatter(read, cluster)
-        return numbers | agreement, found
+        clustering = torch.full_like(labels, -1).masked_scatter(read, cluster)
+        return numbers | agreement, clustering
 
-    rows, found = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
+    rows, clustering = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
     return {
         **together(rows),
         "context_basis": whole_contexts(ctx, means["context_tokens"]).float(),
         "context_label": labels,
-        "context_cluster": torch.stack(found),
+        "context_cluster": torch.stack(clustering),
     }
 
 
@@ -169,8 +169,8 @@ class Contexts:
         pairs = torch.ones_like(self.gram, dtype=torch.bool).triu(1)
         labelled = pairs & (self.labels >= 0) & (self.labels[:, None] >= 0)
         same = self.labels == self.labels[:, None]
-        own = self.labels.unique()
-        apart_by_label = self.labels != own[own >= 0][:, None]
+        names = self.labels.unique()
+        apart_by_label = self.labels != names[names >= 0][:, None]
         kinds = {"random": pairs}
         if len(apart_by_label) > 1:
             kinds |= {"within": labelled & same, "between": labelled & ~same}
@@ -192,8 +192,8 @@ class Contexts:
 
     def incoherence(self, p: Float[Tensor, "groups positions width"]) -> Jackknifed:
         """Compute the root mean square cosine between P, of each group of contexts, and the contexts."""
-        one, other = (p @ half.T for half in self.directions)
-        products = torch.einsum("gtc,htc->ghc", one, other)
+        first, second = (p @ half.T for half in self.directions)
+        products = torch.einsum("gtc,htc->ghc", first, second)
         flat = p.flatten(1)
         table = flat @ flat.T
 
@@ -220,9 +220,9 @@ class Contexts:
         """Compute the silhouette and k-means agreement of the labels, and each context's cluster, −1 for none."""
         known = torch.where(self.agreement > 0, self.agreement, math.nan).sqrt()
         cosines = ((self.gram + self.gram.T) / 2 / known.outer(known)).clamp(-1, 1)
-        numbers, found = clusters(self.halves, cosines, self.labels)
+        numbers, clustering = clusters(self.halves, cosines, self.labels)
         without = [
-            clusters(self.halves[:, kept], cosines[kept][:, kept], self.labels[kept], found[kept])[0]
+            clusters(self.halves[:, kept], cosines[kept][:, kept], self.labels[kept], clustering[kept])[0]
             for kept in self.apart
         ]
         columns = {
@@ -230,7 +230,7 @@ class Contexts:
             for name, value in numbers.items()
         }
         # The nearest of several labels is the nearer, the less is known of each.
-        return columns | {"silhouette": columns["silhouette"].corrected()}, found
+        return columns | {"silhouette": columns["silhouette"].corrected()}, clustering
 
 
 def _ratio(

@@ -151,8 +151,8 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
 
 def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
     """List the values of columns by name, and their standard errors by NAME_se."""
-    values = {name: one.value.tolist() for name, one in columns.items()}
-    return values | {f"{name}_se": one.error.tolist() for name, one in columns.items()}
+    values = {name: column.value.tolist() for name, column in columns.items()}
+    return values | {f"{name}_se": column.error.tolist() for name, column in columns.items()}
 
 
 @gives(

@@ -329,10 +329,10 @@ def _of_layers(
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        of_ranks, found = ranks(basis)
-        directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
-        if len(found) == GROUPS:  # else there is no error to be had
-            directions[:, : found.shape[1]] = found
+        of_ranks, axes = ranks(basis)
+        directions = axes.new_full((GROUPS, most, axes.shape[-1]), math.nan)
+        if len(axes) == GROUPS:  # else there is no error to be had
+            directions[:, : axes.shape[1]] = axes
         return of_ranks | numbers(layer, basis), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
@@ -420,13 +420,13 @@ def ranks(
         (sums - own * weight) / (counts - weight).clamp_min(1) for own, weight in zip(p, weights, strict=True)
     )
     every = (sums / counts.clamp_min(1), *others)
-    values, (_, *found) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
+    values, (_, *axes) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
     rows, width = sums.shape
     of_all, *without = screenot_of_values(torch.stack(values), (rows, width), bound).rank.double()
     screenot = Jackknifed(of_all, torch.stack(without))
     products = [
         ((own @ directions) * (other @ directions)).sum(dim=0)
-        for own, other, directions in zip(p, every[1:], found, strict=True)
+        for own, other, directions in zip(p, every[1:], axes, strict=True)
     ]
     energy = torch.stack(products)[:, : int(screenot.value)]
 
@@ -436,7 +436,7 @@ def ranks(
         error = (squares / (len(some) * (len(some) - 1) or math.nan)).sqrt()
         return (some.mean(dim=0) > REPLICATED * error).sum().double()
 
-    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(found).mT
+    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(axes).mT
 
 
 def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
@@ -468,12 +468,12 @@ def squared_lengths(
         weight = spread / (spread + own.error.square()).clamp_min(1e-300)
         return mean + weight * (value - mean)
 
-    found = combined(drawn, own, smooth)
-    every = torch.cat([found.value[None], found.without])
+    lengths = combined(drawn, own, smooth)
+    of_uses = torch.cat([lengths.value[None], lengths.without])
     # One that is not above 0 by itself has the mean of its neighbours.
-    every = torch.where(every > 0, every, torch.cat([smooth.value[None], smooth.without]))
-    every = torch.where(every > 0, every, smooth.value)
-    return every, smooth
+    of_uses = torch.where(of_uses > 0, of_uses, torch.cat([smooth.value[None], smooth.without]))
+    of_uses = torch.where(of_uses > 0, of_uses, smooth.value)
+    return of_uses, smooth
 
 
 def _shares(

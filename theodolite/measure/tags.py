@@ -129,8 +129,8 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     strongest = strongest[sinks["keys"][strongest, 0] == layer]
     by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
-    own = w_o[heads["keys"][in_layer, 1].long()]
-    principal, share = _principal(heads["moment"][in_layer], own)
+    weights_of = w_o[heads["keys"][in_layer, 1].long()]
+    principal, share = _principal(heads["moment"][in_layer], weights_of)
     return {
         "direction": direction,
         "direction_se": turned,

@@ -104,8 +104,8 @@ def by_gram_matrix(
     matrix = matrix.double()
     rows, columns = matrix.shape
     wide = rows <= columns
-    found = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
-    squares, vectors = found.eigenvalues.flip(0), found.eigenvectors.flip(1)[:, :count]
+    spectrum = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
+    squares, vectors = spectrum.eigenvalues.flip(0), spectrum.eigenvectors.flip(1)[:, :count]
     seen = squares > torch.finfo(torch.float64).eps * max(rows, columns) * squares[:1]
     values = torch.where(seen, squares.clamp_min(0).sqrt(), 0.0)
     return values, functional.normalize(matrix.T @ vectors, dim=0) if wide else vectors

@@ -125,13 +125,13 @@ def product(
     """Estimate ⟨a, b⟩ of the means a and b of the groups' vectors; without `right`, ‖a‖². NaN with one group."""
     right = left if right is None else right
     whole, other = left.sum(dim=0), right.sum(dim=0)
-    own = torch.linalg.vecdot(left, right)
+    paired = torch.linalg.vecdot(left, right)
     groups = len(left)
-    value = (torch.linalg.vecdot(whole, other) - own.sum(dim=0)) / (groups * (groups - 1) or math.nan)
+    value = (torch.linalg.vecdot(whole, other) - paired.sum(dim=0)) / (groups * (groups - 1) or math.nan)
     # ⟨S − a_g, S′ − b_g⟩ − Σ_{h ≠ g} ⟨a_h, b_h⟩
     crossed = torch.linalg.vecdot(left, other) + torch.linalg.vecdot(right, whole)
     pairs = (groups - 1) * (groups - 2) or math.nan
-    without = (torch.linalg.vecdot(whole, other) - crossed + 2 * own - own.sum(dim=0)) / pairs
+    without = (torch.linalg.vecdot(whole, other) - crossed + 2 * paired - paired.sum(dim=0)) / pairs
     return Jackknifed(value, without)
 
 
