@@ -30,7 +30,6 @@ from theodolite.judging import (
     contexts_needed,
     judge,
     mix_of,
-    opposite_of,
     unless_explained,
     untestable,
 )
@@ -400,8 +399,7 @@ def everything(page: Outcome) -> None:
     for start in range(0, len(singles) - 2):
         page.verdicts.append(all_of(f"all from {start}", singles[start : start + 2]))
         page.verdicts.append(mix_of(f"mix from {start}", singles[start : start + 3]))
-    joined = mix_of("of joined ones", [page.verdicts[-1], page.verdicts[-2]])
-    page.verdicts += [joined, opposite_of("not so", singles[0]), opposite_of("nor so", joined)]
+    page.verdicts.append(mix_of("of joined ones", [page.verdicts[-1], page.verdicts[-2]]))
     page.verdicts.append(unless_explained(singles[0], singles[0].answer, "chance gives it, too"))
     page.verdicts.append(untestable("nothing", "no number"))
 

@@ -30,14 +30,13 @@ UNDECIDED: Answer = "not decided"
 """The number is too close to its criterion, or nobody knows how far off it may be."""
 UNTESTABLE: Answer = "not testable here"
 """The run has no such number."""
-OPEN = (UNDECIDED, UNTESTABLE)
 
 NO_ERROR = "not decided: its standard error is not known"
 NO_NUMBER = "no number in this run"
 
 
-Rule = Literal["number", "most", "all", "mixed", "not", ""]
-"""How a verdict follows from its parts: one number's answer, or by `most`, `all_of`, `mix_of` or `opposite_of`."""
+Rule = Literal["number", "most", "all", "mixed", ""]
+"""How a verdict follows from its parts: one number's answer, or by `most`, `all_of` or `mix_of`."""
 
 Kind = Literal["estimate", "share", "exact"]
 
@@ -305,12 +304,6 @@ def all_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
 def mix_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
     """Judge a claim whose parts are true or not by themselves (`combined`), with the evidence of each."""
     return _joined(claim, parts, "mixed", combined(part.answer for part in parts))
-
-
-def opposite_of(claim: str, verdict: Verdict) -> Verdict:
-    """Judge the negated claim."""
-    negated = {HOLDS: FAILS, FAILS: HOLDS}.get(verdict.answer, verdict.answer)
-    return Verdict(claim, negated, verdict.evidence, "not", (verdict,))
 
 
 def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) -> Verdict:
