@@ -164,6 +164,13 @@ class Array:
     meaning: str
 
 
+def array_without(table: str, name: str) -> Array:
+    """Declare the array of what a column is without each group of contexts."""
+    return Array(
+        f"{table}.{name}{WITHOUT}", f"(8, rows of {table})", f"`{name}` without each of 8 groups of contexts."
+    )
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A function that makes columns, arrays or a table, and the declarations of what it makes."""

@@ -20,6 +20,7 @@ from theodolite.measure.column import (
     WITHOUT,
     Array,
     Column,
+    array_without,
     gives,
     head_places,
     table_of,
@@ -208,14 +209,7 @@ _trace = partial(Column, "traces")
         "(≤ 256, 8, d)",
         "Of the first rows, the same by group of contexts, over the length of all, in float16.",
     ),
-    *(
-        Array(
-            f"traces.{name}{WITHOUT}",
-            "(8, rows of traces)",
-            f"`{name}` without each of 8 groups of contexts.",
-        )
-        for name in ("share", "tag", "released")
-    ),
+    *(array_without("traces", name) for name in ("share", "tag", "released")),
     *_release_arrays("", "rows of traces"),
     Array(
         "sink_places",
