@@ -124,41 +124,19 @@ def test_noise_alone_has_the_argmax_property_by_chance_only() -> None:
     assert np.mean(raised) > 0.9
 
 
-@pytest.mark.parametrize("amplitude", [0.0, 1.0])
-def test_noise_adds_nothing_to_shares_of_pwp(amplitude) -> None:
-    """Oracle: scipy's transform of the planted P W Pᵀ. At 16 contexts its bias is below a tenth of the error, up to
-    the draws' own, and Student's intervals cover it; of noise alone there is no share, but by chance.
-    """
-    time = torch.arange(48, dtype=torch.float64)[:, None] / 48
-    waves = (
-        torch.cos(torch.pi * time * torch.tensor([1.0, 2.0, 9.0])) * torch.tensor([1.0, 1.0, 0.7])
-    ).double()
-    p = waves @ sample(100, 3, 32)
-    p = amplitude * (p - p.mean(dim=0))
+def test_noise_alone_has_no_share_of_pwp() -> None:
+    """By chance it does in a few draws. What a planted basis has is compared with dense matrices in `tests/passes`."""
     w_q, w_k = sample(101, 2, 32, 8), sample(102, 2, 32, 8)
     norm = NormOfRows(torch.ones(32), torch.zeros(32), torch.ones(48), centred=False)
-    values, errors = [], []
-    for seed in range(200):
-        noisy = p + sample(seed, 8, 48, 32) * 2 / 2**0.5  # groups of two contexts
-        mean = noisy.mean(dim=1)
+    unknown = []
+    for seed in range(40):
+        noise = sample(seed, 8, 48, 32)
+        mean = noise.mean(dim=1)
         groups = GroupedBasis(
-            noisy - mean[:, None], mean, torch.full((8, 48), 2.0), range(8), torch.arange(1, 49)
+            noise - mean[:, None], mean, torch.full((8, 48), 2.0), range(8), torch.arange(1, 49)
         )
-        shares = positional_heads(groups, w_q, w_k, norm)[1]
-        values.append(shares.value[:, 2])
-        errors.append(shares.error[:, 2])
-    value, error = torch.stack(values), torch.stack(errors)
-    if not amplitude:
-        assert value.isnan().double().mean() > 0.9
-        return
-    truth = torch.tensor([ratios((p @ q @ k.T @ p.T).numpy())[2] for q, k in zip(w_q, w_k, strict=True)])
-    assert value.isfinite().all()
-    assert (
-        (value.mean(dim=0) - truth).abs() < 0.1 * error.mean(dim=0) + 2.5 * value.std(dim=0) / 200**0.5
-    ).all()
-    covered = ((value - truth).abs() <= 2.365 * error).double().mean(dim=0)
-    assert (covered >= 0.92).all()
-    assert (covered <= 0.99).all()
+        unknown.append(positional_heads(groups, w_q, w_k, norm)[1].value.isnan())
+    assert torch.stack(unknown).double().mean() > 0.9
 
 
 def test_queries_and_grouped_keys() -> None:
