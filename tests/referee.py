@@ -59,8 +59,6 @@ def _answer(row: dict[str, Any], rows: list[dict[str, Any]], strict: bool) -> st
     match row["rule"]:
         case "number":
             return parts[0]
-        case "not":
-            return {"holds": "fails", "fails": "holds"}.get(parts[0], parts[0])
         case "most":
             if max(holding, failing) > len(parts) / 2:
                 return "holds" if holding > failing else "fails"

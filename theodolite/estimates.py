@@ -5,7 +5,6 @@ Nothing here knows what is claimed of the number.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -92,7 +91,7 @@ class Estimate:
         """Half the width of the 95 % interval; NaN where no error is known."""
         if self.is_exact:
             return 0.0
-        return (SIGMAS if self.by_chance else _sigmas(self.n)) * self.error
+        return (SIGMAS if self.by_chance else float(sigmas(self.n))) * self.error
 
     def __str__(self) -> str:
         shown = with_error(self.value, self.error)
@@ -158,7 +157,7 @@ class Estimates:
         if self.is_exact:
             return np.zeros(np.shape(self.values))
         errors = np.full(np.shape(self.values), np.nan) if self.errors is None else self.errors
-        return _sigmas(self.n, looks) * errors
+        return sigmas(self.n, looks) * errors
 
 
 def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
@@ -168,11 +167,6 @@ def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
     """
     miss = (1 - CONFIDENCE) / 2 / np.asarray(looks)
     return np.asarray(stdtrit(np.asarray(n, dtype=np.float64) - 1, 1 - miss))
-
-
-@functools.cache
-def _sigmas(n: int, looks: int = 1) -> float:
-    return float(sigmas(n, looks))
 
 
 def most_extreme(count: int) -> float:

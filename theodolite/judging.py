@@ -30,14 +30,13 @@ UNDECIDED: Answer = "not decided"
 """The number is too close to its criterion, or nobody knows how far off it may be."""
 UNTESTABLE: Answer = "not testable here"
 """The run has no such number."""
-OPEN = (UNDECIDED, UNTESTABLE)
 
 NO_ERROR = "not decided: its standard error is not known"
 NO_NUMBER = "no number in this run"
 
 
-Rule = Literal["number", "most", "all", "mixed", "not", ""]
-"""How a verdict follows from its parts: one number's answer, or by `most`, `all_hold`, `combined` or `opposite`."""
+Rule = Literal["number", "most", "all", "mixed", ""]
+"""How a verdict follows from its parts: one number's answer, or by `most`, `all_of` or `mix_of`."""
 
 Kind = Literal["estimate", "share", "exact"]
 
@@ -283,17 +282,6 @@ def most(answers: Sequence[Answer]) -> Answer:
     return IN_PART if all(counts.values()) and 2 * sum(counts.values()) > len(answers) else UNDECIDED
 
 
-def all_hold(answers: Iterable[Answer]) -> Answer:
-    """Answer for several parts that must all hold: one that fails decides, then one that is open."""
-    order = (FAILS, IN_PART, UNTESTABLE, UNDECIDED, HOLDS)
-    return min(answers, key=order.index, default=UNTESTABLE)
-
-
-def opposite(answer: Answer) -> Answer:
-    """Answer the negated claim."""
-    return {HOLDS: FAILS, FAILS: HOLDS}.get(answer, answer)
-
-
 def combined(answers: Iterable[Answer]) -> Answer:
     """Answer for several parts that are claimed together, where some may be true and others not.
 
@@ -307,18 +295,15 @@ def combined(answers: Iterable[Answer]) -> Answer:
 
 
 def all_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
-    """Judge a claim whose parts must `all_hold`, with the evidence of each."""
-    return _joined(claim, parts, "all", all_hold(part.answer for part in parts))
+    """Judge a claim whose parts must all hold, with the evidence of each: one that fails decides, then an open one."""
+    order = (FAILS, IN_PART, UNTESTABLE, UNDECIDED, HOLDS)
+    answer = min((part.answer for part in parts), key=order.index, default=UNTESTABLE)
+    return _joined(claim, parts, "all", answer)
 
 
 def mix_of(claim: str, parts: Sequence[Verdict]) -> Verdict:
     """Judge a claim whose parts are true or not by themselves (`combined`), with the evidence of each."""
     return _joined(claim, parts, "mixed", combined(part.answer for part in parts))
-
-
-def opposite_of(claim: str, verdict: Verdict) -> Verdict:
-    """Judge the negated claim."""
-    return Verdict(claim, opposite(verdict.answer), verdict.evidence, "not", (verdict,))
 
 
 def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) -> Verdict:
@@ -338,15 +323,8 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
         if isinstance(part, Judged):
             rows.append({"place": place, "rule": "", "withheld": "", **vars(part)})
             return
-        rows.append(
-            {
-                "place": place,
-                "rule": part.rule,
-                "withheld": part.withheld,
-                "what": part.claim,
-                "answer": part.answer,
-            }
-        )
+        own = {name: getattr(part, name) for name in ("answer", "rule", "withheld")}
+        rows.append({"place": place, "what": part.claim, **own})
         for number_of_part, inner in enumerate(part.parts, 1):
             add(f"{place}.{number_of_part}", inner)
 

@@ -108,8 +108,8 @@ def test_parts_merge_to_the_whole_however_they_are_cut(cuts, there):
     other = filled(hidden, [batch for batch, other in zip(batches, there, strict=False) if other])
     restored = Activations(BOUNDS, LENGTH, THRESHOLDS)
     restored.restore(one.state())
-    restored.merge(other)
-    other.merge(one)
+    restored.merge(other.state())
+    other.merge(one.state())
     whole = filled(hidden, [range(CONTEXTS)]).state()
     for state in (restored.state(), other.state()):
         assert state.keys() == whole.keys()

@@ -105,7 +105,7 @@ def test_a_token_that_is_a_sink_twice_is_in_one_context():
     whole._sinks(0, sink, ids, 0)
     first._sinks(0, sink[:1], ids[:1], 0)
     second._sinks(0, sink[1:], ids[1:], 1)
-    first.merge(second)
+    first.merge(second.state())
     for one in (whole, first):
         assert sink_tokens(one.state()) == {(0, 0, 7, 0): [2, 3, 8], (0, 0, 7, 1): [1, 1, 0]}
 

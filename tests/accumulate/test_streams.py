@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from theodolite.accumulate import sums
 from theodolite.accumulate.means import Means, Sample, means_of_first, means_of_halves
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.second_moments import MomentSketches, SecondMoments, covariance, low_rank
-from theodolite.accumulate.sums import KeyedSums, LayerSums, SavedState, cache_sized_groups, each_part
+from theodolite.accumulate.second_moments import (
+    Centred,
+    MomentSketches,
+    SecondMoments,
+    covariance,
+    low_rank,
+)
+from theodolite.accumulate.sums import KeyedSums, LayerSums, cache_sized_groups
 from theodolite.corpus.groups import GROUPS, Groups
 
 CONTEXTS, LENGTH, WIDTH = 7, 9, 5
@@ -84,33 +90,10 @@ def test_covariance_whatever_the_batches_and_the_offset(sizes, offset):
     one, other = SecondMoments(1, 4), SecondMoments(1, 4)
     for number, batch in enumerate(rows.split(sizes)):
         (one if number % 2 else other).update(0, batch)
-    one.merge(other)
+    one.merge(other.state())
     expected = np.atleast_2d(np.cov(rows.double().numpy().T, bias=True))
     scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal())) + 1e-12 * offset**2
     assert (np.abs(covariance(one.state(), 0).numpy() - expected) <= 2e-6 * scale + 1e-12).all()
-
-
-def test_parts_side_by_side_are_those_one_by_one():
-    """In order, each on one thread, in the caller's mode; the caller's threads are as they were, errors come out."""
-    before = torch.get_num_threads()
-
-    def work(part: slice) -> tuple[int, int, bool]:
-        return part.start, torch.get_num_threads(), torch.is_inference_mode_enabled()
-
-    def fail(part: slice) -> None:
-        raise ValueError(part.start)
-
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            for inference in (False, True):
-                with torch.inference_mode(inference):
-                    assert each_part(work, 7, torch.device("cpu")) == [(i, 1, inference) for i in range(7)]
-            with pytest.raises(ValueError, match="0"):
-                each_part(fail, 7, torch.device("cpu"))
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_outliers_and_massive_activations_where_they_were_planted():
@@ -141,8 +124,8 @@ def test_large_sums_are_those_of_small_ones(monkeypatch):
     for tensor in total._tensors["most"]:
         tensor.fill_(-torch.inf)
     other = {"sum": value, "most": value, "count": torch.ones(2)}
-    total.merge(SavedState(other))
-    total.merge(SavedState(other))
+    total.merge(other)
+    total.merge(other)
     state = {name: tensor.clone() for name, tensor in total.state().items()}
     torch.testing.assert_close(
         state, {"sum": 2 * value.double(), "most": value.double(), "count": torch.full((2,), 2.0).double()}
@@ -180,7 +163,7 @@ def _spiked(contexts: int, width: int = 48) -> torch.Tensor:
 def _sketched(h: torch.Tensor, order: list[tuple[int, int]]) -> MomentSketches:
     sketches = MomentSketches(1, h.shape[-1], 24)
     for start, stop in order:
-        sketches.update(0, h[start:stop], start)
+        sketches.update_centred(0, Centred.of(h[start:stop]), start)
     return sketches
 
 
@@ -216,10 +199,10 @@ def test_sketches_merge_whatever_their_directions():
         _sketched(h, []),
     )
     assert not torch.equal(first.state()["directions"], second.state()["directions"])
-    empty.merge(first)
+    empty.merge(first.state())
     for name, value in first.state().items():
         torch.testing.assert_close(empty.state()[name], value, rtol=1e-12, atol=1e-9)
-    empty.merge(second)
+    empty.merge(second.state())
     merged, expected = empty.state(), whole.state()
     torch.testing.assert_close(merged["mean"], expected["mean"], rtol=1e-12, atol=1e-9)
     assert torch.equal(merged["count"], expected["count"])
@@ -232,16 +215,16 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     """Oracle: one that saw all. Directions of their own would lose what they do not see."""
     h = torch.randn(8, 30, 48, generator=torch.Generator().manual_seed(3))  # wider than a sketch
     whole, first, second = (MomentSketches(1, 48, 8) for _ in range(3))
-    whole.update(0, h[:3], 0)
-    whole.update(0, h[3:], 3)
-    first.update(0, h[:3], 0)
+    whole.update_centred(0, Centred.of(h[:3]), 0)
+    whole.update_centred(0, Centred.of(h[3:]), 3)
+    first.update_centred(0, Centred.of(h[:3]), 0)
     second.look_along(first.state()["directions"])
-    second.update(0, h[3:], 3)
-    first.merge(SavedState(second.state()))
+    second.update_centred(0, Centred.of(h[3:]), 3)
+    first.merge(second.state())
     for name, tensor in whole.state().items():
         torch.testing.assert_close(first.state()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     other = MomentSketches(1, 48, 8)
-    other.update(0, h[3:], 3)
+    other.update_centred(0, Centred.of(h[3:]), 3)
     assert not torch.allclose(other.state()["sketch"][0, 4], whole.state()["sketch"][0, 4], rtol=1e-3)
 
 
@@ -292,12 +275,12 @@ def test_merging_and_going_on_are_the_same_as_one_pass(a, b, c):
     restored.restore(_fed(_new(), a).state())
     assert _same(_fed(restored, b + c), whole)
     left, right = _fed(_new(), a), _fed(_new(), b)
-    left.merge(right)
-    left.merge(_fed(_new(), c))
+    left.merge(right.state())
+    left.merge(_fed(_new(), c).state())
     assert _same(left, whole)
     other = _fed(_new(), c)
-    other.merge(_fed(_new(), a))
-    other.merge(right)
+    other.merge(_fed(_new(), a).state())
+    other.merge(right.state())
     assert _same(other, whole)  # in any order: whole numbers add up exactly
 
 

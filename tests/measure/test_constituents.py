@@ -69,21 +69,6 @@ def test_shares_equal_the_dense_computation(kind):
     torch.testing.assert_close(shares.sum((1, 2)) + additive, torch.ones(HEADS, dtype=torch.float64))
 
 
-def test_standard_errors_are_the_jackknifes():
-    """Oracle: the delete-one jackknife written out in numpy; for equal denominators, the error of a mean."""
-    generator = torch.Generator().manual_seed(0)
-    products = torch.randn(6, 2, 5, 5, generator=generator, dtype=torch.float64)
-    total = torch.rand(6, 2, generator=generator, dtype=torch.float64) + 1
-    additive = torch.randn(6, 2, generator=generator, dtype=torch.float64)
-    got, got_additive = (of.error for of in ShareSums(products, additive, total).shares())
-    p, t = products.numpy(), total.numpy()
-    left = np.stack([np.delete(p, i, 0).sum(0) / np.delete(t, i, 0).sum(0)[:, None, None] for i in range(6)])
-    np.testing.assert_allclose(got, np.sqrt(5 / 6 * ((left - left.mean(0)) ** 2).sum(0)), rtol=1e-12)
-    even = ShareSums(products, additive, torch.ones_like(total)).shares()[1].error
-    np.testing.assert_allclose(even, additive.numpy().std(0, ddof=1) / np.sqrt(6), rtol=1e-12)
-    assert got_additive.shape == (2,)
-
-
 def test_one_context_has_no_standard_error_and_even_logits_no_shares():
     sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
     assert all(of.value.isnan().all() and of.error.isnan().all() for of in sums.shares())

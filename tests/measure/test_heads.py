@@ -22,10 +22,10 @@ from theodolite.measure.head_roles import (
     SINK_ROLES,
 )
 from theodolite.measure.heads import examples_table, sinks_table
-from theodolite.measure.localization import layer_spectra, localization_tables
+from theodolite.measure.localization import layer_spectra
 from theodolite.measure.position import GroupedBasis
 from theodolite.measure.positional import NormOfRows, argmax_property, positional_heads, qk_low_frequency
-from theodolite.models.weights.head_weights import BEFORE_NORM, EXACT, HeadWeights
+from theodolite.models.weights.head_weights import EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
 
@@ -76,50 +76,22 @@ def test_every_role_is_read_off_a_column_of_its_own():
     assert {pattern.role for pattern in ATTENTION_PATTERNS.values()} == set(PATTERN_ROLES)
 
 
-HEADS, WIDTH, HEAD_WIDTH, SCALING = 3, 12, 4, 0.4
+HEADS, WIDTH, HEAD_WIDTH = 3, 12, 4
 
 
-def weights_of(projection: str = EXACT) -> HeadWeights:
+def test_without_weights_all_is_nan_and_of_the_same_shape():
     generator = torch.Generator().manual_seed(0)
     w_q, w_k, w_v = torch.randn(3, HEADS, WIDTH, HEAD_WIDTH, generator=generator, dtype=torch.float64)
     bias = torch.zeros(HEADS, HEAD_WIDTH, dtype=torch.float64)
-    # Nearly equal on both sides, so that tr W² is positive and ξ is a number.
-    return HeadWeights(w_q, w_q + 0.3 * w_k, w_v, bias, bias, bias, SCALING, projection)
-
-
-@pytest.fixture(scope="module")
-def covariance() -> torch.Tensor:
-    root = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return root @ root.mT / WIDTH
-
-
-def test_without_weights_all_is_nan_and_of_the_same_shape(covariance):
-    known = layer_spectra(weights_of(), covariance, HEADS, HEAD_WIDTH)
+    weights = HeadWeights(w_q, w_k, w_v, bias, bias, bias, 0.4, EXACT)
+    covariance = torch.eye(WIDTH, dtype=torch.float64)
+    known = layer_spectra(weights, covariance, HEADS, HEAD_WIDTH)
     unknown = layer_spectra(None, covariance, HEADS, HEAD_WIDTH)
     assert {name: tensor.shape for name, tensor in unknown.items()} == {
         name: tensor.shape for name, tensor in known.items()
     }
     assert all(tensor.isnan().all() for tensor in unknown.values())
     assert not any(name.endswith("_data") for name in layer_spectra(None, None, HEADS, HEAD_WIDTH))
-
-
-def test_what_follows_for_the_logits_is_left_open_where_no_matrix_gives_them():
-    layers = [layer_spectra(weights_of(kind), None, HEADS, HEAD_WIDTH) for kind in (EXACT, BEFORE_NORM)]
-    assert not layers[0]["spectral_norm"].isnan().any()
-    assert layers[1]["spectral_norm"].isnan().all()
-    state = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
-    found = localization_tables(state, [True, False], [SCALING] * 2, 16)
-    assert found["trace"][:HEADS] == found["trace"][HEADS:]
-    assert found["regime"][HEADS:] == ["undefined"] * HEADS
-    assert "undefined" not in found["regime"][:HEADS]
-    assert np.isnan(found["regime_margin"]).tolist() == [False] * HEADS + [True] * HEADS
-    predicted = found["propagation_predicted"]
-    assert predicted.shape == (2, HEADS, 16)
-    assert predicted[1].isnan().all()
-    assert ((predicted[0] >= 0) & (predicted[0] <= 1)).all()
-    assert set(found) - set(localization_tables(state, [True, False], [SCALING] * 2)) == {
-        "propagation_predicted"
-    }
 
 
 def sample(seed: int, *shape: int) -> Tensor:
@@ -152,41 +124,19 @@ def test_noise_alone_has_the_argmax_property_by_chance_only() -> None:
     assert np.mean(raised) > 0.9
 
 
-@pytest.mark.parametrize("amplitude", [0.0, 1.0])
-def test_noise_adds_nothing_to_shares_of_pwp(amplitude) -> None:
-    """Oracle: scipy's transform of the planted P W Pᵀ. At 16 contexts its bias is below a tenth of the error, up to
-    the draws' own, and Student's intervals cover it; of noise alone there is no share, but by chance.
-    """
-    time = torch.arange(48, dtype=torch.float64)[:, None] / 48
-    waves = (
-        torch.cos(torch.pi * time * torch.tensor([1.0, 2.0, 9.0])) * torch.tensor([1.0, 1.0, 0.7])
-    ).double()
-    p = waves @ sample(100, 3, 32)
-    p = amplitude * (p - p.mean(dim=0))
+def test_noise_alone_has_no_share_of_pwp() -> None:
+    """By chance it does in a few draws. What a planted basis has is compared with dense matrices in `tests/passes`."""
     w_q, w_k = sample(101, 2, 32, 8), sample(102, 2, 32, 8)
     norm = NormOfRows(torch.ones(32), torch.zeros(32), torch.ones(48), centred=False)
-    values, errors = [], []
-    for seed in range(200):
-        noisy = p + sample(seed, 8, 48, 32) * 2 / 2**0.5  # groups of two contexts
-        mean = noisy.mean(dim=1)
+    unknown = []
+    for seed in range(40):
+        noise = sample(seed, 8, 48, 32)
+        mean = noise.mean(dim=1)
         groups = GroupedBasis(
-            noisy - mean[:, None], mean, torch.full((8, 48), 2.0), range(8), torch.arange(1, 49)
+            noise - mean[:, None], mean, torch.full((8, 48), 2.0), range(8), torch.arange(1, 49)
         )
-        shares = positional_heads(groups, w_q, w_k, norm)[1]
-        values.append(shares.value[:, 2])
-        errors.append(shares.error[:, 2])
-    value, error = torch.stack(values), torch.stack(errors)
-    if not amplitude:
-        assert value.isnan().double().mean() > 0.9
-        return
-    truth = torch.tensor([ratios((p @ q @ k.T @ p.T).numpy())[2] for q, k in zip(w_q, w_k, strict=True)])
-    assert value.isfinite().all()
-    assert (
-        (value.mean(dim=0) - truth).abs() < 0.1 * error.mean(dim=0) + 2.5 * value.std(dim=0) / 200**0.5
-    ).all()
-    covered = ((value - truth).abs() <= 2.365 * error).double().mean(dim=0)
-    assert (covered >= 0.92).all()
-    assert (covered <= 0.99).all()
+        unknown.append(positional_heads(groups, w_q, w_k, norm)[1].value.isnan())
+    assert torch.stack(unknown).double().mean() > 0.9
 
 
 def test_queries_and_grouped_keys() -> None:

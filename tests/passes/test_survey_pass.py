@@ -59,7 +59,7 @@ def merge_tags(total: CorpusPass, state: dict[str, torch.Tensor]) -> None:
     assert isinstance(total, TracePass)
     other = trace_pass(total.model, total.corpus)
     other.restore(state)
-    total.tags.merge(other.tags)
+    total.tags.merge(other.tags.state())
 
 
 @pytest.fixture(scope="module", params=slow_but(["survey"], ["survey", "trace"]))

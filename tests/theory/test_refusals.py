@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -99,3 +100,35 @@ def test_a_wrong_call_is_named_in_one_line(call, words):
     with pytest.raises(UsageError, match=words) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+ONES, HEADS = torch.ones(3), torch.ones(5, 2, 1)
+WRONG_TYPES = [
+    (lambda: propagation_exact([0.1, 0.2], 4, 1.0), "eigenvalues is a list: give a tensor"),
+    (lambda: propagation_exact(ONES + 0j, 4, 1.0), "complex: an asymmetric W has its curve from"),
+    (lambda: propagation_exact(ONE, 4, 1.0), r"eigenvalues has shape \(\): give \(\.\.\., d\)"),
+    (lambda: propagation_exact(ONES, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
+    (lambda: propagation_exact(ONES, 4, "a"), "temperature is 'a': give a positive number"),
+    (lambda: propagation_exact(ONES, 4, None), "temperature is None: give a positive number"),
+    (lambda: propagation_exact(ONES, 4, ONES), r"shape \(3,\): give .* broadcasts to the heads' \(\)"),
+    (
+        lambda: propagation_exact(torch.ones(2, 5), 4, ONES),
+        r"shape \(3,\): give .* broadcasts to the heads' \(2,\)",
+    ),
+    (lambda: propagation_exact_head(HEADS, HEADS, 4), r"\(5, 2, 1\): give one head at a time, \(d, d_h\)"),
+    (lambda: propagation_exact_head(HEADS[0] + 0j, HEADS[0], 4), "w_q is complex: give real numbers"),
+    (lambda: propagation_exact_head(HEADS[0], HEADS[0], 4, torch.ones(2)), "give one number for one head"),
+    (
+        lambda: propagation_exact_head(HEADS[0], HEADS[0], 4, covariance=torch.ones(2, 3)),
+        r"have shapes \[\(2, 1\), \(2, 1\), \(2, 3\)\]: give \(d, d_h\) twice, and \(d, d\)",
+    ),
+    (lambda: propagation_finite(ONE, ONE, ONE, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
+    (lambda: propagation_finite(ONE * 1j, ONE, ONE, 3, 1.0), "trace is complex: give real numbers"),
+    (lambda: propagation(ONES, ONE * 1j, ONE), "xi is complex: give real numbers"),
+]
+
+
+@pytest.mark.skipif("beartype" in sys.modules, reason="annotations are checked first")
+@pytest.mark.parametrize(("call", "words"), WRONG_TYPES)
+def test_a_wrong_type_is_named_in_one_line(call, words):
+    test_a_wrong_call_is_named_in_one_line(call, words)

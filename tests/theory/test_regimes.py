@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from theodolite.theory import REGIMES, propagation, regime, regime_margins, regime_of_curve
-from theodolite.theory.regimes import QUANTITIES, UNDEFINED
+from theodolite.theory.regimes import UNDEFINED
 
 
 @pytest.mark.parametrize(
@@ -54,52 +54,13 @@ def test_sign_of_xi_swaps_early_and_late() -> None:
 
 
 def test_margins_are_distances_on_the_corrected_curve() -> None:
-    """Oracle: the curve itself, on a grid of its own."""
-    xi, eta = np.array([5.0, 0.0, 5.0, 3.0]), np.array([0.001, 2.0, 0.5, 1e3])
+    """Oracle: the curve itself. Flatter, the first is uniform; with more signal the last does not vanish."""
+    xi, eta = np.array([5.0, 3.0]), np.array([0.001, 1e3])
     margins = regime_margins(xi, eta)
-    assert margins.name.tolist() == ["late-site", "uniform", "middle-site", "vanishing"]
+    assert margins.name.tolist() == ["late-site", "vanishing"]
     curve = propagation(torch.linspace(0, 1, 129), torch.tensor(xi), torch.tensor(eta)).numpy()
-    highest, lowest = curve.max(-1), curve.min(-1)
-    quantities = dict(
-        zip(
-            QUANTITIES,
-            [highest, 1 - lowest / highest, curve[:, -1] / highest, curve[:, 0] / highest],
-            strict=True,
-        )
-    )
-    for k in range(4):
-        assert margins.value[k] == pytest.approx(quantities[margins.quantity[k]][k])
-        assert margins.margin[k] == pytest.approx(abs(margins.value[k] - margins.threshold[k]))
-    # Late: flatter would make it uniform (0.71 of spread); vanishing: a stronger signal.
-    assert margins.nearest[0] == "uniform"
-    assert margins.quantity[3] == QUANTITIES[0]
-    assert margins.margin[3] == pytest.approx(0.1 - highest[3])
-
-
-def test_names_change_where_the_margin_is_zero() -> None:
-    """Along a line of η the name changes between neighbours, and the margins on both sides shrink with the step."""
-    eta = np.linspace(0.1, 20, 4001)
-    margins = regime_margins(4.0, eta)
-    changes = np.flatnonzero(margins.name[1:] != margins.name[:-1])
-    assert {margins.name[0], margins.name[-1]} == {"late-site", "vanishing"}
-    assert len(changes) >= 2
-    for k in changes:
-        assert margins.margin[k] < 0.01
-        assert margins.margin[k + 1] < 0.01
-        assert margins.nearest[k] == margins.name[k + 1]
-        assert margins.nearest[k + 1] == margins.name[k]
-
-
-def test_lemma_and_curve_agree_in_the_lemmas_limit_only() -> None:
-    """Lemma 2 with r on both sides of 2; then |ξ| = 1, where r = 0.1 says late-site and the curve is flat."""
-    far = regime_margins([1e6, 1e6, -1e6, -1e6], [1.9e-6, 2.1e-6, 1.9e-6, 2.1e-6])
-    assert far.lemma.tolist() == ["late-site", "middle-site", "early-site", "middle-site"]
-    assert not far.disagrees.any()
-    near = regime_margins([1.0, 0.0, 0.5], [0.1, 0.1, 100.0])
-    assert near.lemma.tolist() == ["late-site", "uniform", "middle-site"]
-    assert near.name.tolist() == ["uniform", "uniform", "vanishing"]
-    assert near.disagrees.tolist() == [True, False, True]
-    np.testing.assert_allclose(near.r, [0.1, 0.0, 50.0])
+    spread = 1 - curve[0].min() / curve[0].max()
+    np.testing.assert_allclose(margins.margin, [spread - 0.71, 0.1 - curve[1].max()])
 
 
 def test_margins_of_silent_and_undefined_heads() -> None:
@@ -107,8 +68,6 @@ def test_margins_of_silent_and_undefined_heads() -> None:
     assert margins.name.tolist() == [["uniform"], [UNDEFINED]]
     assert margins.margin[0, 0] == pytest.approx(0.71)
     assert math.isnan(margins.margin[1, 0])
-    assert margins.nearest[1, 0] == margins.quantity[1, 0] == ""
-    assert not margins.disagrees.any()
     single = regime_margins(0.0, 0.1)
     assert single.name == "uniform"
     assert single.margin.shape == ()

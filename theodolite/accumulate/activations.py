@@ -12,7 +12,7 @@ from torch import Tensor
 
 from theodolite.accumulate.marked import Marked
 from theodolite.accumulate.outliers import LargeValues
-from theodolite.accumulate.sums import KeyedSums, State, cache_sized, part_of
+from theodolite.accumulate.sums import KeyedSums, State, cache_sized, part_of, token_slices
 from theodolite.errors import UsageError
 from theodolite.theory.outliers import LayerBaseline, Thresholds, log_magnitude, massive_activations
 
@@ -50,12 +50,12 @@ class Activations(LargeValues):
     ) -> None:
         layers, parts, width = bounds.shape
         self.trailing = trailing
-        places = ("", "_first", "_last") if trailing else ("", "_first")
-        rules = (f"{rule}{where}" for rule in ("published", "adaptive") for where in places)
+        endings = token_slices(0, trailing)
+        rules = (f"{rule}{ending}" for rule in ("published", "adaptive") for ending in endings)
         sums = ("square", "square_first", "log", "outlier", *rules)
-        maxima = tuple(f"maximum{where}" for where in places)
+        maxima = tuple(f"maximum{ending}" for ending in endings)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + maxima, (parts, width))
-        shapes |= {f"massive_tokens{where}": () for where in places}
+        shapes |= {f"massive_tokens{ending}": () for ending in endings}
         counts = ("contexts", "places", "published", "adaptive", "value_sum", "position_sum")
         largest = ("highest", "deepest", "earliest")
         keyed = KeyedSums(len(KEY), dict.fromkeys((*counts, *largest), ()), largest)
@@ -125,7 +125,7 @@ class Activations(LargeValues):
         return massive_activations(magnitude, self.thresholds), magnitude > bounds
 
     def _add_sums(self, layer: int, magnitude: Float[Tensor, "batch positions parts width"]) -> None:
-        later = self.text(magnitude).flatten(0, 1)
+        later = self.by_place(magnitude)[""].flatten(0, 1)
         # float32 sums of one context, float64 between contexts. Squares of float32 overflow from 1.8e19 on.
         self.add("square", layer, torch.linalg.vector_norm(later, dim=0).double().square())
         self.add("square_first", layer, torch.linalg.vector_norm(magnitude[:, 0], dim=0).double().square())
@@ -165,12 +165,9 @@ class LayerBaselines:
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
         """Compute the baseline of a layer."""
-        tokens = (
-            hidden[:, 1 : hidden.shape[1] - self._trailing]
-            .flatten(0, 1)
-            .to(torch.promote_types(hidden.dtype, torch.float32))
-        )
-        self._layers.append({name: value.cpu() for name, value in vars(LayerBaseline.of(tokens)).items()})
+        tokens = hidden[:, 1 : hidden.shape[1] - self._trailing].flatten(0, 1)
+        baseline = LayerBaseline.of(tokens.to(torch.promote_types(hidden.dtype, torch.float32)))
+        self._layers.append({name: value.cpu() for name, value in vars(baseline).items()})
 
     def state(self) -> State:
         """Return all layers' baselines, stacked."""

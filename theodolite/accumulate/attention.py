@@ -20,8 +20,9 @@ from theodolite.accumulate.sums import (
     contexts_in_cache,
     each_part,
     include,
-    placed,
+    position_slices,
     share_of_thread,
+    token_slices,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.sinks import ReceivedAttention
@@ -113,9 +114,7 @@ class AttentionStatistics(LayerSums):
     ) -> None:
         by_position = ("entropy", "received", "propagates", "last_sees", "sink")
         by_group = ["total_entropy", "total_propagates", "total_last_sees", "learned", *SCORES]
-        by_group += ["sink_first", "sink_later"]
-        by_group += ["sink_last"] if trailing else []
-        by_group += ["sink_registers"] if leading > 1 else []
+        by_group += [f"sink{ending or '_later'}" for ending in token_slices(0, trailing, leading)]
         by_group += ["picture"] if pictured else []
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(by_position, (heads, length))
         shapes |= dict.fromkeys(("largest_logit", "log_sum_exp"), (heads,))
@@ -167,7 +166,7 @@ class AttentionStatistics(LayerSums):
         """Add `value`, whose heads may be fewer than those of another layer, and its positions fewer than T."""
         if name in self._by_position and value.shape[-1] < self.length:
             whole = value.new_zeros(*value.shape[:-1], self.length)
-            for source, place in placed(value.shape[-1], self.length, self.trailing):
+            for source, place in position_slices(value.shape[-1], self.length, self.trailing):
                 whole[..., place] = value[..., source]
             value = whole
         if name in self._of_heads:
@@ -196,13 +195,11 @@ class AttentionStatistics(LayerSums):
         first_context: int,
     ) -> None:
         self.add("sink", layer, sink.sum(dim=0))
-        end = sink.shape[-1] - self.trailing
-        kinds = {"first": slice(0, 1), "later": slice(max(1, self.leading), end)}
-        kinds |= {"last": slice(end, None)} if self.trailing else {}
-        kinds |= {"registers": slice(1, self.leading)} if self.leading > 1 else {}
+        slices = token_slices(sink.shape[-1], self.trailing, max(1, self.leading))
         for group, part in self.groups.parts(first_context, len(sink)):
-            for kind, places in kinds.items():
-                self.add(f"sink_{kind}", layer, sink[part, :, places].any(dim=-1).sum(dim=0), group)
+            for ending, positions in slices.items():
+                sinks = sink[part, :, positions].any(dim=-1).sum(dim=0)
+                self.add(f"sink{ending or '_later'}", layer, sinks, group)
         context, head, position = sink.cpu().nonzero(as_tuple=True)
         token = ids.cpu()[context, position]
         keys = torch.stack([torch.full_like(head, layer), head, token, (position == 0).long()], dim=1)

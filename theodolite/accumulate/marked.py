@@ -1,4 +1,4 @@
-"""Remember at which occurrences of a token something was found, so that these can be found again, and no others."""
+"""Occurrences of tokens at which something was found, recorded so that exactly these are recognised later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import Mergeable, State
+from theodolite.accumulate.sums import State
 
 ANY = -1
 """The part (head or dimension) of what is marked at position 0, where nearly every part is."""
@@ -42,9 +42,9 @@ class Marked:
         """Restore a state that `state` returned."""
         self._keys = [state["keys"]]
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another one, or its saved state, into this one."""
-        self._keys.append(other.state()["keys"])
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another one into this one."""
+        self._keys.append(state["keys"])
 
 
 def context_key(ids: Int[Tensor, " positions"]) -> int:

@@ -62,7 +62,7 @@ def without(
     left_out: Bool[Tensor, "batch positions"] | None,
     text: slice,
 ) -> Iterator[tuple[int, Float[Tensor, "contexts rows width"]]]:
-    """Yield the text of a batch without the tokens left out: runs of whole contexts, and others alone.
+    """Yield the hidden states of a batch's text without the tokens left out: runs of whole contexts, others alone.
 
     With each, which context of the batch comes first.
     """
@@ -78,7 +78,7 @@ def without(
 
 
 class MassiveTokens(LayerSums):
-    """What is left out of the means and moments of a layer, in sums of its own.
+    """Sums over the tokens with massive activations, which are left out of a layer's means and moments.
 
     Args:
         means: what they are left out of.
@@ -155,8 +155,8 @@ def with_massive(means: State, residual: State, massive: State, layer: int) -> t
 
     def rows_of(name: str) -> State:
         rows = part_of(massive, name)
-        own = rows["keys"][:, 0] == layer
-        return {key: values[own] for key, values in rows.items()}
+        of_layer = rows["keys"][:, 0] == layer
+        return {key: values[of_layer] for key, values in rows.items()}
 
     rows = rows_of("at_position")
     _, group, position = rows["keys"].unbind(dim=1)
@@ -170,8 +170,8 @@ def with_massive(means: State, residual: State, massive: State, layer: int) -> t
     tokens[half, slot] = after
     if "numbers" in residual:
         return means, {"numbers": residual["numbers_with_massive"]}
-    for _, own in _moments(rows_of("moment")):
-        combine([residual[name][0] for name in ("count", "mean", "moment")], own)
+    for _, moments in _moments(rows_of("moment")):
+        combine([residual[name][0] for name in ("count", "mean", "moment")], moments)
     return means, residual
 
 

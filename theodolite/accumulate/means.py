@@ -20,7 +20,8 @@ from theodolite.accumulate.sums import (
     cache_sized_groups,
     contexts_in_cache,
     each_part,
-    placed,
+    position_slices,
+    token_slices,
 )
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -75,9 +76,8 @@ class Means(LayerSums):
     def __init__(
         self, layers: int, length: int, width: int, sample: Sample, trailing: int = 0, leading: int = 1
     ) -> None:
-        scalars = ["contexts", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"]
-        scalars += ["norm_last_sum"] if trailing else []
-        scalars += ["norm_registers_sum"] if leading > 1 else []
+        scalars = ["contexts", "cosine_sum", "collapse_sum"]
+        scalars += [f"norm{ending}_sum" for ending in token_slices(0, trailing, leading)]
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(scalars, (GROUPS,))
         shapes |= {
             "readers": (GROUPS, length),
@@ -120,12 +120,10 @@ class Means(LayerSums):
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
         context_mean, context_tokens, norm = (sums.pop(n) for n in ("context_mean", "context_tokens", "norm"))
         self._previous = hidden, norm
-        sums["norm_first_sum"] = norm[:, 0]
-        if self.trailing:
-            sums["norm_last_sum"] = norm[:, text.stop :].mean(dim=1)
-        if self.leading > 1:
-            sums["norm_registers_sum"] = norm[:, 1 : self.leading].mean(dim=1)
-        places = placed(read, self.length, self.trailing)
+        for ending, positions in token_slices(read, self.trailing, self.leading).items():
+            if ending:
+                sums[f"norm{ending}_sum"] = norm[:, positions].mean(dim=1)
+        places = position_slices(read, self.length, self.trailing)
         for group, part in self.groups.parts(first_context, len(hidden)):
             count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
             self.add("contexts", layer, count, group)
@@ -232,10 +230,10 @@ def decomposed(
     halves, of_text = halves_of_positions(text.stop - text.start), pos[text]
     ctx = []
     for half in (0, 1):
-        own = of_text[halves == half]
-        own = own.cumsum(dim=0) / torch.arange(1, len(own) + 1)[:, None]
+        averages = of_text[halves == half]
+        averages = averages.cumsum(dim=0) / torch.arange(1, len(averages) + 1)[:, None]
         last = (context_tokens[half].long() - 1).clamp_min(0)
-        ctx.append(context_mean[half] - mean - own[last] if len(own) else context_mean[half] - mean)
+        ctx.append(context_mean[half] - mean - averages[last] if len(averages) else context_mean[half] - mean)
     return mean, pos, torch.stack(ctx)
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, cache_sized_groups, contexts_in_cache
+from theodolite.accumulate.sums import LayerSums, cache_sized_groups, contexts_in_cache, token_slices
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.outliers import Thresholds, log_magnitude, massive_activations
 
@@ -15,8 +15,6 @@ PUBLISHED = Thresholds()
 
 MASSIVE_COUNTS = ("massive", "massive_first", "massive_contexts")
 """Tokens after position 0, tokens at it, and contexts with at least one after it, that have a massive activation."""
-
-MAXIMA = ("maximum", "maximum_first")
 
 
 class LargeValues(LayerSums):
@@ -30,14 +28,10 @@ class LargeValues(LayerSums):
     trailing: int = 0
     leading: int = 1
 
-    def text(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> Tensor:
-        """Return the values of the text: without position 0 and other tokens that are counted apart."""
-        return values[:, self.leading : values.shape[1] - self.trailing]
-
-    def apart(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the values of other tokens that are counted apart, by the ending of their columns."""
-        last = {"last": values[:, values.shape[1] - self.trailing :]} if self.trailing else {}
-        return last | ({"registers": values[:, 1 : self.leading]} if self.leading > 1 else {})
+    def by_place(self, values: Float[Tensor, "batch positions *rest"] | Tensor) -> dict[str, Tensor]:
+        """Return the values of the text (""), and of the tokens that are counted apart, as `token_slices` has them."""
+        slices = token_slices(values.shape[1], self.trailing, self.leading)
+        return {ending: values[:, positions] for ending, positions in slices.items()}
 
     def add_magnitudes(
         self,
@@ -46,18 +40,13 @@ class LargeValues(LayerSums):
         group: int | None = None,
     ) -> float:
         """Update maxima and counts of outliers, and return the largest magnitude of all."""
-        first, later = magnitude[:, 0].amax(dim=0), self.text(magnitude).amax(dim=(0, 1))
-        self.add("maximum_first", layer, first)
-        self.add("maximum", layer, later)
-        largest = float(torch.maximum(first, later).max())
-        for ending, values in self.apart(magnitude).items():
+        largest, places = 0.0, self.by_place(magnitude)
+        for ending, values in places.items():
             most = values.amax(dim=(0, 1))
-            self.add(f"maximum_{ending}", layer, most)
+            self.add(f"maximum{ending}", layer, most)
             largest = max(largest, float(most.max()))
         if largest >= self.thresholds.outlier:
-            self.add(
-                "outlier", layer, (self.text(magnitude) >= self.thresholds.outlier).sum(dim=(0, 1)), group
-            )
+            self.add("outlier", layer, (places[""] >= self.thresholds.outlier).sum(dim=(0, 1)), group)
         return largest
 
     def add_massive(
@@ -68,10 +57,8 @@ class LargeValues(LayerSums):
         group: int | None = None,
     ) -> None:
         """Count the massive activations of one rule."""
-        self.add(name, layer, self.text(massive).sum(dim=(0, 1)), group)
-        self.add(f"{name}_first", layer, massive[:, 0].sum(dim=0), group)
-        for ending, values in self.apart(massive).items():
-            self.add(f"{name}_{ending}", layer, values.sum(dim=(0, 1)), group)
+        for ending, values in self.by_place(massive).items():
+            self.add(f"{name}{ending}", layer, values.sum(dim=(0, 1)), group)
 
 
 class OutlierCounts(LargeValues):
@@ -86,10 +73,10 @@ class OutlierCounts(LargeValues):
 
     def __init__(self, layers: int, width: int, contexts: int, trailing: int = 0, leading: int = 1) -> None:
         self.trailing, self.leading = trailing, leading
-        endings = [*(["last"] if trailing else []), *(["registers"] if leading > 1 else [])]
-        counts = ("outlier", *MASSIVE_COUNTS, *(f"massive_{ending}" for ending in endings))
-        maxima = (*MAXIMA, *(f"maximum_{ending}" for ending in endings))
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*counts, "log_magnitude"), (GROUPS, width))
+        endings = token_slices(0, trailing, leading)
+        counts = ("outlier", "massive_contexts", "log_magnitude", *(f"massive{ending}" for ending in endings))
+        maxima = tuple(f"maximum{ending}" for ending in endings)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(counts, (GROUPS, width))
         shapes["tokens"] = (GROUPS,)
         super().__init__(layers, shapes | dict.fromkeys(maxima, (width,)), maxima=maxima)
         self.groups = Groups(contexts)
@@ -102,11 +89,11 @@ class OutlierCounts(LargeValues):
             self.groups, first_context, len(hidden), hidden.device, at_once
         ):
             magnitude = hidden[part].abs()
-            text = self.text(magnitude)
+            text = self.by_place(magnitude)[""]
             self.add("tokens", layer, text.new_tensor(text[..., 0].numel(), dtype=torch.float64), group)
             sizes = log_magnitude(text).sum(dim=(0, 1), dtype=torch.float64)
             self.add("log_magnitude", layer, sizes, group)
             if self.add_magnitudes(layer, magnitude, group) > self.thresholds.massive:
                 massive = massive_activations(magnitude.unsqueeze(2), self.thresholds).squeeze(2)
                 self.add_massive(layer, massive, group=group)
-                self.add("massive_contexts", layer, self.text(massive).any(dim=1).sum(dim=0), group)
+                self.add("massive_contexts", layer, self.by_place(massive)[""].any(dim=1).sum(dim=0), group)

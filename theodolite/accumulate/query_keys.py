@@ -10,7 +10,7 @@ from theodolite.attention.inputs import AttentionInputs
 
 
 class QueryKeyMoments(LayerSums):
-    """Sums over contexts of what the last query is, and of how the keys that it sees vary.
+    """Sums over contexts of the last query's second moment and of the covariance of the keys that it sees.
 
     State: contexts (L, H) in which the last query sees a key; query (L, H, w, w), sums of q qᵀ · scaling²; key
     (L, H, w, w), sums of the covariance of the context's keys. w is the widest head's; a layer with fewer or narrower

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.accumulate.sums import LayerSums, Mergeable, State, contexts_in_cache, each_part
+from theodolite.accumulate.sums import LayerSums, State, contexts_in_cache, each_part
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.theory.singular import largest_singular_value
 
@@ -73,9 +73,8 @@ class SecondMoments(LayerSums):
         _add_square(rows, own_moment)
         self._combine(layer, count, batch.pivot + offset, None)
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one."""
         for layer in range(self.layers):
             self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
 
@@ -112,12 +111,12 @@ class MomentsByLayer(SecondMoments):
         """Take a layer's numbers, drop its moment; `massive`: count, mean and moment of tokens that were left out."""
         moment = self.moments.pop(layer)
         sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
-        own = moment_numbers(moment)
-        self.at("numbers", layer, moment.device).copy_(own)
+        numbers = moment_numbers(moment)
+        self.at("numbers", layer, moment.device).copy_(numbers)
         if massive is not None:
             combine([sums[0].clone(), sums[1].clone(), moment], massive)
-            own = moment_numbers(moment)
-        self.at("numbers_with_massive", layer, moment.device).copy_(own)
+            numbers = moment_numbers(moment)
+        self.at("numbers_with_massive", layer, moment.device).copy_(numbers)
 
 
 class MomentSketches(LayerSums):
@@ -145,10 +144,6 @@ class MomentSketches(LayerSums):
         for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
             ours.copy_(theirs)
 
-    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
-        """Add one layer's vectors of contexts `first_context …`; vectors to be excluded must be gone."""
-        self.update_centred(layer, Centred.of(hidden), first_context)
-
     def update_centred(self, layer: int, batch: Centred, first_context: int) -> None:
         """Add the centred vectors of contexts `first_context …` of one layer."""
         directions = self.at("directions", layer, batch.rows.device)
@@ -165,13 +160,12 @@ class MomentSketches(LayerSums):
             )
             self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one.
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one.
 
         One that began with another context has other directions. Its moments are then taken to be what its sketches
         say they are (`low_rank`), which leaves out only what they do not see.
         """
-        state = other.state()
         for layer in range(self.layers):
             directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
             if not theirs.any():
@@ -192,9 +186,9 @@ class MomentSketches(LayerSums):
         self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor
     ) -> None:
         device = sketch.device
-        before, own = (self.at(name, layer, device)[group] for name in ("count", "mean"))
+        before, own_mean = (self.at(name, layer, device)[group] for name in ("count", "mean"))
         shared = before * count / (before + count).clamp_min(1)
-        self.add("trace", layer, trace + shared * (mean - own).square().sum(), group)
+        self.add("trace", layer, trace + shared * (mean - own_mean).square().sum(), group)
         group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
         combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
 

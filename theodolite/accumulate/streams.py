@@ -1,4 +1,4 @@
-"""The hidden states of a few contexts, kept whole, so that what needs them later does not run the model again."""
+"""The hidden states of a few contexts, stored whole, so that later stages need no forward pass of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KeptStreams(LayerSums):
         """Keep one layer's hidden states of those of contexts `first_context …` that are kept."""
         place = (self.kept >= first_context) & (self.kept < first_context + len(hidden))
         if layer < self.layers and place.any():
-            own = self.at("stream", layer, hidden.device)
-            own[place.to(hidden.device), : hidden.shape[1]] = hidden[
+            stream = self.at("stream", layer, hidden.device)
+            stream[place.to(hidden.device), : hidden.shape[1]] = hidden[
                 (self.kept[place] - first_context).to(hidden.device)
-            ].to(own.dtype)
+            ].to(stream.dtype)

@@ -1,6 +1,6 @@
-"""Named tensors, one a layer or one a key, that are summed over a corpus. What every accumulator here is made of.
+"""Named tensors, one a layer or one a key, that are summed over a corpus: the base of every accumulator.
 
-An accumulator has `update(...)`, `merge(other)`, `state()` and `restore(state)`, so that sharding, resuming and
+An accumulator has `update(...)`, `merge(state)`, `state()` and `restore(state)`, so that sharding, resuming and
 distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
 them together on the CPU. Sums are float64 whatever the model's dtype.
 
@@ -13,9 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -43,25 +42,6 @@ def part_of(state: State, name: str) -> State:
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
-@runtime_checkable  # for the tests, which check annotations
-class Mergeable(Protocol):
-    """A state that an accumulator can merge: another accumulator's, or its saved one."""
-
-    def state(self) -> State:
-        """Return everything summed so far, as tensors."""
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The state of an accumulator as it was saved or sent, ready to be merged into a live one."""
-
-    tensors: State
-
-    def state(self) -> State:
-        """Return everything that the accumulator had summed."""
-        return self.tensors
-
-
 LARGE = 2**26
 """Bytes of sums of all layers that are in a file, where they may be, or take memory only where there is something."""
 
@@ -70,7 +50,7 @@ _folder: ContextVar[Path | None] = ContextVar("folder of sums", default=None)
 
 @contextmanager
 def large_in_files(folder: Path | None) -> Iterator[None]:
-    """Put the large sums of what is made while open into files without a name in a folder; None: into memory."""
+    """Keep the large sums of accumulators made while open in unnamed files of a folder; None: in memory."""
     before = _folder.set(folder)
     try:
         yield
@@ -140,16 +120,15 @@ class LayerSums:
         for name, sums in self.keyed.items():
             sums.restore(part_of(state, name))
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another accumulator, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another accumulator into this one."""
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 for total, row in self._pieces(tensor, state[name][layer].to(tensor.device)):
                     if name in self.maxima or row.any():
                         include(total, row, maximum=name in self.maxima)
         for name, sums in self.keyed.items():
-            sums.merge(SavedState(part_of(state, name)))
+            sums.merge(part_of(state, name))
 
     def _pieces(self, tensor: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pair a layer's sums with a value, row by row where they are large: most rows may be empty."""
@@ -216,9 +195,8 @@ class KeyedSums:
         self._row_of = {tuple(key): row for row, key in enumerate(state["keys"].tolist())}
         self._tensors = {name: state[name].clone() for name in self._tensors}
 
-    def merge(self, other: Mergeable) -> None:
-        """Merge another one, or its saved state, into this one."""
-        state = other.state()
+    def merge(self, state: State) -> None:
+        """Merge the `state` of another one into this one."""
         self.add(self.rows(state["keys"]), {name: state[name] for name in self._tensors})
 
 
@@ -230,7 +208,18 @@ def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
         total += value
 
 
-def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
+def token_slices(length: int, trailing: int, leading: int = 1) -> dict[str, slice]:
+    """Return the positions of a context's text (""), and of tokens told apart from it, by the ending of their names.
+
+    Apart are position 0, `trailing` special tokens at the end, and the others of `leading` tokens before a picture.
+    """
+    end = length - trailing
+    last = {"_last": slice(end, None)} if trailing else {}
+    registers = {"_registers": slice(1, leading)} if leading > 1 else {}
+    return {"": slice(leading, end), "_first": slice(1)} | last | registers
+
+
+def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
     """Map positions of contexts of `read` tokens to those of `length` tokens: pairs of slices, from and to.
 
     The `apart` special tokens behind every text are the last ones, however short the text is.
@@ -243,8 +232,8 @@ def placed(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
 
 
 def of_read(values: Tensor, read: int, apart: int) -> Tensor:
-    """Select the values (T, …) of the positions that contexts of `read` tokens have: the inverse of `placed`."""
-    return torch.cat([values[place] for _, place in placed(read, len(values), apart)])
+    """Select the values (T, …) of the positions that contexts of `read` tokens have."""
+    return torch.cat([values[place] for _, place in position_slices(read, len(values), apart)])
 
 
 CACHED = 2**19

@@ -1,4 +1,4 @@
-"""Tags: the vectors that sinks write into the tokens they catch, and where these live on; sums over a corpus.
+"""Tags: the vectors that sinks write into the tokens they catch, and in which layers they persist; sums over a corpus.
 
 The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
 is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
@@ -101,7 +101,8 @@ class Tags(LayerSums):
         tokens = position != LEARNED
         at = position[tokens]
         self.marked.mark(layer, head[tokens], torch.full_like(at, context), at, ids.cpu()[at])
-        sums = sums | {"difference": self._in_group(sums["difference"], context)}
+        sums, group = dict(sums), self._group_of(context)
+        self.by_sink.at("difference")[:, group].index_add_(0, sinks, sums.pop("difference").cpu())
         catching_heads = head.unique()
         heads = self.by_head.rows(
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
@@ -113,17 +114,14 @@ class Tags(LayerSums):
         self.by_sink.count_contexts(sinks, torch.full_like(sinks, context), self._groups)
         return sinks, heads
 
-    def _in_group(self, values: Float[Tensor, "some width"], context: int) -> Tensor:
-        """Put one context's values into its group of contexts, zeros into the others."""
-        of_groups = values.new_zeros(len(values), GROUPS, values.shape[1])
-        of_groups[:, int(self._groups.of(torch.tensor(context)))] = values
-        return of_groups
+    def _group_of(self, context: int) -> int:
+        return int(self._groups.of(torch.tensor(context)))
 
     def add_place(
         self, rows: tuple[Tensor, Tensor], place: int, squares: dict[str, Tensor], context: int
     ) -> None:
         """Add one context's sums of squares at a place, HEAD_OUTPUT or 1 + residual layer."""
-        group = int(self._groups.of(torch.tensor(context)))
+        group = self._group_of(context)
         for sums, of_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
             sums.at("squares")[:, group, place].index_add_(0, of_rows, squares[of + "squares"].cpu())
             sums.at("chance")[:, place].index_add_(0, of_rows, squares[of + "chance"].cpu())
@@ -186,7 +184,7 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
             groups,
             metric,
         )
-        for groups in moved_along(catches)
+        for groups in shifted_groups(catches)
     ]
     size = catches.caught.sum(dim=1)
     two = (size > 0) & (size < catches.counted.sum(dim=1)[catches.of])  # of one group, rounding would be left
@@ -196,7 +194,7 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
     }
 
 
-def moved_along(catches: Catches) -> list[Catches]:
+def shifted_groups(catches: Catches) -> list[Catches]:
     """Shift groups of tokens cyclically along the context, by 1, 2, … parts of `SHIFTS` + 1; runs keep their length.
 
     Tokens that are left out keep their places, and the others move past them.

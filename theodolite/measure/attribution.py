@@ -6,18 +6,17 @@ learned sinks stay, and the attention that follows is scored as the head's own i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from theodolite.accumulate.sums import State, contexts_in_cache, each_part
-from theodolite.attention.inputs import BLOCK, MASKED, AttentionInputs
+from theodolite.accumulate.sums import State, each_part
+from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
 from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
@@ -26,8 +25,6 @@ from theodolite.theory.decomposition import PARTS
 
 ATTRIBUTED = (*GROUPS, ADDITIVE)
 """The groups of constituents, and the bias that a family may add to logits."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,9 @@ def scores_by_context(
 
     def work(part: slice) -> Tensor:
         own = inputs.of_contexts(part)
-        sums = _nothing_paid(own, patterns)
-        for block in own.blocks():
-            _Along(block.start, block.stop, block.first, block.last, patterns).pay(
-                block.logits, own.sink, sums
-            )
-        return sums
+        return _along(own.logits(), own.sink, patterns)
 
-    return _mean_of(_each_part(work, inputs), patterns)
+    return torch.cat(each_part(work, len(inputs.query), inputs.query.device)).cpu()
 
 
 def attribute(
@@ -80,14 +72,13 @@ def attribute(
     `inputs` holds the same heads, one key head for each (`of_heads` of a list).
     """
     shares, additive = share_sums(query, key, inputs).shares()
-    parts = _each_part(
-        lambda part: _scores_of_groups(query[:, part], key[:, part], inputs.of_contexts(part), patterns),
-        inputs,
-    )
-    score, uniform, *of_groups = (
-        _mean_of([scores[variant] for scores in parts], patterns).mean(dim=0)
-        for variant in range(len(parts[0]))
-    )
+
+    def work(part: slice) -> Tensor:
+        variants = _variants(query[:, part], key[:, part], inputs.of_contexts(part))
+        return torch.stack([_along(logits, sink, patterns) for logits, sink in variants])
+
+    parts = each_part(work, len(inputs.query), inputs.query.device)
+    score, uniform, *of_groups = torch.cat(parts, dim=1).mean(dim=1).cpu()
     return Attribution(
         score=score,
         uniform=uniform,
@@ -97,85 +88,49 @@ def attribute(
     )
 
 
-def _scores_of_groups(
-    query: Tensor, key: Tensor, inputs: AttentionInputs, patterns: list[Pattern]
-) -> list[Float[Tensor, "contexts patterns heads"]]:
-    """Sum attention along each pattern: of the head, of uniform attention, and of each group only and without it."""
+def _variants(query: Tensor, key: Tensor, inputs: AttentionInputs) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield masked logits and sink: the head's, those of uniform attention, of each group only, and without it."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query_of, key_of = (
         {name: parts[_members(name)].sum(dim=0, dtype=dtype) for name in COARSE} for parts in (query, key)
     )
-    own_query, own_key = inputs.query.to(dtype), inputs.key.to(dtype)
-    unbiased = replace(inputs, bias=None)
-    sums = [_nothing_paid(inputs, patterns) for _ in range(2 + 2 * len(ATTRIBUTED))]
-    for start, stop, first, last in inputs.spans():
-        along = _Along(start, stop, first, last, patterns)
 
-        def logits(
-            left: Tensor, right: Tensor, rows: slice = slice(start, stop), keys: slice = slice(first, last)
-        ) -> Tensor:
-            return left[:, :, rows] @ right[:, :, keys].transpose(-1, -2) * inputs.scaling
+    def products(left: Tensor, right: Tensor) -> Tensor:
+        return left @ right.transpose(-1, -2) * inputs.scaling
 
-        whole = logits(own_query, own_key)
-        pairs = {(a, b): logits(query_of[a], key_of[b]) for a in COARSE for b in COARSE}
-        nothing = torch.zeros_like(whole)
-        variants = [(inputs, whole.clone(), inputs.sink), (unbiased, nothing.clone(), None)]
-        for sides in GROUPS.values():
-            only = torch.stack([pairs[pair] for pair in sides]).sum(dim=0)
-            variants += [(unbiased, only, inputs.sink), (inputs, whole - only, inputs.sink)]
-        variants += [(inputs, nothing, inputs.sink), (unbiased, whole, inputs.sink)]
-        for of_variant, (rules, products, sink) in zip(sums, variants, strict=True):
-            along.pay(rules.finished(products, start, first), sink, of_variant)
-    return sums
+    def finished(rules: AttentionInputs, logits: Tensor) -> Tensor:
+        return rules.finished(logits, 0, 0)
+
+    whole = products(inputs.query.to(dtype), inputs.key.to(dtype))
+    pairs = {(a, b): products(query_of[a], key_of[b]) for a in COARSE for b in COARSE}
+    unbiased, sink = replace(inputs, bias=None), inputs.sink
+    yield finished(inputs, whole.clone()), sink
+    yield finished(unbiased, torch.zeros_like(whole)), None
+    for sides in GROUPS.values():
+        only = torch.stack([pairs[pair] for pair in sides]).sum(dim=0)
+        without = whole - only
+        yield finished(unbiased, only), sink
+        yield finished(inputs, without), sink
+    yield finished(inputs, torch.zeros_like(whole)), sink
+    yield finished(unbiased, whole), sink
 
 
-class _Along:
-    """The pairs of a block's queries and keys that are along each pattern."""
-
-    def __init__(self, start: int, stop: int, first: int, last: int, patterns: list[Pattern]) -> None:
-        every = torch.arange(start, stop)
-        self.pairs = []
-        for pattern in patterns:
-            key = every - pattern.distance
-            inside = (
-                (every >= pattern.queries.start)
-                & (every < pattern.queries.stop)
-                & (key >= first)
-                & (key < last)
-            )
-            self.pairs.append((every[inside] - start, key[inside] - first))
-
-    def pay(
-        self,
-        logits: Float[Tensor, "contexts heads rows keys"],
-        sink: Float[Tensor, " heads"] | None,
-        sums: Float[Tensor, "contexts patterns heads"],
-    ) -> None:
-        """Add the attention that is paid along each pattern to `sums`."""
-        normaliser = logits.logsumexp(dim=-1)
-        if sink is not None:
-            normaliser = torch.logaddexp(normaliser, sink.to(normaliser).view(1, -1, 1))
-        for number, (row, key) in enumerate(self.pairs):
-            own = logits[:, :, row, key]
-            paid = (own - normaliser[:, :, row]).exp().masked_fill(own <= MASKED / 2, 0)
-            sums[:, number] += paid.sum(dim=2, dtype=torch.float64)
-
-
-def _each_part(work: Callable[[slice], Result], inputs: AttentionInputs) -> list[Result]:
-    contexts, heads, queries, _ = inputs.query.shape
-    at_once = contexts_in_cache(heads * min(BLOCK, queries) * inputs.key.shape[2])
-    return each_part(work, contexts, inputs.query.device, at_once)
-
-
-def _nothing_paid(
-    inputs: AttentionInputs, patterns: list[Pattern]
+def _along(
+    logits: Float[Tensor, "contexts heads queries keys"],
+    sink: Float[Tensor, " heads"] | None,
+    patterns: list[Pattern],
 ) -> Float[Tensor, "contexts patterns heads"]:
-    contexts, heads = inputs.query.shape[:2]
-    return torch.zeros(contexts, len(patterns), heads, dtype=torch.float64, device=inputs.query.device)
-
-
-def _mean_of(sums: list[Tensor], patterns: list[Pattern]) -> Float[Tensor, "contexts patterns heads"]:
-    return torch.cat(sums).cpu() / torch.tensor([len(pattern.queries) for pattern in patterns])[:, None]
+    """Average the attention that is paid along each pattern."""
+    normaliser = logits.logsumexp(dim=-1)
+    if sink is not None:
+        normaliser = torch.logaddexp(normaliser, sink.to(normaliser).view(1, -1, 1))
+    scores = []
+    for pattern in patterns:
+        query = torch.tensor(pattern.queries, device=logits.device)
+        own = logits[:, :, query, query - pattern.distance]
+        paid = (own - normaliser[:, :, query]).exp().masked_fill(own <= MASKED / 2, 0)
+        scores.append(paid.mean(dim=-1, dtype=torch.float64))
+    return torch.stack(scores, dim=1)
 
 
 _share = partial(Column, "attribution", range=SHARE)

@@ -35,25 +35,26 @@ def _modules() -> tuple[Any, ...]:
 def measurements() -> tuple[Measurement, ...]:
     """Return the marked functions of all modules, each after those whose arrays are among its parameters."""
     _modules()
-    every = sorted(MEASUREMENTS, key=lambda one: one.function.__module__)  # else in the order of imports
-    makers = {array.name: number for number, one in enumerate(every) for array in one.arrays}
+    # By module: else they would be in the order of imports.
+    unordered = sorted(MEASUREMENTS, key=lambda each: each.function.__module__)
+    makers = {array.name: number for number, maker in enumerate(unordered) for array in maker.arrays}
     needs = {
-        number: {makers[name] for name in inspect.signature(one.function).parameters if name in makers}
-        for number, one in enumerate(every)
+        number: {makers[name] for name in inspect.signature(maker.function).parameters if name in makers}
+        for number, maker in enumerate(unordered)
     }
-    return tuple(every[number] for number in graphlib.TopologicalSorter(needs).static_order())
+    return tuple(unordered[number] for number in graphlib.TopologicalSorter(needs).static_order())
 
 
 @functools.cache
 def built_in_extra() -> tuple[type[Extra], ...]:
     """Return the accumulators that this package adds to every survey."""
-    found = {
-        one
+    kinds = {
+        kind
         for module in _modules()
-        for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, Extra) and one.declared
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Extra) and kind.declared
     }
-    return tuple(sorted(found, key=lambda one: one.name))
+    return tuple(sorted(kinds, key=lambda kind: kind.name))
 
 
 def built_in_sums(layers: int, heads: int) -> list[Extra]:
@@ -65,13 +66,13 @@ def built_in_sums(layers: int, heads: int) -> list[Extra]:
 @functools.cache
 def arrays() -> dict[str, Array]:
     """Return every array of a run by name."""
-    return {array.name: array for one in measurements() for array in one.arrays}
+    return {array.name: array for maker in measurements() for array in maker.arrays}
 
 
 @functools.cache
 def _declared() -> dict[str, dict[str, Column]]:
     tables: dict[str, dict[str, Column]] = {}
-    columns = [column for one in measurements() for column in one.columns]
+    columns = [column for maker in measurements() for column in maker.columns]
     columns += [column for kind in built_in_extra() for column in kind.declared]
     for column in columns:
         tables.setdefault(column.table, {})[column.name] = column

@@ -1,4 +1,4 @@
-"""Do the context vectors of one layer fall into the corpus's own groups (documents, topics)?
+"""How well the context vectors of one layer cluster by the corpus's labels (documents, topics).
 
 The clustering of Song & Zhong 2024, Figure 2, as two numbers. Only directions count: the paper's Gram matrices and
 similarities are of normalised vectors. Each context comes as two vectors, means over disjoint halves of its positions,
@@ -74,22 +74,23 @@ def clusters(
     """
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     taken = (labels >= 0) & (counts[inverse] >= 2)
-    found = torch.full_like(labels, -1)
+    cluster = torch.full_like(labels, -1)
     if len(labels[taken].unique()) < 2:
-        return {"silhouette": math.nan, "cluster_ari": math.nan}, found
+        return {"silhouette": math.nan, "cluster_ari": math.nan}, cluster
     from sklearn.metrics import adjusted_rand_score  # only here: it takes a second to start
 
     truth = inverse[taken]
-    one, other = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
+    first, second = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
     # Sums over threads would depend on how many there are; and their number is one for all of the process.
     with _LIMITED, _thread_pools().limit(limits=1):
-        assigned = _k_means(one, other, len(truth.unique()), None if start is None else start[taken].numpy())
-    found[taken] = torch.from_numpy(assigned).to(found.dtype)
+        before = None if start is None else start[taken].numpy()
+        assigned = _k_means(first, second, len(truth.unique()), before)
+    cluster[taken] = torch.from_numpy(assigned).to(cluster.dtype)
     numbers = {
         "silhouette": silhouette(1 - cosines[taken][:, taken], truth),
         "cluster_ari": float(adjusted_rand_score(truth.numpy(), assigned)),
     }
-    return numbers, found
+    return numbers, cluster
 
 
 def silhouette(distance: Float[Tensor, "contexts contexts"], labels: Int[Tensor, " contexts"]) -> float:
@@ -101,10 +102,10 @@ def silhouette(distance: Float[Tensor, "contexts contexts"], labels: Int[Tensor,
     known = distance.isfinite().double().fill_diagonal_(0)
     member = functional.one_hot(inverse, len(kinds)).double()
     mean = (distance.nan_to_num() * known) @ member / (known @ member)
-    own = mean.gather(1, inverse[:, None]).flatten()
-    other = mean.masked_fill(member.bool() | mean.isnan(), math.inf).amin(dim=1)
-    size = torch.maximum(own, other)
-    values = ((other - own) / size)[(size > 0) & other.isfinite()]
+    inside = mean.gather(1, inverse[:, None]).flatten()
+    nearest = mean.masked_fill(member.bool() | mean.isnan(), math.inf).amin(dim=1)
+    size = torch.maximum(inside, nearest)
+    values = ((nearest - inside) / size)[(size > 0) & nearest.isfinite()]
     return float(values.nanmean()) if len(values) else math.nan
 
 

@@ -164,22 +164,20 @@ class Array:
     meaning: str
 
 
+def array_without(table: str, name: str) -> Array:
+    """Declare the array of what a column is without each group of contexts."""
+    return Array(
+        f"{table}.{name}{WITHOUT}", f"(8, rows of {table})", f"`{name}` without each of 8 groups of contexts."
+    )
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A function that makes columns, arrays or a table, and the declarations of what it makes."""
 
     function: Callable[..., Any]
-    declared: tuple[Column | Array, ...]
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The declared columns."""
-        return tuple(one for one in self.declared if isinstance(one, Column))
-
-    @property
-    def arrays(self) -> tuple[Array, ...]:
-        """The declared arrays."""
-        return tuple(one for one in self.declared if isinstance(one, Array))
+    columns: tuple[Column, ...]
+    arrays: tuple[Array, ...]
 
 
 MEASUREMENTS: list[Measurement] = []
@@ -188,9 +186,11 @@ MEASUREMENTS: list[Measurement] = []
 
 def gives(*declared: Column | Array) -> Callable[[Function], Function]:
     """Declare what a function returns: these columns and arrays by name, or a table of these columns."""
+    columns = tuple(one for one in declared if isinstance(one, Column))
+    arrays = tuple(one for one in declared if isinstance(one, Array))
 
     def declare(function: Function) -> Function:
-        MEASUREMENTS.append(Measurement(function, declared))
+        MEASUREMENTS.append(Measurement(function, columns, arrays))
         return function
 
     return declare

@@ -113,13 +113,7 @@ class Constituents:
     @property
     def visible(self) -> Bool[Tensor, "*contexts heads queries keys"]:
         """The keys that each query sees: ([contexts,] heads, positions, positions)."""
-        _, contexts, heads, length, _ = self.query.shape
-        visible = torch.ones(length, length, dtype=torch.bool, device=self.query.device)
-        if self.inputs.mask is not None:
-            visible = self.inputs.mask
-        elif self.inputs.causal:
-            visible = visible.tril()
-        return self._squeezed(visible.expand(contexts, heads, length, length))
+        return self._squeezed(self.inputs.logits() > MASKED / 2)
 
     @property
     def attention(self) -> Float64[Tensor, "*contexts heads queries keys"]:
@@ -269,11 +263,9 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknifed]:
-    """Return shares of the disjoint groups, and of a bias, L · H values each; they sum to 1.
+    """Return shares of the disjoint groups, and of a bias, L · H values each, from the state of a `SharesPass`.
 
-    Args:
-        shares: the state of a `SharesPass`.
-        refused: layers whose logits could not be split, as text: their shares are NaN.
+    They sum to 1; of layers that were `refused` (as text), whose logits could not be split, they are NaN.
     """
     of_pairs, additive = _sums_of(shares).shares()
     values, without = grouped(of_pairs.value), grouped(of_pairs.without)
@@ -312,13 +304,7 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
     ),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
-    """Tabulate each layer, head and pair of parts, and the additive bias, of the layers that are not `refused`.
-
-    Args:
-        shares: the state of a `SharesPass`.
-        refused: as for `share_columns`.
-        heads_of: how many heads each layer has.
-    """
+    """Tabulate each layer, head and pair of parts, and the additive bias, of the layers that are not `refused`."""
     parts = [(query, key) for query in PARTS for key in PARTS] + [(ADDITIVE, "")]
     layers = [layer for layer in range(len(heads_of)) if str(layer) not in refused]
     places = [(layer, head) for layer in layers for head in range(heads_of[layer])]

@@ -1,4 +1,4 @@
-"""The context vectors of each residual layer: how they lie to each other, to their labels, and to position.
+"""The context vectors of each residual layer: similarity within and between labels, and coherence with position.
 
 A context's vector is the mean of its hidden states less what their positions average to. It comes as two means over
 disjoint halves of its positions (`accumulate.means`): a product of different halves holds no noise of single tokens.
@@ -26,7 +26,7 @@ from theodolite.measure.position import grouped_basis
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
-from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, of_rows, product, together
+from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
 
 _layer = partial(Column, "layers", group=CONTEXTS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE, source=f"{SONG}, Table 1")
@@ -108,12 +108,8 @@ def context_columns(
 ) -> dict[str, Any]:
     """Compute the columns of the context vectors, N values each, and their arrays.
 
-    Args:
-        means, residual: states of `Means`, and of `SecondMoments` of the residual stream.
-        sample: which contexts `means` kept.
-        labels: label of each kept context, −1 for none.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
+    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `SecondMoments` of
+    the residual stream.
     """
     ctx = decomposed_means(means, leading=leading)[2]
     group = Groups(len(sample.slot)).of(sample.kept)
@@ -127,15 +123,15 @@ def context_columns(
         random = norm / trace
         numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()
-        found = torch.full_like(labels, -1).masked_scatter(read, cluster)
-        return numbers | agreement, found
+        clustering = torch.full_like(labels, -1).masked_scatter(read, cluster)
+        return numbers | agreement, clustering
 
-    rows, found = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
+    rows, clustering = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
     return {
         **together(rows),
         "context_basis": whole_contexts(ctx, means["context_tokens"]).float(),
         "context_label": labels,
-        "context_cluster": torch.stack(found),
+        "context_cluster": torch.stack(clustering),
     }
 
 
@@ -169,12 +165,12 @@ class Contexts:
         self.agreement = self.gram.diagonal()
 
     def similarities(self) -> dict[str, Jackknifed]:
-        """Compute how contexts with the same label, with others, and all, resemble each other."""
+        """Compute the similarity of context vectors within labels, between labels, and of all."""
         pairs = torch.ones_like(self.gram, dtype=torch.bool).triu(1)
         labelled = pairs & (self.labels >= 0) & (self.labels[:, None] >= 0)
         same = self.labels == self.labels[:, None]
-        own = self.labels.unique()
-        apart_by_label = self.labels != own[own >= 0][:, None]
+        names = self.labels.unique()
+        apart_by_label = self.labels != names[names >= 0][:, None]
         kinds = {"random": pairs}
         if len(apart_by_label) > 1:
             kinds |= {"within": labelled & same, "between": labelled & ~same}
@@ -196,8 +192,8 @@ class Contexts:
 
     def incoherence(self, p: Float[Tensor, "groups positions width"]) -> Jackknifed:
         """Compute the root mean square cosine between P, of each group of contexts, and the contexts."""
-        one, other = (p @ half.T for half in self.directions)
-        products = torch.einsum("gtc,htc->ghc", one, other)
+        first, second = (p @ half.T for half in self.directions)
+        products = torch.einsum("gtc,htc->ghc", first, second)
         flat = p.flatten(1)
         table = flat @ flat.T
 
@@ -221,18 +217,20 @@ class Contexts:
         return leaving_out(square, len(p)).corrected().root().where(known)
 
     def clusters(self) -> tuple[dict[str, Jackknifed], Int[Tensor, " sampled"]]:
-        """Compute how labels cluster, and each context's cluster, −1 for none."""
+        """Compute the silhouette and k-means agreement of the labels, and each context's cluster, −1 for none."""
         known = torch.where(self.agreement > 0, self.agreement, math.nan).sqrt()
         cosines = ((self.gram + self.gram.T) / 2 / known.outer(known)).clamp(-1, 1)
-        numbers, found = clusters(self.halves, cosines, self.labels)
+        numbers, clustering = clusters(self.halves, cosines, self.labels)
         without = [
-            clusters(self.halves[:, kept], cosines[kept][:, kept], self.labels[kept], found[kept])[0]
+            clusters(self.halves[:, kept], cosines[kept][:, kept], self.labels[kept], clustering[kept])[0]
             for kept in self.apart
         ]
-
-        columns = of_rows(numbers, without)
+        columns = {
+            name: Jackknifed(*(cosines.new_tensor(of) for of in (value, [row[name] for row in without])))
+            for name, value in numbers.items()
+        }
         # The nearest of several labels is the nearer, the less is known of each.
-        return columns | {"silhouette": columns["silhouette"].corrected()}, found
+        return columns | {"silhouette": columns["silhouette"].corrected()}, clustering
 
 
 def _ratio(

@@ -140,12 +140,7 @@ def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> Non
 def extra_columns(
     extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
 ) -> dict[str, dict[str, Sequence[float]]]:
-    """Collect the values of all accumulators: table → column → values.
-
-    Args:
-        extra: the accumulators.
-        state_of: the state that the accumulator of this name has left.
-        rows: of each table.
+    """Collect the values of all accumulators from the states by their names: table → column → values.
 
     Raises:
         UsageError: a column is not declared, or does not have a value for each row.

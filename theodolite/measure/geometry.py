@@ -1,4 +1,4 @@
-"""The hidden states of each residual layer: their size, how much a block changes them, what is huge, and pictures.
+"""The hidden states of each residual layer: norms, how much a block changes them, massive activations, and figures.
 
 Position 0 is apart, and with it the special tokens that a tokenizer puts behind every text; so are tokens with massive
 activations (`accumulate.massive`). Of an image all `leading` tokens before its patches are apart, and the patches are a
@@ -8,7 +8,6 @@ vectors. Source: Song & Zhong 2024.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.singular import by_gram_matrix
 from theodolite.theory.smoothness import Grid, grid_frequencies, lowest_frequencies, unit_rows
-from theodolite.theory.unbiased import Jackknifed, of_rows, together
+from theodolite.theory.unbiased import Jackknifed, combined, ratio
 
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
@@ -106,24 +105,35 @@ STREAM_COLUMNS = (
 @gives(*STREAM_COLUMNS)
 def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str, Any]:
     """Compute the columns of size and change, N values each, from states of `Means` and `OutlierCounts`."""
+    filled = (means["contexts"] > 0).any(dim=0)
+    contexts = means["contexts"][:, filled].T
+    tokens = means["readers"][:, filled, leading:].sum(dim=2).T
 
-    def of_layer(layer: int) -> dict[str, Jackknifed]:
-        contexts = means["contexts"][layer]
-        every = (contexts > 0).double()
-        uses = [every, *(every - one for one in torch.eye(len(every), dtype=torch.float64)[contexts > 0])]
-        rows = [residual_columns(means, outliers, layer, used, leading) for used in uses]
-        counts = [name for name in rows[0] if name.startswith("massive_activations")]
-        for name in counts:
-            for used, row in zip(uses, rows, strict=True):
-                row[name] *= float(contexts.sum() / (used @ contexts))  # counts are of the whole corpus
-        columns = of_rows(rows[0], rows[1:])
-        for name in counts:
-            # What is rare may be in none of the contexts by luck: no count is more certain than by one.
-            columns[name] = columns[name].about(columns[name].value, columns[name].error.clamp_min(1))
-        return columns
+    def mean(name: str, count: Tensor = contexts) -> Jackknifed:
+        return ratio(means[name][:, filled].T, count)
 
-    layers = range(len(means["contexts"]))
-    return {"layer": list(layers)} | together([of_layer(layer) for layer in layers])
+    def massive(name: str) -> Jackknifed:
+        counts = outliers[name][:, filled].sum(dim=2).T
+        total = counts.sum(dim=0)  # of the whole corpus, also without a group
+        number = Jackknifed(total, ratio(counts, contexts).without * contexts.sum(dim=0))
+        # What is rare may be in none of the contexts by luck: no count is more certain than by one.
+        return number.about(total, number.error.clamp_min(1))
+
+    outlier_shares = ratio(outliers["outlier"][:, filled].transpose(0, 1), tokens.unsqueeze(2))
+    columns = {
+        "norm": mean("norm_sum", tokens),
+        "norm_first": mean("norm_first_sum"),
+        "cosine_previous": mean("cosine_sum", tokens).where(torch.arange(contexts.shape[1]) > 0),
+        "rank_collapse": mean("collapse_sum"),
+        "massive_activations": massive("massive"),
+        "massive_activations_first": massive("massive_first"),
+        "outlier_dimensions": combined(lambda of: (of >= OUTLIER_SHARE).sum(dim=1).double(), outlier_shares),
+    }
+    for ending in ("last", "registers"):
+        if f"norm_{ending}_sum" in means:
+            columns[f"norm_{ending}"] = mean(f"norm_{ending}_sum")
+            columns[f"massive_activations_{ending}"] = massive(f"massive_{ending}")
+    return {"layer": list(range(contexts.shape[1])), **columns}
 
 
 @gives(
@@ -147,11 +157,7 @@ def pictures(
 ) -> dict[str, Tensor]:
     """Return the arrays that the figures of the residual stream are drawn of.
 
-    Args:
-        means, outliers: states of `Means` and `OutlierCounts`.
-        sample, labels: which contexts and tokens `means` kept, and the label of each context, −1 for none.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
+    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `OutlierCounts`.
     """
     mean, pos, halves = decomposed_means(means, leading=leading)
     ctx = whole_contexts(halves, means["context_tokens"])
@@ -187,36 +193,6 @@ def position_arrays(
     end = pos.shape[1] - trailing
     arrays = {"mean": mu, "positional_basis": pos[:, : positions_read(means)].float()}
     return arrays | ({"positional_basis_last": pos[:, end:].float()} if trailing else {})
-
-
-def residual_columns(
-    means: State, outliers: State, layer: int, chosen: Float[Tensor, " groups"], leading: int = 1
-) -> dict[str, float]:
-    """Compute means and counts over the groups of contexts that are `chosen` (weights of 0 and 1)."""
-    contexts = float(chosen @ means["contexts"][layer])
-    tokens = float(chosen @ means["readers"][layer, :, leading:].sum(dim=1))
-
-    def mean(name: str, count: float = contexts) -> float:
-        return float(chosen @ means[name][layer]) / count
-
-    massive, first, outlier = (
-        chosen @ outliers[name][layer] for name in ("massive", "massive_first", "outlier")
-    )
-    columns = {
-        "norm": mean("norm_sum", tokens),
-        "norm_first": mean("norm_first_sum"),
-        "cosine_previous": mean("cosine_sum", tokens) if layer else math.nan,
-        "rank_collapse": mean("collapse_sum"),
-        "massive_activations": float(massive.sum()),
-        "massive_activations_first": float(first.sum()),
-        "outlier_dimensions": float((outlier / tokens >= OUTLIER_SHARE).sum()),
-    }
-    for ending in ("last", "registers"):
-        if f"norm_{ending}_sum" in means:
-            columns[f"norm_{ending}"] = mean(f"norm_{ending}_sum")
-            apart = chosen @ outliers[f"massive_{ending}"][layer]
-            columns[f"massive_activations_{ending}"] = float(apart.sum())
-    return columns
 
 
 def _pictures(

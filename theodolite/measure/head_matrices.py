@@ -1,4 +1,4 @@
-"""One head on one context, queries by keys: its constituents, what is in neither, their sum, and its attention.
+"""Matrices of one head on one context, queries by keys: the constituents of its logits, their sum, its attention.
 
 Of a split of logits, rows are centred, parts summed and shares of variance taken. Nothing here draws.
 """
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from theodolite.errors import UsageError
-from theodolite.measure.constituents import ADDITIVE, Constituents, share_sums
+from theodolite.measure.constituents import ADDITIVE, GROUPS, Constituents, share_sums
 from theodolite.theory.decomposition import PARTS
 
 MOST_POSITIONS = 128
@@ -21,14 +21,7 @@ MOST_POSITIONS = 128
 
 QK, ATTENTION, CONSTANT = "QK", "attention", "constant"
 
-WITH_CONSTANTS = {
-    ("pos", "pos"): "position",
-    ("pos", CONSTANT): "position",
-    (CONSTANT, "pos"): "position",
-    ("cvec", "cvec"): "context",
-    ("cvec", CONSTANT): "context",
-    (CONSTANT, "cvec"): "context",
-}
+WITH_CONSTANTS = {sides: name for name in ("position", "context", CONSTANT) for sides in GROUPS[name]}
 """Matrices that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
 
@@ -106,7 +99,7 @@ def head_matrices(
 def _matrix_name(query: str, key: str, raw: bool) -> str:
     if raw:
         return CONSTANT if CONSTANT in (query, key) else f"{query}-{key}"
-    return CONSTANT if query == key == CONSTANT else WITH_CONSTANTS.get((query, key), f"{query}-{key}")
+    return WITH_CONSTANTS.get((query, key), f"{query}-{key}")
 
 
 def _single_head(split: Constituents, head: int, context: int) -> Constituents:

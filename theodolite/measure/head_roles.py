@@ -14,15 +14,10 @@ from theodolite.attention.sinks import SINK_THRESHOLD
 
 @dataclass(frozen=True)
 class HeadRole:
-    """A role of a head.
+    """A role of a head, which has it where the score in `column` (or a share computed from it) reaches `threshold`.
 
-    Attributes:
-        column: of the heads table, or a share computed from it; the score.
-        name: of what is scored.
-        title: of a head that has the role.
-        threshold: the score from which on a head has it.
-        meaning: what the score is.
-        explains_low_entropy: the score from which on the role alone accounts for a low attention entropy.
+    `name` is of what is scored, `title` of a head that has the role. From the score `explains_low_entropy` on the role
+    alone accounts for a low attention entropy.
     """
 
     column: str
@@ -114,9 +109,7 @@ COMMON_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, SAME_TOKEN, INDUCT
 class AttentionPattern:
     """A pattern on which heads are scored and attributed, on a random sequence that is repeated once.
 
-    Attributes:
-        role: of the heads that follow it.
-        target: where a query attends, as an adverb.
+    `target` says where a query attends.
     """
 
     role: HeadRole

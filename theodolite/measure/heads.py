@@ -25,6 +25,7 @@ from theodolite.measure.column import (
     WITHOUT,
     Array,
     Column,
+    array_without,
     gives,
     head_places,
     table_of,
@@ -151,8 +152,8 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
 
 def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
     """List the values of columns by name, and their standard errors by NAME_se."""
-    values = {name: one.value.tolist() for name, one in columns.items()}
-    return values | {f"{name}_se": one.error.tolist() for name, one in columns.items()}
+    values = {name: column.value.tolist() for name, column in columns.items()}
+    return values | {f"{name}_se": column.error.tolist() for name, column in columns.items()}
 
 
 @gives(
@@ -226,7 +227,7 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
     Column("sinks", "contexts", "In how many contexts it is a sink, at one position or at several."),
     Column("sinks", "share", "Their share of all contexts.", range=SHARE),
     Column("sinks", "position", "The mean position at which it is a sink."),
-    Array(f"sinks.share{WITHOUT}", "(8, rows of sinks)", "`share` without each of 8 groups of contexts."),
+    array_without("sinks", "share"),
 )
 def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """Tabulate the tokens that became sinks: one row for each (layer, head, token, first or later position).

@@ -191,11 +191,9 @@ def layer_spectra(
     return spectra
 
 
-def layer_moments(
-    weights: QueryKeyWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
-) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute the moments of `MOMENTS` and `form_squared` of W_QK Σ; NaN without weights."""
-    return _named(None if weights is None else _moments_of(weights, covariance), heads)
+def layer_moments(weights: QueryKeyWeights | None, heads: int) -> dict[str, Float[Tensor, " heads"]]:
+    """Compute the moments of `MOMENTS` and `form_squared` of W_QK; NaN without weights."""
+    return _named(None if weights is None else _moments_of(weights, None), heads)
 
 
 def _moments_of(weights: QueryKeyWeights, covariance: Float[Tensor, "width width"] | None) -> QKMoments:

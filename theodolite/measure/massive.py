@@ -64,7 +64,7 @@ def massive_table(massive: State, text: Callable[[int], str]) -> pd.DataFrame:
     named = part_of(massive, "named")
     layer, context, position, token = named["keys"].unbind(dim=1)
     columns = {"layer": layer, "context": context, "position": position}
-    texts = [text(one) for one in token.tolist()]
+    texts = [text(token_id) for token_id in token.tolist()]
     return table_of(
         columns | {"token": texts, "dimension": named["dimension"].long(), "value": named["value"]}
     )

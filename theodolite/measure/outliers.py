@@ -10,7 +10,7 @@ from torch import Tensor
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
 from theodolite.accumulate.sums import State
-from theodolite.measure.column import LEFT_OUT, SHARE, WITHOUT, Array, Column, gives, table_of
+from theodolite.measure.column import LEFT_OUT, SHARE, WITHOUT, Array, Column, array_without, gives, table_of
 from theodolite.measure.geometry import OUTLIER_SHARE
 from theodolite.measure.publications import ZHANG
 from theodolite.theory.outliers import typical_magnitude
@@ -40,14 +40,7 @@ _COUNTED = ("massive", "massive_first")
         error=LEFT_OUT,
     ),
     _massive("massive_contexts", "Contexts with at least one such token after the first."),
-    *(
-        Array(
-            f"outliers.{name}{WITHOUT}",
-            "(8, rows of outliers)",
-            f"`{name}` without each of 8 groups of contexts.",
-        )
-        for name in _COUNTED
-    ),
+    *(array_without("outliers", name) for name in _COUNTED),
 )
 def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """Tabulate each layer's dimensions that are outliers, or carry a massive activation, from two accumulators.

@@ -260,7 +260,8 @@ class Stretches:
 def grouped_basis(means: State, layer: int, leading: int, grid: Grid | None = None) -> GroupedBasis:
     """Return the positional basis of a layer by groups of contexts; a position that a group lacks is left out.
 
-    On a grid, where every position has a place, it stays, and is 0.
+    `leading` tokens are apart before the others, which lie in a line or on a `grid` of rows and columns. There every
+    position has a place: one that a group lacks stays, and is 0.
     """
     readers = means["readers"][layer, :, leading : positions_read(means)]
     groups = (readers.sum(dim=1) > 0).nonzero().flatten().tolist()
@@ -300,14 +301,8 @@ def position_columns(
 ) -> dict[str, Any]:
     """Compute the columns of the positional basis, N values each, and its directions without each group.
 
-    Args:
-        means, residual, sketches: states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream.
-        leading: tokens apart before the others.
-        grid: rows and columns of the others; None: they lie in a line.
-
-    Returns:
-        NaN where there are too few groups of contexts: of fewer than six contexts the stable rank and the floor, of
-        fewer than five the shares, of two all.
+    From states of `Means`, and of `SecondMoments` and `MomentSketches` of the stream. NaN where there are too few
+    groups: of fewer than six contexts the stable rank and the floor, of fewer than five the shares, of two all.
     """
 
     def of_layer(layer: int, basis: GroupedBasis) -> dict[str, Jackknifed]:
@@ -318,11 +313,9 @@ def position_columns(
     return columns | {DIRECTIONS: directions}
 
 
-def positional_shape(
-    means: State, leading: int = 1, grid: Grid | None = None
-) -> tuple[dict[str, Jackknifed], Tensor]:
-    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS`, which need the means alone, and the directions."""
-    return _of_layers(lambda _, basis: smoothness_of_directions(basis), means, leading, grid)
+def positional_shape(means: State) -> tuple[dict[str, Jackknifed], Tensor]:
+    """Compute `RANK_COLUMNS` and `DIRECTION_COLUMNS` of a text, which need the means alone, and the directions."""
+    return _of_layers(lambda _, basis: smoothness_of_directions(basis), means, 1, None)
 
 
 def _of_layers(
@@ -336,10 +329,10 @@ def _of_layers(
 
     def of_layer(layer: int) -> tuple[dict[str, Jackknifed], Tensor]:
         basis = grouped_basis(means, layer, leading, grid)
-        of_ranks, found = ranks(basis)
-        directions = found.new_full((GROUPS, most, found.shape[-1]), math.nan)
-        if len(found) == GROUPS:  # else there is no error to be had
-            directions[:, : found.shape[1]] = found
+        of_ranks, axes = ranks(basis)
+        directions = axes.new_full((GROUPS, most, axes.shape[-1]), math.nan)
+        if len(axes) == GROUPS:  # else there is no error to be had
+            directions[:, : axes.shape[1]] = axes
         return of_ranks | numbers(layer, basis), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
@@ -427,13 +420,13 @@ def ranks(
         (sums - own * weight) / (counts - weight).clamp_min(1) for own, weight in zip(p, weights, strict=True)
     )
     every = (sums / counts.clamp_min(1), *others)
-    values, (_, *found) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
+    values, (_, *axes) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
     rows, width = sums.shape
     of_all, *without = screenot_of_values(torch.stack(values), (rows, width), bound).rank.double()
     screenot = Jackknifed(of_all, torch.stack(without))
     products = [
         ((own @ directions) * (other @ directions)).sum(dim=0)
-        for own, other, directions in zip(p, every[1:], found, strict=True)
+        for own, other, directions in zip(p, every[1:], axes, strict=True)
     ]
     energy = torch.stack(products)[:, : int(screenot.value)]
 
@@ -443,7 +436,7 @@ def ranks(
         error = (squares / (len(some) * (len(some) - 1) or math.nan)).sqrt()
         return (some.mean(dim=0) > REPLICATED * error).sum().double()
 
-    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(found).mT
+    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(axes).mT
 
 
 def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
@@ -475,12 +468,12 @@ def squared_lengths(
         weight = spread / (spread + own.error.square()).clamp_min(1e-300)
         return mean + weight * (value - mean)
 
-    found = combined(drawn, own, smooth)
-    every = torch.cat([found.value[None], found.without])
+    lengths = combined(drawn, own, smooth)
+    of_uses = torch.cat([lengths.value[None], lengths.without])
     # One that is not above 0 by itself has the mean of its neighbours.
-    every = torch.where(every > 0, every, torch.cat([smooth.value[None], smooth.without]))
-    every = torch.where(every > 0, every, smooth.value)
-    return every, smooth
+    of_uses = torch.where(of_uses > 0, of_uses, torch.cat([smooth.value[None], smooth.without]))
+    of_uses = torch.where(of_uses > 0, of_uses, smooth.value)
+    return of_uses, smooth
 
 
 def _shares(

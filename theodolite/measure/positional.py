@@ -129,11 +129,11 @@ class _Projected:
     ) -> _Projected:
         """Project some rows, or all; grouped keys that are repeated are projected once."""
         other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
-        own, repeated = w[other].double(), other.cumsum(dim=0) - 1
-        behind = norm.gain.to(own)[:, None] * own
+        distinct, repeated = w[other].double(), other.cumsum(dim=0) - 1
+        behind = norm.gain.to(distinct)[:, None] * distinct
         if norm.centred:
             behind = behind - behind.mean(dim=1, keepdim=True)
-        both = torch.cat([own, behind])
+        both = torch.cat([distinct, behind])
 
         def projected(p: Tensor, by: Tensor) -> Tensor:
             """Multiply (G, rows, d) by (H, d, d_h)."""
@@ -144,9 +144,9 @@ class _Projected:
         scale = norm.scale.to(p)
         mean, mean_behind = (basis.mean.to(both) @ both).unsqueeze(2).to(p).chunk(2)
         normed = (p_behind + mean_behind) * (scale if rows is None else scale[rows])[:, None]
-        summed = p if rows is None and basis.summed is basis.p else projected(basis.summed, own)
-        made = (p, mean, normed, summed, projected(basis.low, own))
-        return cls(*(of_heads[repeated] for of_heads in made))
+        summed = p if rows is None and basis.summed is basis.p else projected(basis.summed, distinct)
+        sides = (p, mean, normed, summed, projected(basis.low, distinct))
+        return cls(*(of_heads[repeated] for of_heads in sides))
 
 
 @gives(
@@ -210,9 +210,9 @@ def argmax_property(
     holds = torch.zeros((), device=query.device)
     for own_rows, t in zip(rows.split(_QUERIES), chosen.to(query.device).split(_QUERIES), strict=True):
         logits = own_rows @ keys[: t[-1] + 1].T
-        own = logits.gather(1, t[:, None])[:, 0]
+        diagonal = logits.gather(1, t[:, None])[:, 0]
         from_itself_on = torch.arange(logits.shape[1], device=t.device) >= t[:, None]
-        holds += (own > logits.masked_fill_(from_itself_on, -torch.inf).amax(-1)).sum()
+        holds += (diagonal > logits.masked_fill_(from_itself_on, -torch.inf).amax(-1)).sum()
     return holds.double().cpu() / count
 
 

@@ -1,4 +1,4 @@
-"""Tables of a trace from its sums: what each sink catches, the tag that it writes, where the tag lives on."""
+"""Tables of a trace from its sums: what each sink catches, the tag that it writes, in which layers the tag persists."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from theodolite.measure.column import (
     WITHOUT,
     Array,
     Column,
+    array_without,
     gives,
     head_places,
     table_of,
@@ -47,7 +48,7 @@ TRACED_HEADS = "heads of a trace"
 
 
 def _tag_columns(table: str) -> tuple[Column, ...]:
-    """Declare the columns that sinks and heads both have: where a tag lives."""
+    """Declare the columns that sinks and heads both have: how strong a tag is in each layer."""
     share = partial(Column, table, range=SHARE)
     return (
         *head_places(table),
@@ -121,7 +122,7 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
         [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
     )
     turned = torch.cat(
-        [_turned(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
+        [_direction_error(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
     )
     between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
     tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
@@ -129,8 +130,8 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     strongest = strongest[sinks["keys"][strongest, 0] == layer]
     by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
-    own = w_o[heads["keys"][in_layer, 1].long()]
-    principal, share = _principal(heads["moment"][in_layer], own)
+    weights_of = w_o[heads["keys"][in_layer, 1].long()]
+    principal, share = _principal(heads["moment"][in_layer], weights_of)
     return {
         "direction": direction,
         "direction_se": turned,
@@ -142,7 +143,7 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     }
 
 
-def _turned(
+def _direction_error(
     by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
 ) -> Float[Tensor, " sinks"]:
     """Compute the jackknife's error of each unit vector, over groups of contexts; lengths by `metric`.
@@ -208,14 +209,7 @@ _trace = partial(Column, "traces")
         "(≤ 256, 8, d)",
         "Of the first rows, the same by group of contexts, over the length of all, in float16.",
     ),
-    *(
-        Array(
-            f"traces.{name}{WITHOUT}",
-            "(8, rows of traces)",
-            f"`{name}` without each of 8 groups of contexts.",
-        )
-        for name in ("share", "tag", "released")
-    ),
+    *(array_without("traces", name) for name in ("share", "tag", "released")),
     *_release_arrays("", "rows of traces"),
     Array(
         "sink_places",

@@ -19,7 +19,7 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.query_keys import QueryKeyMoments
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.accumulate.streams import KeptStreams
-from theodolite.accumulate.sums import LayerSums, SavedState, State, part_of
+from theodolite.accumulate.sums import LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
@@ -106,7 +106,7 @@ class HeadsPass(MeansPass):
     def merge(self, state: State) -> None:
         """Take in the `state` of another pass over other contexts of the same corpus."""
         for name, accumulator in self.accumulators.items():
-            accumulator.merge(SavedState(part_of(state, name)))
+            accumulator.merge(part_of(state, name))
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""

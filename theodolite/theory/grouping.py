@@ -15,7 +15,7 @@ def variance_explained(x: Float[Tensor, "tokens width"], group: Int[Tensor, " to
 
     In [0, 1]; NaN where there is one group only, or no variance: then there is nothing to explain.
     """
-    return float(_explained(x, group, [0])[0])
+    return float(explained_elsewhere(x, group, [0])[0])
 
 
 def chance_explained(group: Int[Tensor, " tokens"]) -> float:
@@ -35,7 +35,16 @@ def explained_elsewhere(
     Vectors of text are alike where they are near. A grouping by runs explains of them more than one that is dealt out
     at random does, wherever its runs lie; this is what it explains where nothing but the runs is kept.
     """
-    return _explained(x, group, shifts)
+    names, of, sizes = group.unique(return_inverse=True, return_counts=True)
+    centred = x.double() - x.double().mean(dim=0)
+    total = centred.square().sum()
+    explained = []
+    for shift in shifts:
+        sums = centred.new_zeros(len(names), x.shape[1]).index_add_(0, of.roll(shift), centred)
+        explained.append(float((sums.square().sum(dim=1) / sizes).sum() / total))
+    if len(names) < 2 or not total > 0:
+        explained = [math.nan] * len(explained)
+    return torch.tensor(explained, dtype=torch.float64)
 
 
 def without_trend(
@@ -51,16 +60,3 @@ def without_trend(
     left = exact - trend @ (trend.T @ exact)
     rounding = torch.finfo(torch.float64).eps * len(x) * exact.norm()
     return left if left.norm() > rounding else torch.zeros_like(left)
-
-
-def _explained(x: Tensor, group: Tensor, shifts: Iterable[int]) -> Tensor:
-    names, of, sizes = group.unique(return_inverse=True, return_counts=True)
-    centred = x.double() - x.double().mean(dim=0)
-    total = centred.square().sum()
-    explained = []
-    for shift in shifts:
-        sums = centred.new_zeros(len(names), x.shape[1]).index_add_(0, of.roll(shift), centred)
-        explained.append((sums.square().sum(dim=1) / sizes).sum() / total)
-    if len(names) < 2 or not total > 0:
-        return torch.full((len(explained),), math.nan, dtype=torch.float64)
-    return torch.stack(explained) if explained else torch.empty(0, dtype=torch.float64)

@@ -47,36 +47,22 @@ _POSITIONS = 129
 """An odd number, so that θ = ½ is on the grid: as |r| grows the middle site narrows to it."""
 
 
+_THRESHOLDS = (VANISHING_LEVEL, UNIFORM_SPREAD, END_SHARE, END_SHARE)
+"""Of what decides between regimes: max ρ, (max ρ − min ρ)/max ρ, ρ(1)/max ρ and ρ(0)/max ρ."""
+
+
 @dataclass(frozen=True)
 class RegimeMargins:
-    """The regime of every head with what decided it, arrays of the broadcast shape of ξ and η.
+    """The regime of every head and how clear it is, arrays of the broadcast shape of ξ and η.
 
     name: as `regime` gives it.
-    nearest: the other name that the smallest change of one quantity would give.
-    quantity, value, threshold: that quantity, one of `QUANTITIES`, its value, and the threshold it would have to cross.
-    margin: |value − threshold|. All quantities are probabilities or shares of one, so margins compare between
-        heads: 0.02 is a name by a hair, 0.3 a clear one.
-    r: ξη = tr W/λ.
-    lemma: what Lemma 2 of Bao et al. 2024 says of r in its limit |ξ| → ∞, η → 0: late-site for 0 < r ≤ 2,
-        early-site for −2 ≤ r < 0, middle-site for |r| > 2, and uniform for ξ = 0.
-    disagrees: where `lemma` and `name` differ, as they may at finite ξ and η. False where either is undefined.
+    margin: the distance of the nearest threshold (of max ρ, (max ρ − min ρ)/max ρ, ρ(1)/max ρ or ρ(0)/max ρ) that would
+        change the name if its quantity alone crossed it. All quantities are probabilities or shares of one, so margins
+        compare between heads: 0.02 is a name by a hair, 0.3 a clear one. NaN where undefined.
     """
 
     name: np.ndarray
-    nearest: np.ndarray
-    quantity: np.ndarray
-    value: np.ndarray
-    threshold: np.ndarray
     margin: np.ndarray
-    r: np.ndarray
-    lemma: np.ndarray
-    disagrees: np.ndarray
-
-
-QUANTITIES = ("highest ρ", "spread of ρ", "ρ(1) over the highest", "ρ(0) over the highest")
-"""What decides between regimes: max ρ, (max ρ − min ρ)/max ρ, ρ(1)/max ρ and ρ(0)/max ρ."""
-
-_THRESHOLDS = (VANISHING_LEVEL, UNIFORM_SPREAD, END_SHARE, END_SHARE)
 
 
 def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
@@ -96,42 +82,17 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
 
 
 def regime_margins(xi: Numbers, eta: Numbers) -> RegimeMargins:
-    """Name the regimes, and say what decided, by how much, and what Lemma 2's own limits say.
-
-    Arguments and errors as of `regime`. Every quantity is tried in turn: would the name change if it alone crossed
-    its threshold, and how far is that? The nearest such threshold gives the margin. An undefined head has NaN numbers
-    and empty names. A head with zero logits has the curve ρ = 1.
-    """
+    """Name the regimes, and say by how much: arguments and errors as of `regime`."""
     quantities = _quantities(xi, eta)
     decisions, undefined = _decisions(quantities), np.asarray(np.isnan(quantities[0]))
     name = _names(decisions, undefined)
-    crossed = decisions ^ np.eye(len(decisions), dtype=bool).reshape(
-        *decisions.shape[:1] * 2, *[1] * name.ndim
-    )
-    crossed_names = np.stack([_names(each, undefined) for each in crossed])
-    thresholds = np.broadcast_to(np.reshape(_THRESHOLDS, (-1, *[1] * name.ndim)), quantities.shape)
-    distances = np.where(
-        undefined, np.nan, np.where(crossed_names != name, np.abs(quantities - thresholds), np.inf)
-    )
-    nearest = np.where(undefined, 0, distances.argmin(0))
-
-    def there(values: np.ndarray) -> np.ndarray:
-        return np.asarray(np.take_along_axis(values, nearest[None], 0)[0])
-
-    xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
-    r = np.where(eta == 0, 0.0, xi * eta)
-    lemma = _lemma(r)
-    return RegimeMargins(
-        name=name,
-        nearest=np.where(undefined, "", there(crossed_names)),
-        quantity=np.where(undefined, "", np.array(QUANTITIES)[nearest]),
-        value=there(quantities),
-        threshold=np.where(undefined, np.nan, there(thresholds)),
-        margin=there(distances),
-        r=r,
-        lemma=lemma,
-        disagrees=np.asarray((lemma != name) & ~undefined & (lemma != UNDEFINED)),
-    )
+    distances = []
+    for place, threshold in enumerate(_THRESHOLDS):
+        crossed = decisions.copy()
+        crossed[place] = ~crossed[place]
+        renamed = _names(crossed, undefined) != name
+        distances.append(np.where(renamed, np.abs(quantities[place] - threshold), np.inf))
+    return RegimeMargins(name, np.where(undefined, np.nan, np.min(distances, axis=0)))
 
 
 def regime_of_curve(curve: NDArray[np.floating] | Tensor) -> np.ndarray:
@@ -155,7 +116,7 @@ def regime_of_curve(curve: NDArray[np.floating] | Tensor) -> np.ndarray:
 
 
 def _quantities(xi: Numbers, eta: Numbers) -> NDArray[np.float64]:
-    """Compute `QUANTITIES` of the corrected curve, along a new first dimension; NaN where undefined."""
+    """Compute what decides of the corrected curve, in the order of `_THRESHOLDS`, along a new first dimension."""
     xi, eta = np.broadcast_arrays(_as_array(xi), _as_array(eta))
     silent = eta == 0
     theta = torch.linspace(0, 1, _POSITIONS, dtype=torch.float64)
@@ -172,7 +133,7 @@ def _of_extremes(
     first: NDArray[np.float64] | np.float64,
     last: NDArray[np.float64] | np.float64,
 ) -> NDArray[np.float64]:
-    """Compute `QUANTITIES` of curves from their largest, smallest, first and last values."""
+    """Compute what decides from the largest, smallest, first and last values of curves."""
     # Where ρ underflows to zero everywhere the signal has vanished, and the shares do not matter.
     scale = np.where(highest == 0, 1.0, highest)
     return np.stack([highest, (highest - lowest) / scale, last / scale, first / scale])
@@ -190,14 +151,6 @@ def _names(decisions: NDArray[np.bool_], undefined: NDArray[np.bool_]) -> np.nda
     """Name each head by the first decision that holds."""
     names = [UNDEFINED, VANISHING, "uniform", "late-site", "early-site"]
     return np.select([undefined, *decisions], names, default="middle-site")
-
-
-def _lemma(r: NDArray[np.float64]) -> np.ndarray:
-    return np.select(
-        [np.isnan(r), r == 0, np.abs(r) > 2, r > 0],
-        [UNDEFINED, "uniform", "middle-site", "late-site"],
-        default="early-site",
-    )
 
 
 def _as_array(values: Numbers) -> NDArray[np.float64]:

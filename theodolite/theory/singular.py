@@ -65,21 +65,10 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
 
 
 def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int) -> ScreeNOT:
-    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding."""
-    rounding = torch.finfo(torch.float64).eps * max(shape) * values[..., 0]
-    threshold = torch.maximum(screenot_threshold(values, shape, k), rounding)
-    rank = (values > threshold[..., None]).sum(-1)
-    return ScreeNOT(rank=rank, threshold=threshold, singular_values=values)
+    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding.
 
-
-def screenot_threshold(
-    values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int
-) -> Float64[Tensor, "*batch"]:
-    """Find ScreeNOT's threshold from the decreasing singular values of (n, m) matrices, with imputation "i".
-
-    It knows nothing of how the values are rounded: `screenot` takes no threshold below that. It is the root of
-    y D′(y)/D(y) = −4 above the noise's edge, 0 where there is no noise. In units of the edge the root lies in (1, √3]:
-    y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1.
+    In units of the noise's edge the root of y D′(y)/D(y) = −4 lies in (1, √3]: y φ′/φ is a weighted mean of
+    −(y² + z²)/(y² − z²) ≥ −2 at y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
     """
     noise, ratio = values.double(), min(shape) / max(shape)
     if k:  # the k leading values are imputed from the next k + 1
@@ -100,7 +89,9 @@ def screenot_threshold(
         derivative = slope * weight + phi * (ratio * slope - (1 - ratio) / middle.square())
         below = middle * derivative < -4 * phi * weight
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return high * edge
+    rounding = torch.finfo(torch.float64).eps * max(shape) * values[..., 0]
+    threshold = torch.maximum(high * edge, rounding)
+    return ScreeNOT((values > threshold[..., None]).sum(-1), threshold, values)
 
 
 def by_gram_matrix(
@@ -113,8 +104,8 @@ def by_gram_matrix(
     matrix = matrix.double()
     rows, columns = matrix.shape
     wide = rows <= columns
-    found = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
-    squares, vectors = found.eigenvalues.flip(0), found.eigenvectors.flip(1)[:, :count]
+    spectrum = torch.linalg.eigh(matrix @ matrix.T if wide else matrix.T @ matrix)
+    squares, vectors = spectrum.eigenvalues.flip(0), spectrum.eigenvectors.flip(1)[:, :count]
     seen = squares > torch.finfo(torch.float64).eps * max(rows, columns) * squares[:1]
     values = torch.where(seen, squares.clamp_min(0).sqrt(), 0.0)
     return values, functional.normalize(matrix.T @ vectors, dim=0) if wide else vectors

@@ -187,7 +187,12 @@ def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> Smoothness
     factors = torch.tensor([6 / (8 * count) ** m for count in several], dtype=torch.float64)
     bound = _largest_difference(gram, m)[..., None] * factors.to(gram.device)
     spectrum = dct2(gram)
-    attained = torch.stack([_beyond(spectrum, count) / size for count in several], dim=-1)
+    errors = []
+    for count in several:  # the corner of Ĝ is what Π G Π keeps
+        beyond = spectrum.clone()
+        beyond[..., :count, :count] = 0
+        errors.append(torch.linalg.eigvalsh(beyond).abs().amax(-1))
+    attained = torch.stack(errors, dim=-1) / size
     if isinstance(k, int):
         return SmoothnessBound(bound=bound[..., 0], attained=attained[..., 0])
     return SmoothnessBound(bound=bound, attained=attained)
@@ -223,13 +228,6 @@ def _largest_difference(gram: Tensor, m: int) -> Tensor:
     for _ in range(m):
         difference = difference.diff(dim=-2).diff(dim=-1) * size**2
     return difference.abs().amax((-2, -1))
-
-
-def _beyond(spectrum: Tensor, k: int) -> Tensor:
-    """Compute ‖G − Π G Π‖_op from the symmetric Ĝ, whose k×k corner is what Π G Π keeps."""
-    high_frequencies = spectrum.clone()
-    high_frequencies[..., :k, :k] = 0
-    return torch.linalg.eigvalsh(high_frequencies).abs().amax(-1)
 
 
 def _check_cutoffs(cutoffs: Sequence[int]) -> None:

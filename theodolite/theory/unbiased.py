@@ -108,16 +108,6 @@ def stacked(rows: Sequence[Jackknifed]) -> Jackknifed:
     )
 
 
-def of_rows(whole: Mapping[str, float], without: Sequence[Mapping[str, float]]) -> dict[str, Jackknifed]:
-    """Put numbers by name of all groups, and those without each, together."""
-    return {
-        name: Jackknifed(
-            *(torch.tensor(of, dtype=torch.float64) for of in (value, [row[name] for row in without]))
-        )
-        for name, value in whole.items()
-    }
-
-
 def together(rows: Sequence[Mapping[str, Jackknifed]]) -> dict[str, Jackknifed]:
     """Stack the numbers of several rows by name."""
     return {name: stacked([row[name] for row in rows]) for name in rows[0]}
@@ -135,13 +125,13 @@ def product(
     """Estimate ⟨a, b⟩ of the means a and b of the groups' vectors; without `right`, ‖a‖². NaN with one group."""
     right = left if right is None else right
     whole, other = left.sum(dim=0), right.sum(dim=0)
-    own = torch.linalg.vecdot(left, right)
+    paired = torch.linalg.vecdot(left, right)
     groups = len(left)
-    value = (torch.linalg.vecdot(whole, other) - own.sum(dim=0)) / (groups * (groups - 1) or math.nan)
+    value = (torch.linalg.vecdot(whole, other) - paired.sum(dim=0)) / (groups * (groups - 1) or math.nan)
     # ⟨S − a_g, S′ − b_g⟩ − Σ_{h ≠ g} ⟨a_h, b_h⟩
     crossed = torch.linalg.vecdot(left, other) + torch.linalg.vecdot(right, whole)
     pairs = (groups - 1) * (groups - 2) or math.nan
-    without = (torch.linalg.vecdot(whole, other) - crossed + 2 * own - own.sum(dim=0)) / pairs
+    without = (torch.linalg.vecdot(whole, other) - crossed + 2 * paired - paired.sum(dim=0)) / pairs
     return Jackknifed(value, without)
 
 
@@ -234,9 +224,6 @@ def product_energy(
     """Estimate ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩ by products of four different groups; NaN with fewer than four.
 
     In O(groups² · rows · width²); nothing of rows × columns is formed.
-
-    Args:
-        left, right: what each group has of A and of B.
     """
     table = _grams(left) @ _grams(right).T
     return _mean_of(table.unsqueeze(0), _different(len(left)))

@@ -26,9 +26,8 @@ from theodolite.accumulate.sums import State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows
-from theodolite.corpus.groups import GROUPS
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
-from theodolite.measure.geometry import residual_columns
+from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
@@ -478,11 +477,9 @@ def _geometry(
             seen = attention["visible_keys"][layer], attention["readers"][layer]
             bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *seen).tolist()
         heads["entropy_bound"] = bounds
-    everything = torch.ones(GROUPS, dtype=torch.float64)
-    layers = pd.DataFrame(
-        {"layer": layer, **residual_columns(residual, residual, layer, everything)}
-        for layer in range(len(residual["contexts"]))
-    ).drop(columns="cosine_previous")
+    of_layers = stream_columns(residual, residual)
+    columns = {"layer": of_layers.pop("layer")} | {name: of.value.numpy() for name, of in of_layers.items()}
+    layers = pd.DataFrame(columns).drop(columns="cosine_previous")
     layers["norm_growth"] = layers["norm"] / layers["norm"].shift()
     return Geometry(step, heads, layers, time.perf_counter() - started)
 
@@ -560,7 +557,7 @@ class LookSums(Hooks):
             for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
                 self.attention_statistics.add("largest_logit", layer, largest)
             return
-        self.attention_statistics.merge(other.attention_statistics)
+        self.attention_statistics.merge(other.attention_statistics.state())
         for own, more in zip(self.queries + self.residual, other.queries + other.residual, strict=True):
             for name, tensor in more.items():
                 own[name] = own[name] + tensor
