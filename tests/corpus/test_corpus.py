@@ -224,9 +224,8 @@ def test_a_smaller_number_of_contexts_is_a_seeded_sample_in_reading_order(plain)
 
 
 def test_the_sample_is_uniform() -> None:
-    found = [(None, [number]) for number in range(12)]
-    samples = (choose(found, Choice(4, seed)) for seed in range(2000))
-    chosen = [int(row[0]) for sample in samples for _, row in sample.bodies]
+    found = [(None, number) for number in range(12)]
+    chosen = [number for seed in range(2000) for number in choose(found, Choice(4, seed)).items]
     counts = np.bincount(chosen, minlength=12)
     assert scipy.stats.chisquare(counts).pvalue > 0.001
 
@@ -421,10 +420,10 @@ def test_rows_are_documents_with_a_label_each(tmp_path: Path, plain: PreTrainedT
 
 def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
     """Oracle: each of 4 labels with 3 contexts is drawn with its contexts as often as the others."""
-    found = [(label, [3 * number + index]) for number, label in enumerate("abcd") for index in range(3)]
+    found = [(label, 3 * number + index) for number, label in enumerate("abcd") for index in range(3)]
     for rows in (False, True):
-        samples = (choose([*found, ("e", [99])], Choice(4, seed, 2, rows)) for seed in range(1500))
-        counts = np.bincount([int(row[0]) for sample in samples for _, row in sample.bodies], minlength=12)
+        samples = (choose([*found, ("e", 99)], Choice(4, seed, 2, rows)) for seed in range(1500))
+        counts = np.bincount([item for sample in samples for item in sample.items], minlength=12)
         assert counts.sum() == 6000
         assert scipy.stats.chisquare(counts).pvalue > 0.001
 

@@ -84,7 +84,7 @@ def test_images_that_do_not_fit_are_read_a_batch_at_a_time(folder, reader, monke
     kept = Corpus.from_path(folder, reader)
     monkeypatch.setattr(images, "KEPT_BYTES", 1000)
     lazy = Corpus.from_path(folder, reader)
-    assert not lazy.images._kept
+    assert not lazy.images.tensors._kept
     assert lazy.sha256 == kept.sha256
     assert torch.equal(lazy.inputs(slice(2, 5)), kept.inputs(slice(2, 5)))
     vision.picture(77).save(lazy.images.pictures[2].name)

@@ -77,11 +77,11 @@ class Cutter:
                 pending = np.concatenate([pending, tokens], axis=1)
                 whole = pending.shape[1] // self.body * self.body
                 for begin in range(0, whole, self.body):
-                    yield self._counted(label, pending[:, begin : begin + self.body])
+                    yield label, self._context(pending[:, begin : begin + self.body])
                 pending, full = pending[:, whole:], full or whole > 0
             count = pending.shape[1]
             if not self.pack and count >= self.least:
-                yield self._counted(label, pending)
+                yield label, self._context(pending)
             elif not self.pack and count:
                 self.too_short += 1
                 self.longest = max(self.longest, count)
@@ -93,19 +93,15 @@ class Cutter:
                     self.short[label] = pending
                 self.longest = max(self.longest, pending.shape[1])
                 if pending.shape[1] >= self.body:
-                    yield self._counted(label, pending[:, : self.body])
+                    yield label, self._context(pending[:, : self.body])
                     self.short[label] = pending[:, self.body :]
 
-    def _counted(self, label: str | None, tokens: Tokens) -> tuple[str | None, Tokens]:
+    def _context(self, body: Tokens) -> Tokens:
+        """Count a context, and put around it what the tokenizer puts around a text."""
         self.cuts += 1
-        return label, tokens
+        return np.concatenate([no_text(self.frame.before), body, no_text(self.frame.after)], axis=1)
 
-    def rows(self, sample: Sample) -> list[Tokens]:
-        """Put what the tokenizer puts around a text around each chosen context."""
-        before, after = no_text(self.frame.before), no_text(self.frame.after)
-        return [np.concatenate([before, body, after], axis=1) for _, body in sample.bodies]
-
-    def nothing_chosen(self, name: str, sample: Sample) -> UsageError:
+    def nothing_chosen(self, name: str, sample: Sample[Tokens]) -> UsageError:
         """Say why no context was chosen, and what to do."""
         if self.cuts and sample.too_short:
             count, label = sample.longest
@@ -175,16 +171,10 @@ def encode(tokenizer: Tokenizer, text: str) -> Iterator[Tokens]:
         begin = end
 
 
-def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad rows to the longest: ids (contexts, length), with `NO_TOKEN`, bytes, with 0, and lengths; None: all alike."""
-    lengths = torch.tensor([row.shape[1] for row in rows], device="cpu")
-    contexts, sizes = (
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.from_numpy(row[of]) for row in rows], batch_first=True, padding_value=value
-        )
-        for of, value in ((0, NO_TOKEN), (1, 0))
-    )
-    return contexts.long(), sizes, None if (lengths == contexts.shape[1]).all() else lengths
+def padded(rows: Iterable[Any], value: int = NO_TOKEN) -> Int[Tensor, "contexts length"]:
+    """Pad rows of whole numbers to the longest one."""
+    tensors = [torch.as_tensor(row, device="cpu") for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import no_text, padded
+from theodolite.corpus.cutting import padded
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
@@ -100,11 +100,10 @@ class FewShotPrompts:
                     raise UsageError(
                         f"{NAME} needs a tokenizer with tokens that end with a line: line breaks, say"
                     )
-                rows.append(no_text([*before, *read["input_ids"]]))
+                rows.append([*before, *read["input_ids"]])
                 answers.append(np.stack(places, axis=1) + len(before))
                 tasks.append(task)
-        ids, _, _ = padded(rows)
-        return cls(tuple(tasks), ids.clamp_min(0), torch.from_numpy(np.stack(answers)))
+        return cls(tuple(tasks), padded(rows, 0), torch.from_numpy(np.stack(answers)))
 
     def batches(self, batch: int | None) -> list[slice]:
         """Cut the prompts into those of a pass: so many, or `TOKENS_A_PASS` tokens' worth; `UsageError` for none."""
