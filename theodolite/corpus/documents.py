@@ -51,11 +51,8 @@ class EmptyFileError(UsageError):
 class Notes:
     """What was met while documents were read.
 
-    Attributes:
-        labels: what the labels are, as "column topic"; a dict for its order.
-        rows_without_text, rows_without_label, rows_without_image: how many documents had none.
-        unread_images: whether rows have images, and nobody asked for them.
-        passed_over: files of a folder that are not read, by the reason.
+    `labels` are what the labels are, as "column topic" (a dict for its order), `passed_over` the files of a folder that
+    are not read, by the reason; `unread_images`: rows have images, and nobody asked for them.
     """
 
     labels: dict[str, None] = field(default_factory=dict)
@@ -225,7 +222,7 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         label = columns.label_of_file(file, path)
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         with reading(file, path, columns):
-            for document in joined_articles(documents_of(file, columns), columns):
+            for document in joined_articles(READERS[kind_of(file)](file, columns), columns):
                 own = None if document.label is None else row_of + document.label
                 picture = document.picture
                 picture = file.parent / picture if isinstance(picture, Path) else picture
@@ -299,11 +296,6 @@ def files_of_folder(folder: Path) -> list[Path]:
     return [file for _, file in sorted(visible)]
 
 
-def documents_of(file: Path, columns: Columns) -> Iterator[Document]:
-    """Read the documents of a file by the reader of its kind."""
-    return READERS[kind_of(file)](file, columns)
-
-
 def kind_of(file: Path) -> str:
     """Give the suffix that says how a file is read: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
     suffix = file.suffix.lower()
@@ -327,7 +319,7 @@ def _open_zstandard(path: Path, mode: str) -> Any:
 COMPRESSED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSED[".zst"] = _open_zstandard
 
-PIECE = 1 << 20  # bytes decoded at a time
+PIECE = 1 << 20  # characters decoded at a time
 PART = 1 << 24
 """Characters that a document of a text file has at most: a longer file is several, so that memory is bounded."""
 
@@ -360,34 +352,32 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
     """Yield a file's text piece by piece, with `\n` line ends; `UsageError` where it is none."""
-    with opened(path) as file:
-        piece, offset, line = file.read(PIECE), 0, 1
-        marked = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), None)
+    with opened(path) as raw:
+        beginning, line = raw.read(max(map(len, MARKS))), 1
+        marked = next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), None)
         encoding = marked or columns.encoding or "utf-8"
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
+        raw.seek(0)
+        file = io.TextIOWrapper(raw, encoding)
         while True:
             try:
-                text = decoder.decode(piece, final=not piece)
+                text = file.read(PIECE)
             except UnicodeError as error:
                 where = first_line(error)
-                if isinstance(
-                    error, UnicodeDecodeError
-                ):  # `object` is what was left of the last piece, and this one
-                    where = f"at byte {offset + len(piece) - len(error.object) + error.start}"
+                if isinstance(error, UnicodeDecodeError):  # `object` ends where the file was read to
+                    where = f"at byte {raw.tell() - len(error.object) + error.start}"
                 raise UsageError(
                     f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding (latin-1, say), or "
                     "convert it"
                 ) from None
+            if not text:
+                return
             if (nul := text.find("\0")) >= 0:
                 line += text.count("\n", 0, nul)
                 raise UsageError(
                     f"{path} is binary (NUL in line {line}); give text, or its --encoding (utf-16-le, say)"
                 )
             yield text
-            if not piece:
-                return
-            offset, line = offset + len(piece), line + text.count("\n")
-            piece = file.read(PIECE)
+            line += text.count("\n")
 
 
 def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
@@ -600,16 +590,13 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
 
 def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
-    for content in (message["content"] for message in messages):
-        if not isinstance(content, str) and not (
-            isinstance(content, list) and all(isinstance(part, dict) for part in content)
-        ):
+    turns = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ValueError("the content of a turn is neither text nor a list of parts")
-    turns = [
-        message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else [*content]}
-        for message in messages
-        for content in [message["content"]]
-    ]
+        turns.append(message | {"content": [*parts]})
     if not any(part.get("type") == "image" for turn in turns for part in turn["content"]):
         turn = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
         turn["content"].insert(0, {"type": "image"})
@@ -630,19 +617,25 @@ def _message(turn: Any) -> dict[str, Any] | None:
 
 
 def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
-    """Yield the rows of a data set as they arrive, class numbers replaced by their names."""
-    import datasets
-
+    """Yield the rows of a data set as they arrive."""
     with streamed_dataset(name, config, split) as dataset:
-        features = dataset.features or {}
-        if columns.image in features:
-            dataset = dataset.cast_column(columns.image, datasets.Image(decode=False))
-        for number, row in enumerate(dataset, start=1):
-            for column, feature in features.items():
-                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
-                    row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
+        for number, row in enumerate(rows_of_dataset(dataset, columns.image), start=1):
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
+
+
+def rows_of_dataset(dataset: Any, image: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set, class numbers replaced by their names, the column `image` as it is stored."""
+    import datasets
+
+    features = dataset.features or {}
+    if image in features:
+        dataset = dataset.cast_column(image, datasets.Image(decode=False))
+    for row in dataset:
+        for column, feature in features.items():
+            if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
+                row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
+        yield row
 
 
 @contextmanager

@@ -167,8 +167,8 @@ def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
 
 def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[Iterable[str]]:
     """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text in its parts."""
-    if documents.kind_of(file) not in documents.TEXTS:
-        return ([document.text] for document in documents.documents_of(file, columns))
+    if (kind := documents.kind_of(file)) not in documents.TEXTS:
+        return ([document.text] for document in documents.READERS[kind](file, columns))
     parts, titled = documents.text_parts(file, columns)
     if not titled:
         return [parts]

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from theodolite.corpus.documents import BY_FOLDER, Columns, files_of_folder, printable, streamed_dataset
+from theodolite.corpus.documents import (
+    BY_FOLDER,
+    Columns,
+    files_of_folder,
+    printable,
+    rows_of_dataset,
+    streamed_dataset,
+)
 from theodolite.errors import UsageError, first_line
 from theodolite.system.wording import with_extra
 
@@ -128,7 +135,7 @@ def _saved(path: Path, columns: Columns) -> Iterator[Picture]:
 
 
 def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a data set's rows, class numbers replaced by their names; rows without one are left out."""
+    """Yield the images of a data set's rows; rows without one are left out."""
     import datasets
 
     features = dataset.features or {}
@@ -144,14 +151,10 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
             f"{source} has no column '{columns.column}' (it has: {', '.join(features)}); choose with --label-by"
         )
     label = next((name for name in columns.of_labels if name in features), None)
-    named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None
-    rows: Iterable[Any] = dataset.cast_column(chosen[0], datasets.Image(decode=False))
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows_of_dataset(dataset, chosen[0]), start=1):
         image, value = row[chosen[0]], None if label is None else row[label]
         if image is None:
             continue
-        if named is not None and value is not None:
-            value = named.int2str(value) if value >= 0 else None
         name = None if value is None else columns.labelled(f"column {label}", str(value))
         columns.notes.rows_without_label += name is None
         yield Picture(f"{source} row {number}", _source_of(image), name)
