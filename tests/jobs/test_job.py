@@ -13,7 +13,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs import job
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.passes.run import SCHEMA_VERSION, TABLES, TABLES_TITLE, Run, run_into
+from theodolite.passes.run import SCHEMA_VERSION, TABLES_TITLE, Run, run_into
 from theodolite.system.files import read_checked, write_checked
 from theodolite.system.progress import Progress
 
@@ -49,8 +49,7 @@ def tabulate(states: States) -> Run:
     provenance = {"schema_version": SCHEMA_VERSION, "model": {"id": "m"}, "fingerprint": {"a": 1}}
     provenance |= {"notes": states.notes, "seconds": states.seconds}
     arrays = {name: states.of(name)["sum"] for name in NAMES}
-    tables = dict.fromkeys(TABLES, pd.DataFrame()) | {"heads": pd.DataFrame({"layer": [0], "head": [0]})}
-    return Run(**tables, arrays=arrays, provenance=provenance)
+    return Run(heads=pd.DataFrame({"layer": [0], "head": [0]}), arrays=arrays, provenance=provenance)
 
 
 def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> Run:

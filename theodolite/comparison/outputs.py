@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -187,9 +186,7 @@ def read_outputs(
 
     def tables(states: States) -> Run:
         arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
-        empty = pd.DataFrame()
-        described = provenance | {"wall_seconds": states.seconds}
-        return Run(empty, empty, empty, empty, empty, arrays, described)
+        return Run(arrays=arrays, provenance=provenance | {"wall_seconds": states.seconds})
 
     return run_into(
         [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],

@@ -62,13 +62,8 @@ def survey_positions(
     tokens = means["token"] - mean[:, None] - basis[:, sample.token_position]
     basis = basis[:, : positions_read(means)]
     axes = torch.stack([principal_axes(of_layer[1:])[0] for of_layer in basis]).mT
-    nothing = pd.DataFrame()
     run = Run(
         layers=pd.DataFrame(table),
-        heads=nothing,
-        sinks=nothing,
-        outliers=nothing,
-        examples=nothing,
         arrays={f"layers.{name}{WITHOUT}": numbers.without.float() for name, numbers in columns.items()}
         | {
             DIRECTIONS: directions,

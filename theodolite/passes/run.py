@@ -14,7 +14,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -65,25 +65,10 @@ SCHEMA_VERSION = 6
 
 ARRAYS = "arrays.safetensors"
 
-TABLES = (
-    *(
-        "layers",
-        "heads",
-        "sinks",
-        "outliers",
-        "massive",
-        "with_massive",
-        "examples",
-        "constituents",
-        "attribution",
-    ),
-    "traces",
-)
 
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Run:
-    """The result of a survey: tables, arrays and where they come from.
+    """The result of a survey: tables, arrays and where they come from. Tables that were not measured are empty.
 
     Attributes:
         layers: one row a residual layer (0 is the input of the first block), N = L + 1 rows.
@@ -101,18 +86,18 @@ class Run:
         folder: where it was loaded from or written to, if it was.
     """
 
-    layers: pd.DataFrame
-    heads: pd.DataFrame
-    sinks: pd.DataFrame
-    outliers: pd.DataFrame
-    examples: pd.DataFrame
-    arrays: dict[str, Tensor]
-    provenance: dict[str, Any]
+    layers: pd.DataFrame = field(default_factory=pd.DataFrame)
+    heads: pd.DataFrame = field(default_factory=pd.DataFrame)
+    sinks: pd.DataFrame = field(default_factory=pd.DataFrame)
+    outliers: pd.DataFrame = field(default_factory=pd.DataFrame)
+    massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    examples: pd.DataFrame = field(default_factory=pd.DataFrame)
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
     traces: pd.DataFrame = field(default_factory=pd.DataFrame)
-    massive: pd.DataFrame = field(default_factory=pd.DataFrame)
-    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    arrays: dict[str, Tensor]
+    provenance: dict[str, Any]
     folder: Path | None = field(default=None, compare=False)
 
     @property
@@ -192,6 +177,9 @@ class Run:
                     files.append(folder / f"{name}.csv")
                     write_text(files[-1], table.to_csv(index=False, lineterminator="\n"))
         return files
+
+
+TABLES = tuple(one.name for one in fields(Run) if one.type == "pd.DataFrame")
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:

@@ -289,14 +289,11 @@ class SurveyPlan:
             "sampled_contexts": sample.size,
             "split_contexts": len(sample_of(corpus, seed)),
         }
-        examples, pictures = corpus.contexts[:EXAMPLES], None
+        examples = corpus.contexts[:EXAMPLES]
         if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
             examples = corpus.sources[:EXAMPLES]
-        if corpus.images is not None:
-            pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
         text = text_of_tokens(model, corpus)
-        facts = Facts(provenance, text, sample, corpus.labels, examples, pictures)
-        return tabulate(states, facts, self.extra)
+        return tabulate(states, Facts(provenance, corpus, text, sample, examples), self.extra)
 
     def read_shard(
         self,
@@ -431,7 +428,7 @@ def survey_heads(
             lambda states: PatternPass(model, corpus.contexts.shape[1], seed),
         ),
     ]
-    facts = Facts(provenance)
+    facts = Facts(provenance, corpus)
     return run_into(
         stages, lambda states: tabulate(states, facts), None, fingerprint, show_progress=show_progress
     )

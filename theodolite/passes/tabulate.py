@@ -17,7 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
-from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
@@ -35,35 +35,18 @@ class Facts:
     """Facts on the model and the text that the tables need besides what was summed.
 
     Attributes:
-        provenance: of the run; without an entry `corpus` no text was read, and the rest is empty.
+        provenance: of the run.
+        corpus: what was read; None: nothing, and the rest is empty.
         text: that of a token id.
         sample: contexts and tokens whose vectors were kept.
-        labels: of all contexts.
         examples: token ids of the contexts that are shown.
-        pictures: their images, if they are images.
     """
 
     provenance: dict[str, Any]
+    corpus: Corpus | None = None
     text: Callable[[int], str] = str
     sample: Sample | None = None
-    labels: Tensor | None = None
     examples: Tensor | None = None
-    pictures: Tensor | None = None
-
-    @property
-    def trailing(self) -> int:
-        """The number of special tokens behind the text of every context; they are told apart as position 0 is."""
-        return int(self.provenance["corpus"].get("trailing_special_tokens", 0))
-
-    @property
-    def grid(self) -> PatchGrid | None:
-        """The layout of the images' tokens; None where text was read."""
-        return grid_described(self.provenance["corpus"])
-
-    @property
-    def leading(self) -> int:
-        """Tokens at the beginning that are told apart from the others."""
-        return 1 if self.grid is None else self.grid.leading
 
 
 def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
@@ -125,29 +108,33 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
     if not states.of("corpus"):
         return inputs
-    length = facts.provenance["corpus"]["length"]
-    mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
+    corpus = facts.corpus
+    assert corpus is not None
+    trailing = facts.provenance["corpus"]["trailing_special_tokens"]
+    mu, pos, _ = survey_means(states, trailing, corpus.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means_of_text(states, facts.trailing),
+        "means": means_of_text(states, trailing),
         "mu": mu,
         "pos": pos,
-        "length": length,
-        "trailing": facts.trailing,
-        "leading": facts.leading,
-        "grid": None if facts.grid is None else facts.grid.shape,
+        "length": corpus.contexts.shape[1],
+        "trailing": trailing,
+        "leading": corpus.leading,
+        "grid": None if corpus.grid is None else corpus.grid.shape,
     }
     if not states.of("corpus.residual"):
         return inputs
     for moments in ("residual", "inputs"):
         _refuse_overflow(states.of(f"corpus.{moments}"))
     assert facts.sample is not None
-    assert facts.labels is not None
-    labels = facts.labels
+    assert facts.examples is not None
+    labels = corpus.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
-    if facts.pictures is not None:
-        inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
+    if corpus.images is not None:
+        pixels = corpus.images.pixels(slice(0, len(facts.examples)))
+        pictures = corpus.images.reader.shown(pixels)
+        inputs |= {"pictures": pictures, "example_norms": states.of("corpus.examples")}
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
     inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {

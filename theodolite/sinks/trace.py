@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -214,7 +213,6 @@ def trace_sinks(
             traces=table,
             arrays=arrays | head_arrays | {"sink_places": places},
             provenance=provenance | {"wall_seconds": states.seconds},
-            **{name: pd.DataFrame() for name in ("layers", "sinks", "outliers", "examples")},
         )
 
     stages = [
