@@ -182,13 +182,7 @@ def merge(
 class SurveyPlan:
     """A survey as a list of stages, each made from the states of those before it, and its tables.
 
-    Args:
-        batch: contexts a forward pass; None: 4096 tokens' worth.
-        seed: of the kept sample and of the random sequences for induction.
-        extra: accumulators of the caller's.
-
-    Raises:
-        UsageError: the corpus does not fit the model, or an accumulator does not fit the survey.
+    Arguments and errors are those of `survey`.
     """
 
     def __init__(
@@ -284,7 +278,7 @@ class SurveyPlan:
         """Make the run from the states of all stages."""
         model, corpus, seed = self.model, self.corpus, self.seed
         provenance = describe_model(model) | describe_pass(model, corpus, seed, self.fingerprint)
-        sample = choose_sample(corpus, self.trailing, (model.layers + 1) * model.width, seed)
+        sample = choose_sample(model, corpus, self.trailing, seed)
         provenance["counts"] |= {
             "sampled_contexts": sample.size,
             "split_contexts": len(sample_of(corpus, seed)),
