@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.jobs import job
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES_TITLE, Run, run_into
@@ -130,18 +129,6 @@ def test_seconds_are_those_of_all_calls(tmp_path):
     tensors, notes = read_checked(path)
     write_checked(path, tensors, notes | {"seconds": 1000.0})
     assert 1000 <= run(tmp_path / "run", []).provenance["seconds"] < 1100
-
-
-def test_what_takes_long_to_save_is_not_saved_at_once(tmp_path, monkeypatch):
-    """The first time its size says so: of a disk that takes a byte a second nothing is saved before a minute."""
-    saved = []
-    monkeypatch.setattr(Unfinished, "save", lambda self, name, *_: saved.append(name))
-    run(tmp_path / "a", [], checkpoint_seconds=0)
-    assert saved
-    saved.clear()
-    monkeypatch.setattr(job, "WRITTEN_A_SECOND", 1)
-    run(tmp_path / "b", [], checkpoint_seconds=0)
-    assert not saved
 
 
 def test_another_fingerprint_is_refused_before_and_after_the_end(tmp_path):

@@ -26,10 +26,6 @@ CHECKPOINT_SECONDS = 60.0
 SAVING_APART = 20
 """But not before so many times as long as saving takes: of a large model it may be a minute."""
 
-WRITTEN_A_SECOND = 2**28
-"""Bytes that a disk takes, by which it is guessed."""
-
-
 FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
 """Notes of a part that another process has made of a stage."""
 
@@ -219,15 +215,8 @@ class Job:
         began = time.monotonic()
         apart = began - self._saved_at
         if must or apart >= max(self._checkpoint_seconds, SAVING_APART * self._save_seconds):
-            state = steps.state()
-            if not must and not self._save_seconds:  # nothing was saved yet: by its size
-                unsaved = [state, *(self.states.tensors[stage] for stage in self._unsaved)]
-                size = sum(tensor.nbytes for tensors in unsaved for tensor in tensors.values())
-                self._save_seconds = float(size // WRITTEN_A_SECOND)
-                if apart < SAVING_APART * self._save_seconds:
-                    return
             self.save()
-            self._save(name, state, steps.notes, done=done)
+            self._save(name, steps.state(), steps.notes, done=done)
             self._saved_at = time.monotonic()
             self._save_seconds = self._saved_at - began
 
