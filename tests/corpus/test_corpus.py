@@ -312,19 +312,22 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
 
 def test_make_corpus_dispatches(plain: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
-    monkeypatch.setattr(Corpus, "from_documents", lambda name, documents, *of: asked.append((name, *of)))
-    monkeypatch.setattr(
-        Corpus, "from_dataset", lambda *arguments, pack, show_tokens: asked.append((*arguments, pack))
-    )
+    monkeypatch.setattr(Corpus, "from_documents", lambda name, documents, *of: asked.append((name, *of[:4])))
+    monkeypatch.setattr(module, "read_dataset", lambda *of: asked.append(of))
     make_corpus(None, plain, 8)
     make_corpus("docs", plain, 8, 5, 1, pack=False)
+    make_corpus("code", plain, 8)
+    body, kind = Columns("body", tokenizer=plain), Columns(label_by="column:kind", tokenizer=plain)
     make_corpus("hf:wikitext:wikitext-2-raw-v1:test", plain, 8, 5, 1, Columns("body"))
     make_corpus("hf:user/set", plain, 8, columns=Columns(label_by="column:kind"), per_label=300)
     assert asked == [
         ("docs", plain, 8, Choice(None, 0), True),
         ("docs", plain, 8, Choice(5, 1), False),
-        ("wikitext", plain, 8, 5, "wikitext-2-raw-v1", "test", "body", 1, None, None, True),
-        ("user/set", plain, 8, 300, None, "train", "text", 0, "column:kind", 300, True),
+        ("code", plain, 8, Choice(None, 0), True),
+        ("wikitext", "wikitext-2-raw-v1", "test", body),
+        ("wikitext", plain, 8, Choice(5, 1, streamed=True), True),
+        ("user/set", None, "train", kind),
+        ("user/set", plain, 8, Choice(300, 0, 300, streamed=True), True),
     ]
 
 

@@ -32,16 +32,14 @@ from theodolite.corpus.documents import (
     IMAGE_COLUMN,
     Columns,
     Document,
-    joined_articles,
     printable,
+    read_dataset,
     read_path,
-    streamed_rows,
-    with_text,
 )
 from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
-from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
+from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth
@@ -222,8 +220,9 @@ class Corpus:
     ) -> Corpus:
         """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
-        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
-        or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
+        The path may be hf:NAME[:CONFIG[:SPLIT]], too: see `from_dataset`. With `models.image_reader(model)` in place of
+        a tokenizer, the images of a folder, labelled by its subfolders, or of a data set that `datasets` has saved
+        (`pictures.pictures_at`), as long as the model makes them.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
@@ -231,14 +230,8 @@ class Corpus:
         million characters.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
-        columns.check()
         choice = Choice(contexts, seed, per_label, columns.rows)
-        name = printable(path)
-        if isinstance(tokenizer, TransformedImages):
-            refuse_length(length)
-            return cls._of_images(name, pictures_at(path, columns), tokenizer, choice, columns, show_tokens)
-        read = (read_path(path, columns), tokenizer, length, choice, pack)
-        return cls.from_documents(name, *read, columns, show_tokens)
+        return cls._read(path, dataset_of(str(path)), tokenizer, length, choice, pack, columns, show_tokens)
 
     @classmethod
     def from_texts(
@@ -288,14 +281,37 @@ class Corpus:
         column of images. Raises `UsageError` when the dataset cannot be opened.
         """
         columns = Columns(text_column, label_by, None, tokenizer)
+        choice = Choice(contexts, seed, per_label, columns.rows)
+        return cls._read(name, (name, config, split), tokenizer, length, choice, pack, columns, show_tokens)
+
+    @classmethod
+    def _read(
+        cls,
+        path: str | Path,
+        dataset: tuple[str, str | None, str] | None,
+        reader: Tokenizer | TransformedImages,
+        length: int | None,
+        choice: Choice,
+        pack: bool,
+        columns: Columns,
+        show: ShowTokens,
+    ) -> Corpus:
+        """Read the texts or images of a path, or of a data set."""
         columns.check()
-        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
-        if isinstance(tokenizer, TransformedImages):
-            refuse_length(length)
-            images = pictures_of_dataset(name, config, split, columns)
-            return cls._of_images(name, images, tokenizer, choice, columns, show_tokens)
-        documents = with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
-        return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
+        name = printable(path) if dataset is None else dataset[0]
+        if dataset is not None:
+            some = max(STREAMED_CONTEXTS, choice.per_label or 0)
+            contexts = some if choice.contexts is None else choice.contexts
+            choice = replace(choice, contexts=contexts, streamed=True)
+        if not isinstance(reader, TransformedImages):
+            documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
+            return cls.from_documents(name, documents, reader, length, choice, pack, columns, show)
+        refuse_length(length)
+        pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
+        images, sample = choose_images(name, pictures, reader, choice, show)
+        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+        labels = _numbered([picture.label for picture in images.pictures])
+        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance(choice), images)
 
     @classmethod
     def from_pairs(
@@ -564,23 +580,6 @@ class Corpus:
             beside["lengths"] = lengths
         return cls(name, contexts, *_numbered(labels), seed, selection, **beside)._in_order()
 
-    @classmethod
-    def _of_images(
-        cls,
-        name: str,
-        pictures: Iterable[Picture],
-        reader: TransformedImages,
-        choice: Choice,
-        columns: Columns,
-        show_images: ShowTokens,
-    ) -> Corpus:
-        """Choose pictures, and read what was chosen."""
-        images, sample = choose_images(name, pictures, reader, choice, show_images)
-        contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-        labels, names = _numbered([picture.label for picture in images.pictures])
-        selection = columns.described() | sample.balance(choice)
-        return cls(name, contexts, labels, names, choice.seed, selection, images)
-
 
 def _rows_of(path: str | Path, columns: Columns, choice: Choice) -> tuple[Iterator[Document], Choice]:
     """Read the rows of tables, or of hf:NAME…, each of which is a context; and how to choose among them."""
@@ -588,7 +587,7 @@ def _rows_of(path: str | Path, columns: Columns, choice: Choice) -> tuple[Iterat
     choice.check()
     if (dataset := dataset_of(str(path))) is None:
         return read_path(path, columns), choice
-    return with_text(streamed_rows(*dataset, columns), columns), replace(choice, streamed=True)
+    return read_dataset(*dataset, columns), replace(choice, streamed=True)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

@@ -616,6 +616,11 @@ def _message(turn: Any) -> dict[str, Any] | None:
 # Data sets of the Hugging Face hub, or of a folder of data files, streamed by `datasets`.
 
 
+def read_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
+    """Read the documents of a data set: its rows, or the articles that they are lines of."""
+    return with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
+
+
 def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
     """Yield the rows of a data set as they arrive."""
     with streamed_dataset(name, config, split) as dataset:
