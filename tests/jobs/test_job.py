@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
+from theodolite.jobs import job
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES_TITLE, Run, run_into
@@ -51,7 +52,7 @@ def tabulate(states: States) -> Run:
     return Run(heads=pd.DataFrame({"layer": [0], "head": [0]}), arrays=arrays, provenance=provenance)
 
 
-def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> Run:
+def run(out, steps, stop=None, *, fingerprint=None) -> Run:
     """All three stages; `stop` is a title and the steps done at which to raise."""
 
     def make(name: str, states: States) -> Steps:
@@ -69,7 +70,6 @@ def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> R
         tabulate,
         out,
         fingerprint or {"a": 1},
-        checkpoint_seconds=checkpoint_seconds,
         show_progress=show,
     )
 
@@ -84,14 +84,15 @@ def test_each_stage_begins_with_the_states_of_those_before_it():
     assert {name: float(made.arrays[name]) for name in NAMES} == {"first": 4, "second": 8, "third": 12}
 
 
-@pytest.mark.parametrize("checkpoint_seconds", [0, 1e9])
+@pytest.mark.parametrize("seconds", [0, 1e9])
 @pytest.mark.parametrize("title", [f"the {name}" for name in NAMES])
 @pytest.mark.parametrize("done", [0, 2, STEPS])
-def test_what_was_stopped_goes_on_from_there(tmp_path, title, done, checkpoint_seconds):
+def test_what_was_stopped_goes_on_from_there(tmp_path, title, done, seconds, monkeypatch):
     """No step is made twice and none is left out: a stop is heard between steps, where all is saved."""
+    monkeypatch.setattr(job, "CHECKPOINT_SECONDS", seconds)
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", steps, (title, done), checkpoint_seconds=checkpoint_seconds)
+        run(tmp_path / "run", steps, (title, done))
     assert not (tmp_path / "run").exists()
     made = run(tmp_path / "run", steps)
     assert steps == EVERY_STEP

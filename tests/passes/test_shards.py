@@ -19,6 +19,7 @@ from tests.calls import call, same_bytes
 from theodolite import merge
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
+from theodolite.jobs import job
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import open_model
 from theodolite.passes import chunks
@@ -64,15 +65,16 @@ def stop_at(steps: int):
 
 
 @pytest.mark.parametrize("order", [[3, 1, 2], [8, 2, 5, 1, 4, 7, 3, 6]])
-def test_shards_in_any_order_give_the_bytes_of_one_process(order, alone, opened, corpus, tmp_path):
+def test_shards_in_any_order_give_the_bytes_of_one_process(
+    order, alone, opened, corpus, tmp_path, monkeypatch
+):
     """One is stopped in the middle of a chunk, and goes on."""
+    monkeypatch.setattr(job, "CHECKPOINT_SECONDS", 0)
     out, model = tmp_path / "run", opened("gpt2")
     for number in order:
         shard = number, len(order)
         with pytest.raises(Stopped):
-            survey(
-                model, corpus, out, batch=BATCH, shard=shard, checkpoint_seconds=0, show_progress=stop_at(2)
-            )
+            survey(model, corpus, out, batch=BATCH, shard=shard, show_progress=stop_at(2))
         assert not out.exists()
         read: list[int] = []
         survey(

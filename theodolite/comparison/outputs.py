@@ -144,7 +144,6 @@ def read_outputs(
     out: str | Path | None = None,
     *,
     batch: int | None = None,
-    checkpoint_seconds: float = 60.0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Read what every head writes on a text, and how well the model predicts it, for `compare`.
@@ -154,7 +153,6 @@ def read_outputs(
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
-        checkpoint_seconds: how often progress is saved.
         show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
             saved then.
 
@@ -194,7 +192,6 @@ def read_outputs(
         out,
         fingerprint,
         corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
 

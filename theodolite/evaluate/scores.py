@@ -114,7 +114,7 @@ class Evaluation:
         name = json_digest(key)
         if name not in self._measured:
             stage = Stage(name, title, lambda _: make())
-            job = Job([stage], self._work, show_progress=show_progress)
+            job = Job([stage], self._work, show_progress)
             states = job.run()
             job.save()
             self._measured[name] = key, scores_in(states.tensors[name], states.notes[name])

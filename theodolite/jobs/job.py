@@ -21,7 +21,7 @@ Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
-"""How often progress is saved, unless the caller says otherwise: what a kill costs at most."""
+"""How often progress is saved: what a kill costs at most."""
 
 SAVING_APART = 20
 """But not before so many times as long as saving takes: of a large model it may be a minute."""
@@ -145,7 +145,6 @@ class Job:
     Args:
         stages: in order.
         work: where progress is saved; in memory nothing is.
-        checkpoint_seconds: how often progress is saved.
         show_progress: it may raise to stop; all that is whole is saved then.
     """
 
@@ -153,12 +152,11 @@ class Job:
         self,
         stages: Sequence[Stage],
         work: Unfinished,
-        checkpoint_seconds: float = CHECKPOINT_SECONDS,
         show_progress: ShowStage = lambda what, done, total: None,
     ) -> None:
         self.stages, self.work = stages, work
         self.states = States(work)
-        self._checkpoint_seconds, self._show = checkpoint_seconds, show_progress
+        self._show = show_progress
         self._unsaved: list[str] = []  # finished stages that are not on disk yet
         self._saved_at = self._began = time.monotonic()
         self._save_seconds = 0.0  # that the last time took
@@ -214,7 +212,7 @@ class Job:
             return
         began = time.monotonic()
         apart = began - self._saved_at
-        if must or apart >= max(self._checkpoint_seconds, SAVING_APART * self._save_seconds):
+        if must or apart >= max(CHECKPOINT_SECONDS, SAVING_APART * self._save_seconds):
             self.save()
             self._save(name, steps.state(), steps.notes, done=done)
             self._saved_at = time.monotonic()

@@ -28,7 +28,7 @@ from torch import Tensor
 import theodolite
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
 from theodolite.system.files import (
@@ -281,7 +281,6 @@ def run_into(
     fingerprint: dict[str, Any],
     *,
     corpus: dict[str, Any] | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Run all stages and make the tables; with a run folder `out`, resume what an interrupted call left there.
@@ -292,7 +291,6 @@ def run_into(
         out: the run folder to write; None keeps the run in memory.
         fingerprint: what decides every byte of the result.
         corpus: what provenance says of the corpus, to say what differs from what `out` holds.
-        checkpoint_seconds: how often progress is saved.
         show_progress: it may raise to stop; all that is whole is saved then.
 
     Raises:
@@ -304,7 +302,7 @@ def run_into(
         finished = finished_run(work)
         if finished is not None:
             return finished
-        job = Job(stages, work, checkpoint_seconds, show_progress)
+        job = Job(stages, work, show_progress)
         states = job.run()
         try:
             show_progress(TABLES_TITLE, 0, 1)

@@ -19,7 +19,7 @@ from theodolite.accumulate.means import means_of_halves
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
@@ -60,7 +60,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = ...,
 ) -> Run: ...
 
@@ -75,7 +74,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: tuple[int, int],
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = ...,
 ) -> None: ...
 
@@ -90,7 +88,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: tuple[int, int] | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run | None:
     """Measure a model on a corpus.
@@ -104,7 +101,6 @@ def survey(
         extra: accumulators of your own, whose columns are added to the tables.
         shard: (k, n) reads only the k-th of n parts of the corpus, k from 1, and leaves its sums in `OUT.partial`;
             `merge(out)` makes the run when all n are there. Its tables have the bytes of those of one process.
-        checkpoint_seconds: how often progress is saved, and so what a kill costs at most.
         show_progress: told (what is being done, steps done, steps in all), again and again. It may raise to stop the
             survey; progress is saved then.
 
@@ -118,8 +114,8 @@ def survey(
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
     if shard is None:
-        return plan.run(out, checkpoint_seconds, show_progress)
-    plan.read_shard(out, shard, checkpoint_seconds, show_progress)
+        return plan.run(out, show_progress)
+    plan.read_shard(out, shard, show_progress)
     return None
 
 
@@ -128,7 +124,6 @@ def merge(
     model: OpenModel | None = None,
     *,
     extra: Sequence[Extra] = (),
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Make the run of a survey whose shards have all been read: what is left costs the same however long the text is.
@@ -137,7 +132,7 @@ def merge(
         folder: the `out` of `survey(…, shard=)`.
         model: as the shards surveyed it; None opens it as they did.
         extra: the accumulators that the shards were given.
-        checkpoint_seconds, show_progress: as for `survey`.
+        show_progress: as for `survey`.
 
     Returns:
         The run, written to `folder`: the same bytes as of `survey` in one process. From disk, if it is there already.
@@ -176,7 +171,7 @@ def merge(
             raise UsageError(f"the model of {folder} was in memory only: give it, merge(folder, model)")
         model = opened(notes["opening"])
     plan = SurveyPlan(model, corpus, notes["batch"], notes["seed"], extra)
-    return plan.run(folder, checkpoint_seconds, show_progress)
+    return plan.run(folder, show_progress)
 
 
 class SurveyPlan:
@@ -262,7 +257,7 @@ class SurveyPlan:
 
         return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *stages[1:]])]
 
-    def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
+    def run(self, out: str | Path | None, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""
         return run_into(
             self.stages(),
@@ -270,7 +265,6 @@ class SurveyPlan:
             out,
             self.fingerprint,
             corpus=describe_corpus(self.corpus),
-            checkpoint_seconds=checkpoint_seconds,
             show_progress=show_progress,
         )
 
@@ -289,13 +283,7 @@ class SurveyPlan:
         text = text_of_tokens(model, corpus)
         return tabulate(states, Facts(provenance, corpus, text, sample, examples), self.extra)
 
-    def read_shard(
-        self,
-        out: str | Path | None,
-        shard: tuple[int, int],
-        checkpoint_seconds: float,
-        show_progress: ShowStage,
-    ) -> None:
+    def read_shard(self, out: str | Path | None, shard: tuple[int, int], show_progress: ShowStage) -> None:
         """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
         if out is None:
             raise UsageError("a shard leaves its sums in a folder: say which, the same for all shards")
@@ -326,7 +314,7 @@ class SurveyPlan:
 
             stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
             with locked(work.folder / chunk.name, "another shard or another --out"):
-                job = Job([stage], work, checkpoint_seconds, show)
+                job = Job([stage], work, show)
                 job.run()
                 job.save()
 
