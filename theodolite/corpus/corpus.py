@@ -36,7 +36,7 @@ from theodolite.corpus.documents import (
     read_dataset,
     read_path,
 )
-from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
+from theodolite.corpus.images import Images, TransformedImages, choose_images
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
 from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
@@ -306,7 +306,8 @@ class Corpus:
         if not isinstance(reader, TransformedImages):
             documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
             return cls.from_documents(name, documents, reader, length, choice, pack, columns, show)
-        refuse_length(length)
+        if length is not None:
+            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
         pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
         images, sample = choose_images(name, pictures, reader, choice, show)
         ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
@@ -450,33 +451,23 @@ class Corpus:
         length: int,
         contexts: int | None = None,
         seed: int = 0,
-        per_label: int | None = None,
         *,
         held_out: bool = False,
-        pack: bool = True,
     ) -> Corpus:
         """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
 
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
-        name, choice = HELD_OUT if held_out else DOCS, Choice(contexts, seed, per_label)
-        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
+        name = HELD_OUT if held_out else DOCS
+        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
 
     @classmethod
     def stdlib_code(
-        cls,
-        tokenizer: Tokenizer,
-        length: int,
-        contexts: int | None = None,
-        seed: int = 0,
-        per_label: int | None = None,
-        *,
-        pack: bool = True,
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
     ) -> Corpus:
         """Read the source code of the running interpreter's standard library, with files as labels."""
-        choice = Choice(contexts, seed, per_label)
-        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, choice, pack)
+        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, Choice(contexts, seed))
 
     @classmethod
     def random_tokens(

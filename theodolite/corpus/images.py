@@ -174,12 +174,6 @@ def choose_images(
     return _read_images([sample.items[index] for index in order], reader, show), sample
 
 
-def refuse_length(length: int | None) -> None:
-    """Raise `UsageError` where images are given a length."""
-    if length is not None:
-        raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-
-
 def _read_images(pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens) -> Images:
     """Read all pictures once, which `show` counts; `UsageError` where one is no picture or of another size."""
     tensors = PictureTensors[Picture](lambda picture: {"pixels": reader.read(picture.open())})

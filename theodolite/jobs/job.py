@@ -17,7 +17,6 @@ import torch
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowProgress, ShowStage
 
-Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
@@ -104,7 +103,6 @@ class States:
     tensors: dict[str, Tensors] = field(default_factory=dict)
     notes: dict[str, Notes] = field(default_factory=dict)
     seconds: float = 0.0
-    _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def of(self, name: str) -> Tensors:
         """Return the tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
@@ -117,13 +115,6 @@ class States:
             for key, tensor in tensors.items()
             if key.startswith(f"{prefix}.")
         }
-
-    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
-        """Derive a value from the states, once for all who ask for it under this name; it is not saved."""
-        if name not in self._made:
-            self._made[name] = make()
-        derived: Derived = self._made[name]
-        return derived
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     corpus = facts.corpus
     assert corpus is not None
     trailing = facts.provenance["corpus"]["trailing_special_tokens"]
-    mu, pos, _ = survey_means(states, trailing, corpus.leading)
+    mu, pos, _ = decomposed_means(states.of("corpus.means"), trailing, corpus.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
         "means": means_of_text(states, trailing),
@@ -125,7 +125,8 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     if not states.of("corpus.residual"):
         return inputs
     for moments in ("residual", "inputs"):
-        _refuse_overflow(states.of(f"corpus.{moments}"))
+        for layer, moment in enumerate(states.of(f"corpus.{moments}").get("moment", ())):
+            refuse_overflow(layer, moment)
     assert facts.sample is not None
     assert facts.examples is not None
     labels = corpus.labels
@@ -171,12 +172,8 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
         return {}
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
     rows = {"layers": layers + 1, "heads": layers * heads}
-    return states.once(
-        "added_columns",
-        lambda: extra_columns(
-            [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
-        ),
-    )
+    sums = [*built_in_sums(layers, heads), *extra]
+    return extra_columns(sums, lambda name: states.of(f"corpus.extra.{name}"), rows)
 
 
 def means_of_text(states: States, trailing: int) -> State:
@@ -184,16 +181,6 @@ def means_of_text(states: States, trailing: int) -> State:
     means = states.of("corpus.means")
     text = slice(means["readers"].shape[2] - trailing)
     return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
-
-
-def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute μ (N, d), pos (N, T, d), ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
-    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
-
-
-def _refuse_overflow(moments: State) -> None:
-    for layer, moment in enumerate(moments.get("moment", ())):
-        refuse_overflow(layer, moment)
 
 
 def refuse_overflow(layer: int, moment: Tensor) -> None:
