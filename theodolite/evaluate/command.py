@@ -22,7 +22,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, answer_rows, by_task, few_shot_scores
+from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
 from theodolite.evaluate.harness import BATCH, check_tasks, harness, template_sha256
 from theodolite.evaluate.perplexity import (
     check_predicts,
@@ -92,7 +92,7 @@ class Questions:
             how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
             loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
         if NAME in self.tasks:
-            answer_rows(model, prompts=self.prompts, seed=self.seed, shots=max(self.shots), batch=self.batch)
+            prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
 
 BEGINNINGS = {
@@ -162,7 +162,7 @@ def evaluate(
         answers = measured(
             "answering",
             "prompts",
-            lambda: answer_rows(model, **asked, batch=batch),
+            lambda: prompts_for(model, **asked).asked_of(model, batch),
             lambda state, _: few_shot_scores(
                 model.id,
                 by_task(state["right"].numpy(), questions.prompts),
