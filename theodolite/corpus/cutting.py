@@ -37,13 +37,9 @@ NO_TOKEN = -1
 
 
 class Cutter:
-    """Cuts documents into the bodies of contexts of so many tokens, and remembers what it read and left out.
+    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read and left out.
 
-    Args:
-        choice: of contexts; where it says how many, no more than `READ_TOKENS` are read after enough of them.
-        pack: short documents of a label together, but where each row has a label of its own; without, short documents
-            and remainders are contexts of their own length.
-        show_tokens: is told how many tokens were read so far.
+    Where the choice says how many contexts, no more than `READ_TOKENS` are read after enough of them.
     """
 
     def __init__(
@@ -212,12 +208,8 @@ def positions_in_rows(
 ) -> Int[Tensor, "rows positions"]:
     """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
 
-    Args:
-        attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
-        position_ids: 0, 1, 2, … from the beginning of every context of a row on; as `ids`. None: a row is one.
-
-    Raises:
-        UsageError: a mask or positions of another shape, with holes, or that count otherwise.
+    The mask is 0 where a row is padded, on its left or right; positions are 0, 1, 2, … from the beginning of every
+    context of a row on (None: a row is one). `UsageError` where either has another shape or holes, or counts otherwise.
     """
     mask, given = (
         tensor if tensor is None else _shaped(name, tensor, ids)
@@ -263,9 +255,9 @@ def contexts_of_rows(
     position_ids: Tensor | None,
     least: int = LEAST_LENGTH,
 ) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
-    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
+    """Take the contexts of `least` tokens or more out of padded or packed rows.
 
-    Arguments and errors are those of `positions_in_rows`; contexts of fewer than `least` tokens are too short.
+    Contexts, the row of each, and how many were too short; errors are those of `positions_in_rows`.
     """
     contexts, rows = [], []
     short = 0

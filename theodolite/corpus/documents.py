@@ -68,14 +68,10 @@ class Columns:
     """How files and tables are read.
 
     Attributes:
-        text: a table's column of the text.
-        label_by: what labels a document: `file` or `folder` (its path below the folder that is read), `row` (each row
-            is a label of its own, `row 1`, `row 2`, …) or `column:NAME`; None: a table's column `label` or `topic` and
-            WikiText's titles, where there are any.
-        encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
+        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures, one in
+            each text; None: there is none.
+        label_by, encoding: as of `Corpus`.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
-        source: a table's column of what an encoder reads, beside the `text` of its decoder; None: there is none.
-        image: a table's column of pictures, one in each text; None: there is none.
         notes: what was met while reading.
     """
 

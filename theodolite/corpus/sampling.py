@@ -24,13 +24,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Choice:
-    """The contexts that are asked for.
+    """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    Attributes:
-        contexts: at most so many; None: all.
-        per_label: exactly so many contexts of each label, of labels that have them; None: labels do not matter.
-        rows: each label is that of one document: once the next begins, it has all its contexts.
-        streamed: the text may be endless: it is read no further than needed. `contexts` is a number then.
+    `rows`: each label is that of one document: once the next begins, it has all its contexts. `streamed`: the text may
+    be endless and is read no further than needed; `contexts` is a number then.
     """
 
     contexts: int | None
@@ -58,10 +55,8 @@ class Choice:
 class Sample(Generic[Item]):
     """The chosen items in reading order, each with its label.
 
-    Attributes:
-        too_short: labels left out because they have fewer contexts than asked for of each.
-        longest: the most contexts that any label has, and its name.
-        not_drawn: labels that have enough, and for which `contexts` left no room.
+    `too_short` labels were left out because they have fewer contexts than asked for of each, and `not_drawn` because
+    `contexts` left no room for them; `longest` is the most contexts that any label has, and its name.
     """
 
     labels: list[str | None]

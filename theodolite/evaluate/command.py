@@ -53,11 +53,9 @@ class Questions:
 
     Attributes:
         tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
-        folder: custom lm-eval tasks; shots: numbers of examples in the prompt.
-        prompts, seed: of each word task; limit: documents per lm-eval task.
+        folder, limit, download, chat_template, system: of lm-eval, as of `harness`.
+        prompts, seed: of each word task.
         batch: of a forward pass; None: the default of each task.
-        download: whether lm-eval may fetch data.
-        chat_template: whether lm-eval asks in conversations; system: the text of the system's turn.
         stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
         beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
     """

@@ -138,12 +138,7 @@ def perplexity(
 
 @dataclass(frozen=True)
 class _Part:
-    """Contexts or windows that one pass reads; the tokens `known … end − 1` of each count.
-
-    Attributes:
-        ids: (contexts, length), the first of which give way to `begin`.
-        sizes: bytes of the text that each token stands for; None: not known.
-    """
+    """Contexts or windows that one pass reads, which `begin` alike; the tokens `known … end − 1` of each count."""
 
     ids: Int[Tensor, "contexts length"]
     sizes: Tensor | None

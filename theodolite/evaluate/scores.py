@@ -106,10 +106,7 @@ class Evaluation:
     ) -> list[Score]:
         """Return the scores with this key: known, or measured now, from where an interrupted call stopped.
 
-        Args:
-            key: what determines them, as JSON has it.
-            title: what is said while they are measured; `make`: the steps; `scores_in`: of their state and notes.
-            show_progress: it may raise to stop; progress is saved then.
+        `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
         """
         name = json_digest(key)
         if name not in self._measured:

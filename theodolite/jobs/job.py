@@ -46,11 +46,9 @@ class Steps(Protocol):
 
 
 class Rows(Generic[Item]):
-    """Steps that read items one after the other; state: what `read` gives of each, joined along dimension 0.
+    """Steps that read items one after the other, each of which counts for `size` steps.
 
-    Args:
-        items: in order.
-        size: the steps that an item counts for.
+    State: what `read` gives of each, joined along dimension 0.
     """
 
     def __init__(
@@ -91,12 +89,9 @@ class Rows(Generic[Item]):
 
 @dataclass
 class States:
-    """The tensors of the finished stages.
+    """The tensors and notes of the finished stages, by name, and the seconds that they took, also before this process.
 
-    Attributes:
-        tensors, notes: of each stage, by its name.
-        seconds: that the stages took, in this process and before.
-        work: where the job is saved; a stage may keep parts of its own there.
+    `work` is where the job is saved; a stage may keep parts of its own there.
     """
 
     work: Unfinished
@@ -131,12 +126,9 @@ class Stage:
 
 
 class Job:
-    """Stages, and the unfinished work that they are saved to and resumed from.
+    """Stages, and the unfinished work that they are saved to and resumed from; in memory nothing is saved.
 
-    Args:
-        stages: in order.
-        work: where progress is saved; in memory nothing is.
-        show_progress: it may raise to stop; all that is whole is saved then.
+    `show_progress` may raise to stop; all that is whole is saved then.
     """
 
     def __init__(
@@ -215,13 +207,5 @@ class Job:
 
 
 def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:
-    """Run all stages in memory.
-
-    Args:
-        stages: in order.
-        show_progress: told (what is being done, steps done, steps in all); it may raise to stop.
-
-    Raises:
-        WorkError: hidden states became NaN or infinite.
-    """
+    """Run all stages in memory; errors are those of `Job.run`."""
     return Job(stages, Unfinished(None, {}), show_progress=show_progress).run()

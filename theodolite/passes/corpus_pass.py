@@ -44,12 +44,9 @@ class Accumulator(Protocol):
 
 
 class CorpusPass(Hooks):
-    """Hooks into a model's forward passes over a corpus, and the loop that makes them.
+    """Hooks into a model's forward passes over a corpus, `batch` contexts each, and the loop that makes them.
 
-    Args:
-        model, corpus: what is read.
-        seed: of whatever a subclass draws.
-        batch: contexts a forward pass.
+    The seed is of whatever a subclass draws.
     """
 
     @measures("model")
@@ -114,11 +111,9 @@ class CorpusPass(Hooks):
 def check_fit(
     model: OpenModel, corpus: Corpus, least_contexts: int = 2, *, text_alone: str | None = None
 ) -> None:
-    """Raise `UsageError` where the model cannot read the corpus.
+    """Raise `UsageError` where the model cannot read the corpus, or it has too few contexts.
 
-    Args:
-        least_contexts: that the corpus must have.
-        text_alone: what it is for, where nothing but token ids is read: no images, and no sources.
+    `text_alone` says what it is for, where nothing but token ids is read: no images, and no sources.
     """
     if not isinstance(model, OpenModel):
         raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
@@ -221,11 +216,7 @@ def fingerprint_of_tables(model: OpenModel) -> dict[str, Any]:
 
 
 def batch_of(corpus: Corpus, batch: int | None, tokens: int = TOKENS_A_BATCH) -> int:
-    """Return the number of contexts per forward pass: as asked, or so many tokens' worth.
-
-    Raises:
-        UsageError: none would be read, or part of one.
-    """
+    """Return the contexts per forward pass, as asked or so many tokens' worth; `UsageError` for no whole number."""
     if batch is not None:
         check_whole(batch=batch)
     if batch is not None and batch < 1:

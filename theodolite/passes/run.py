@@ -285,13 +285,8 @@ def run_into(
 ) -> Run:
     """Run all stages and make the tables; with a run folder `out`, resume what an interrupted call left there.
 
-    Args:
-        stages: in order.
-        tables: the run from the states of all stages.
-        out: the run folder to write; None keeps the run in memory.
-        fingerprint: what decides every byte of the result.
-        corpus: what provenance says of the corpus, to say what differs from what `out` holds.
-        show_progress: it may raise to stop; all that is whole is saved then.
+    Fingerprint and corpus are those of `Unfinished`; `show_progress` may raise to stop, and all that is whole is saved
+    then.
 
     Raises:
         UsageError: `out` holds something else.

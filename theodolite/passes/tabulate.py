@@ -32,14 +32,10 @@ from theodolite.theory.unbiased import Jackknifed
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts on the model and the text that the tables need besides what was summed.
+    """Facts on the model and the text that the tables need besides what was summed; without a corpus nothing was read.
 
-    Attributes:
-        provenance: of the run.
-        corpus: what was read; None: nothing, and the rest is empty.
-        text: that of a token id.
-        sample: contexts and tokens whose vectors were kept.
-        examples: token ids of the contexts that are shown.
+    `text` is that of a token id, `sample` the contexts and tokens whose vectors were kept, and `examples` the token ids
+    of the contexts that are shown.
     """
 
     provenance: dict[str, Any]
