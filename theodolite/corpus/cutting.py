@@ -211,25 +211,25 @@ def positions_in_rows(
     The mask is 0 where a row is padded, on its left or right; positions are 0, 1, 2, … from the beginning of every
     context of a row on (None: a row is one). `UsageError` where either has another shape or holes, or counts otherwise.
     """
-    mask, given = (
+    mask, counts = (
         tensor if tensor is None else _shaped(name, tensor, ids)
         for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids))
     )
     if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
         raise UsageError("attention_mask has other numbers than 0 (padding) and 1: give such a mask")
-    if mask is None and given is None:
+    if mask is None and counts is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
-    here = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
+    unpadded = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
     positions = torch.full(ids.shape, -1)
-    for row, own in enumerate(here):
-        places = own.nonzero().flatten()
-        counted = places - places[:1] if given is None else given[row, places].long()
+    for row, in_context in enumerate(unpadded):
+        places = in_context.nonzero().flatten()
+        counted = places - places[:1] if counts is None else counts[row, places].long()
         before = functional.pad(counted[:-1], (1, 0), value=-1)
         if not bool(((counted == 0) | (counted == before + 1)).all()):
             raise UsageError(
                 f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
                 "position_ids"
-                if given is None
+                if counts is None
                 else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
                 "padding belongs in the attention_mask"
             )
@@ -284,11 +284,11 @@ def contexts_of_one_length(
     return torch.stack(contexts)
 
 
-def _shaped(name: str, given: Any, ids: Tensor) -> Tensor:
-    given = torch.as_tensor(given)
-    given = given.unsqueeze(0) if given.ndim == 1 else given
-    if given.shape != ids.shape:
+def _shaped(name: str, values: Any, ids: Tensor) -> Tensor:
+    """Return a mask or positions as rows on the CPU; `UsageError` unless they have the shape of the token ids."""
+    rows = torch.atleast_2d(torch.as_tensor(values))
+    if rows.shape != ids.shape:
         raise UsageError(
-            f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
+            f"{name} has shape {tuple(rows.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
         )
-    return given.cpu()
+    return rows.cpu()

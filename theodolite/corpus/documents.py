@@ -49,7 +49,7 @@ class EmptyFileError(UsageError):
 
 @dataclass
 class Notes:
-    """What was met while documents were read.
+    """What was left out while documents were read, and what their labels are.
 
     `labels` are what the labels are, as "column topic" (a dict for its order), `passed_over` the files of a folder that
     are not read, by the reason; `unread_images`: rows have images, and nobody asked for them.
@@ -130,7 +130,7 @@ class Columns:
         return [name for name in LABEL_COLUMNS if name != self.text]
 
     def check(self) -> None:
-        """Raise `UsageError` where labels or encoding are none of those there are."""
+        """Raise `UsageError` for an unknown kind of labels or an unknown encoding."""
         if self.label_by is not None and not self.column and self.label_by not in LABELS_BY[:3]:
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
         if self.column == self.text:
@@ -145,7 +145,7 @@ class Columns:
             ) from None
 
     def described(self) -> dict[str, Any]:
-        """Describe for the provenance what was asked for, and what has been met so far."""
+        """Describe for the provenance what was asked for, and what has been read and left out so far."""
         notes = self.notes
         entries = {
             "label_by": self.label_by,
@@ -219,10 +219,10 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         with reading(file, path, columns):
             for document in joined_articles(READERS[kind_of(file)](file, columns), columns):
-                own = None if document.label is None else row_of + document.label
+                row_label = None if document.label is None else row_of + document.label
                 picture = document.picture
                 picture = file.parent / picture if isinstance(picture, Path) else picture
-                yield replace(document, label=label if columns.by_place else own, picture=picture)
+                yield replace(document, label=label if columns.by_place else row_label, picture=picture)
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Docum
 
 
 def check_path(path: Path, columns: Columns) -> None:
-    """Raise `UsageError` where the first document of a file, or of a folder's first file of each kind, is none."""
+    """Raise `UsageError` where a file, or a folder's first file of each kind, does not begin with a document."""
     for file in {kind_of(file): file for file in reversed(files_at(path, columns))}.values():
         documents = with_text(_documents_in([file], path, columns), columns)
         if next(documents, None) is None and file == path:
@@ -347,7 +347,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
-    """Yield a file's text piece by piece, with `\n` line ends; `UsageError` where it is none."""
+    """Yield a file's text piece by piece, every line end a line feed; `UsageError` where the file is no text."""
     with opened(path) as raw:
         beginning, line = raw.read(max(map(len, MARKS))), 1
         marked = next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), None)
@@ -576,8 +576,8 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
             "or a column of text"
         )
     try:
-        given = messages if columns.image is None else _with_picture(messages)
-        text = tokenizer.apply_chat_template(given, tokenize=False)
+        turns = messages if columns.image is None else _with_picture(messages)
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception as error:  # whatever a template raises
         raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
     before, after = columns.around

@@ -53,16 +53,16 @@ class Pictured:
 
     @classmethod
     def of_documents(
-        cls, documents: Iterable[Document], reader: PicturedTextReader, hear: Callable[[], None]
+        cls, documents: Iterable[Document], reader: PicturedTextReader, after_each: Callable[[], None]
     ) -> Pictured:
-        """Read the pictures. `hear` is called after each, and may raise to stop."""
+        """Read the pictures; `after_each` may raise to stop."""
         tensors = PictureTensors[Document](lambda document: reader.read(document)[1])
         numbers: dict[object, int] = {}
         shapes: list[int] = []
         for document in documents:
             shape = tuple((name, values.shape) for name, values in tensors.add(document).items())
             shapes.append(numbers.setdefault(shape, len(numbers)))
-            hear()
+            after_each()
         return cls(tensors, reader, torch.tensor(shapes))
 
     @property

@@ -37,7 +37,7 @@ class Choice:
     streamed: bool = False
 
     def check(self) -> None:
-        """Raise `UsageError` where nothing could be kept, or the seed is none."""
+        """Raise `UsageError` for numbers below 1, fewer contexts than of one label, and a seed out of range."""
         check_seed(self.seed)
         if self.contexts is not None and self.contexts < 1:
             raise UsageError(f"{self.contexts} contexts were asked for: use a number (--contexts) above 0")
@@ -82,15 +82,15 @@ class Reservoir(Generic[Item]):
     def __init__(self, size: int | None, random: np.random.Generator) -> None:
         self.size, self.random = size, random
         self.items: list[Item] = []
-        self.seen = 0
+        self.offered = 0
 
     def add(self, item: Item) -> None:
         """Offer one more item."""
-        if self.size is None or self.seen < self.size:
+        if self.size is None or self.offered < self.size:
             self.items.append(item)
-        elif (index := int(self.random.integers(0, self.seen + 1))) < self.size:
+        elif (index := int(self.random.integers(0, self.offered + 1))) < self.size:
             self.items[index] = item
-        self.seen += 1
+        self.offered += 1
 
 
 Entry = tuple[int, str | None, Item]
@@ -110,14 +110,14 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
     room = None if choice.contexts is None else choice.contexts // choice.per_label
     labels: Reservoir[list[Entry[Item]]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
-    for label, kept in _by_label(entries, choice, random):
-        longest = max(longest, (kept.seen, label), key=lambda of: of[0])
-        if kept.seen < choice.per_label:
+    for label, contexts in _by_label(entries, choice, random):
+        longest = max(longest, (contexts.offered, label), key=lambda count: count[0])
+        if contexts.offered < choice.per_label:
             too_short += 1
         else:
-            labels.add(kept.items)
+            labels.add(contexts.items)
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
-    return Sample(*chosen, too_short, longest, labels.seen - len(labels.items))
+    return Sample(*chosen, too_short, longest, labels.offered - len(labels.items))
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:
@@ -145,7 +145,7 @@ def _by_label(
         before = label
         reservoir = reservoirs.setdefault(label, Reservoir(choice.per_label, random))
         reservoir.add(entry)
-        complete += reservoir.seen == choice.per_label
+        complete += reservoir.offered == choice.per_label
         if complete == enough:
             break
     yield from reservoirs.items()

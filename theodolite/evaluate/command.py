@@ -137,20 +137,20 @@ def evaluate(
 
     if corpus is not None:
         windows: dict[str, Any] = {"stride": None, "length": None}
-        said = ""
+        window_text = ""
         if questions.stride is not None:
             windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
-            said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+            window_text = ", windows of {length:,} tokens by {stride:,}".format(**windows)
             tokenizer: Any = model.tokenizer
             if begin := tokenizer and frame_of(tokenizer).before:
                 tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
-                said += BEGINNINGS[questions.beginnings].format(tokens)
+                window_text += BEGINNINGS[questions.beginnings].format(tokens)
                 windows["as_published"] = questions.beginnings != "windows"
         scores += measured(
             "predicting",
-            "windows" if said else "contexts",
+            "windows" if window_text else "contexts",
             lambda: loss_rows(model, corpus, **windows, batch=batch),
-            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), window_text),
             corpus=corpus.sha256,
             **windows,
         )

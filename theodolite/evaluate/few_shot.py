@@ -130,9 +130,10 @@ class FewShotPrompts:
         """
         first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
         places = torch.arange(ids.shape[1])
-        asked = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
-        wrong = torch.zeros_like(asked)
-        wrong[asked] = model.logits(ids, asked).argmax(dim=-1).cpu() != ids.roll(-1, dims=1)[asked]
+        predicting = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
+        wrong = torch.zeros_like(predicting)
+        predicted = model.logits(ids, predicting).argmax(dim=-1).cpu()
+        wrong[predicting] = predicted != ids.roll(-1, dims=1)[predicting]
         upto = torch.nn.functional.pad(wrong[:, :-1].long().cumsum(dim=1), (1, 0))  # [t]: among tokens 1 … t
         return upto.gather(1, behind) == upto.gather(1, first)
 

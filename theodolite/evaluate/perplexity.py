@@ -228,10 +228,10 @@ def _windows(
             f"a stride of {stride} leaves tokens out: give 1 to {window}, the length of a window"
         )
     first = stream[:window].unsqueeze(0)
-    one = Corpus.from_ids(first)
-    check_fit(model, one, least_contexts=1)
+    first_window = Corpus.from_ids(first)
+    check_fit(model, first_window, least_contexts=1)
     model.check_tokens(stream)
-    batch = batch_of(one, batch)
+    batch = batch_of(first_window, batch)
     tokenizer: Any = model.tokenizer
     special = [] if as_published or tokenizer is None else frame_of(tokenizer, window).before
     begin = torch.tensor(special, dtype=stream.dtype, device="cpu")

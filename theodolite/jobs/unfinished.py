@@ -79,11 +79,11 @@ class Unfinished:
             yield
 
     def begin(self) -> None:
-        """Say in the folder what it is of, before anything is written there; errors are those of `check`."""
+        """Write into the folder what its work is of, before anything else; errors are those of `check`."""
         self.check()
         if self.out is not None and not (self.folder / JOB).exists():
-            said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
-            self._write_first(self.folder / JOB, lambda path: write_json_checked(path, said))
+            description = {"fingerprint": self.fingerprint, "corpus": self.corpus}
+            self._write_first(self.folder / JOB, lambda path: write_json_checked(path, description))
             self.check()
 
     def _write_first(self, path: Path, write: Callable[[Path], object]) -> None:
@@ -114,9 +114,9 @@ class Unfinished:
         described = self.described()
         if described is None:
             return
-        there, corpus = described
-        if there != self.fingerprint:
-            differs = differences(there, self.fingerprint, corpus, self.corpus)
+        saved, corpus = described
+        if saved != self.fingerprint:
+            differs = differences(saved, self.fingerprint, corpus, self.corpus)
             raise UsageError(
                 f"{self.folder} holds an unfinished {self.kind} of another model, corpus or options ({differs}): "
                 "choose another --out or remove it"
@@ -197,7 +197,7 @@ class Unfinished:
 def read_job(folder: Path) -> tuple[Notes, Notes]:
     """Read the fingerprint of the work in a folder, and the notes on its text; `UsageError` where that is damaged."""
     try:
-        said = read_json_checked(folder / JOB)
-        return dict(said["fingerprint"]), dict(said["corpus"])
+        description = read_json_checked(folder / JOB)
+        return dict(description["fingerprint"]), dict(description["corpus"])
     except (CorruptFile, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{folder / JOB} is damaged: remove {folder} to start afresh") from error

@@ -176,14 +176,14 @@ def _check_pictured(model: OpenModel, corpus: Corpus) -> None:
         raise UsageError(f"{model.id} reads no images in a text, or by another token: give a text alone")
     if not model.calls:
         return  # described before its weights were read
-    one = next(corpus.batches(1))
-    ids = corpus.ids(one)
+    first = next(corpus.batches(1))
+    ids = corpus.ids(first)
     among_text = ids.masked_fill(ids >= corpus.pictured.first, int(ids[ids < corpus.pictured.first][-1]))
     with guarded(model.root):
         try:
             of_both, of_text = (
                 capture_current_calls(model.structure, functools.partial(model.source.run, inputs))
-                for inputs in (corpus.inputs(one), among_text)
+                for inputs in (corpus.inputs(first), among_text)
             )
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise UsageError(f"{model.id} cannot read the pictures: {first_line(error)}") from error
@@ -239,10 +239,10 @@ def next_token_losses(
     losses = [
         torch.nn.functional.cross_entropy(
             row[:-1].to(torch.promote_types(row.dtype, torch.float32)),
-            own[1:].to(row.device),
+            row_ids[1:].to(row.device),
             reduction="none",
         )
-        for row, own in zip(logits, ids, strict=True)
+        for row, row_ids in zip(logits, ids, strict=True)
     ]
     return torch.stack(losses).double().cpu()
 

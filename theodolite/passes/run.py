@@ -179,7 +179,7 @@ class Run:
         return files
 
 
-TABLES = tuple(one.name for one in fields(Run) if one.type == "pd.DataFrame")
+TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
@@ -326,9 +326,9 @@ def finished_run(work: Unfinished) -> Run | None:
         return None
     check_out(out)
     run = Run.load(out)
-    there = run.provenance.get("fingerprint") or {}
-    if there != work.fingerprint:
-        differs = differences(there, work.fingerprint, run.provenance.get("corpus"), work.corpus)
+    saved = run.provenance.get("fingerprint") or {}
+    if saved != work.fingerprint:
+        differs = differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
         raise UsageError(
             f"{out} holds a run of another model, corpus or options ({differs}): choose another --out or remove it"
         )

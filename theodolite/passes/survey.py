@@ -294,7 +294,7 @@ class SurveyPlan:
         if self.corpus.images is not None or self.corpus.pictured is not None:
             raise UsageError("shards are of text, not of images: survey them in one process")
         chunks = chunks_of(len(self.corpus.contexts), self.batch)
-        own = chunks_of_shard(chunks, shard)
+        in_shard = chunks_of_shard(chunks, shard)
         work = Unfinished(out, self.fingerprint, describe_corpus(self.corpus))
         if finished_run(work) is not None:
             return
@@ -304,12 +304,12 @@ class SurveyPlan:
             raise UsageError(
                 f"{work.folder} holds shards of {shards}: give --shard K/{shards}, or remove it to begin again"
             )
-        total = own[-1].last - own[0].first if own else 0
-        for chunk in own:
+        total = in_shard[-1].last - in_shard[0].first
+        for chunk in in_shard:
             if is_read(work, chunk):
                 continue
 
-            def show(title: str, done: int, of: int, before: int = chunk.first - own[0].first) -> None:
+            def show(title: str, done: int, of: int, before: int = chunk.first - in_shard[0].first) -> None:
                 show_progress(title, before + done, total)
 
             stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023

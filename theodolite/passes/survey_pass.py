@@ -163,7 +163,7 @@ class SurveyPass(HeadsPass):
             "query_keys": self.query_keys,
         }
         examples = {} if self.examples is None else {"examples": self.examples}
-        added = {f"extra.{one.name}": one for one in self.extra}
+        added = {f"extra.{extra.name}": extra for extra in self.extra}
         return super().accumulators | own | {"outliers": self.outliers} | examples | added
 
     def stream(self, layer: int, hidden: Tensor) -> None:

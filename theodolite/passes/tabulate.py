@@ -51,20 +51,21 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
     arrays: dict[str, Tensor] = {}
-    for one in measurements():
-        parameters = inspect.signature(one.function).parameters.values()
+    for measurement in measurements():
+        parameters = inspect.signature(measurement.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
             continue
         forget()
-        made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
-        if isinstance(made, tuple):
-            made, of_rows = made
+        given = {need.name: inputs[need.name] for need in parameters if need.name in inputs}
+        results = measurement.function(**given)
+        if isinstance(results, tuple):
+            results, of_rows = results
             arrays |= of_rows
-        if isinstance(made, pd.DataFrame):
-            tables[one.columns[0].table] = made
+        if isinstance(results, pd.DataFrame):
+            tables[measurement.columns[0].table] = results
             continue
-        table_of = {name: column.table for column in one.columns for name in column.columns}
-        for name, values in made.items():
+        table_of = {name: column.table for column in measurement.columns for name in column.columns}
+        for name, values in results.items():
             if isinstance(values, Jackknifed):
                 columns[table_of[name]][name] = values.value.tolist()
                 if f"{name}_se" in table_of:
