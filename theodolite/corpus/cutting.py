@@ -53,8 +53,7 @@ class Cutter:
         self.around = len(self.frame.before) + len(self.frame.after)
         self.body = length - self.around
         self.least = max(1, LEAST_LENGTH - self.around)
-        counted = choice.contexts is not None and choice.per_label is None
-        self.enough = READ_AHEAD * choice.contexts if counted and choice.contexts else None
+        self.enough = READ_AHEAD * choice.contexts if choice.contexts and choice.per_label is None else None
         self.short: dict[str | None, Tokens] = {}
         self.longest = self.too_short = self.cuts = self.tokens = 0
         self.stopped = False

@@ -262,12 +262,7 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
     """List the files that `read_path` reads, without opening any; `UsageError` where there is none."""
     path, kinds = Path(path), " ".join(READERS)
     if path.is_dir():
-        files = []
-        for file in files_of_folder(path):
-            if kind_of(file) in READERS:
-                files.append(file)
-            else:
-                columns.pass_over(file, path, f"none of {kinds}")
+        files = files_of_folder(path, lambda file: kind_of(file) in READERS, columns, f"none of {kinds}")
         if not files:
             raise UsageError(f"{path} holds no file of {kinds}; give another folder.")
     elif path.is_file():
@@ -281,15 +276,14 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
     return files
 
 
-def files_of_folder(folder: Path) -> list[Path]:
-    """List the files of a folder and its subfolders, sorted by path, without hidden ones."""
-    files = [(file.relative_to(folder), file) for file in folder.rglob("*") if file.is_file()]
-    visible = [
-        (below.as_posix(), file)
-        for below, file in files
-        if not any(part.startswith(".") for part in below.parts)
-    ]
-    return [file for _, file in sorted(visible)]
+def files_of_folder(folder: Path, wanted: Callable[[Path], bool], columns: Columns, why: str) -> list[Path]:
+    """List the wanted files of a folder and its subfolders, sorted by path; note why others but hidden ones are not."""
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    visible = [file for name, file in sorted(files.items()) if not re.search(r"(^|/)\.", name)]
+    for file in visible:
+        if not wanted(file):
+            columns.pass_over(file, folder, why)
+    return [file for file in visible if wanted(file)]
 
 
 def kind_of(file: Path) -> str:

@@ -101,16 +101,11 @@ def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
     if is_saved_dataset(path):
         return list(_saved(path, columns))
-    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
-    pictures = []
-    for file in files_of_folder(path):
-        if is_image(file):
-            pictures.append(Picture(printable(file), file, by_place.label_of_file(file, path)))
-        else:
-            columns.pass_over(file, path, "not named as images are")
-    if not pictures:
+    files = files_of_folder(path, is_image, columns, "not named as images are")
+    if not files:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
-    return pictures
+    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
+    return [Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files]
 
 
 def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
