@@ -49,7 +49,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     """Make all tables and arrays of a survey from what its stages have left; `extra`: its added accumulators."""
     inputs = _inputs(states, facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
-    tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
+    tables: dict[str, pd.DataFrame] = {}
     arrays: dict[str, Tensor] = {}
     for measurement in measurements():
         parameters = inspect.signature(measurement.function).parameters.values()
