@@ -160,7 +160,7 @@ def few_shot_answers(
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
     rows = prompts_for(model, prompts, seed, shots).asked_of(model, batch)
-    return by_task(rows.whole(show_progress)["right"].numpy(), prompts)
+    return by_task(rows.read_all(show_progress)["right"].numpy(), prompts)
 
 
 def by_task(right: Bool[np.ndarray, "all_prompts lines"], prompts: int) -> dict[str, np.ndarray]:

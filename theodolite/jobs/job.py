@@ -72,7 +72,7 @@ class Rows(Generic[Item]):
             done += self._size(item)
         progress.checkpoint(done)
 
-    def whole(self, show: ShowProgress = lambda done, total: None) -> Tensors:
+    def read_all(self, show: ShowProgress = lambda done, total: None) -> Tensors:
         """Read all items now, outside of a job, and return the rows; `show` may raise to stop."""
         self.run(Progress(self.total, show=show))
         return self.state()
