@@ -30,10 +30,10 @@ from tests import checkpoints
 from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.corpus import Corpus
+from theodolite.jobs import job
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import open_model
 from theodolite.passes.survey import merge, survey
-from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.localization import locater_training as grid
 from theodolite_papers.localization.locater_training import Recipe, Setting, TextFiles
 from theodolite_papers.training import tasks
@@ -175,9 +175,7 @@ COMMANDS: dict[str, Command] = {
 def called(command: Command, root: Path) -> tuple[int, str, str]:
     """Run it in this process, saving progress after every batch: status, standard output and errors."""
     with ExitStack() as around:
-        for measure in (survey, trace_sinks):
-            defaults = measure.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
-            around.enter_context(mock.patch.dict(defaults, checkpoint_seconds=0.0))
+        around.enter_context(mock.patch.object(job, "CHECKPOINT_SECONDS", 0.0))
         if isinstance(command.words, tuple):
             words = [word.replace("@", str(root)) for word in command.words]
             result = CliRunner().invoke(app, words, prog_name="theodolite", catch_exceptions=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 import json
@@ -32,8 +31,8 @@ from theodolite.cli.app import app, main
 from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError
+from theodolite.jobs import job
 from theodolite.models import OpenModel
-from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
 from theodolite.system import processor
 from theodolite_papers import ALIASES, EXPERIMENTS
@@ -341,7 +340,7 @@ def test_too_little_memory_gets_one_line_of_advice(fail, capsys):
 
 
 def survey_saving_always(*words: Any) -> None:
-    surveyor.survey = functools.partial(surveyor.survey, checkpoint_seconds=0.0)
+    job.CHECKPOINT_SECONDS = 0.0
     command(*words)
 
 

@@ -233,8 +233,7 @@ def places_of(kept: list[int], sinks: int) -> tuple[Run, Run]:
         }
         for places, written in ((rows, 1.0), (left, 2.0))
     ]
-    empty = pd.DataFrame()
-    return tuple(Run(*[empty] * 5, of_model, {}) for of_model in arrays)  # type: ignore[return-value]
+    return tuple(Run(arrays=of_model, provenance={}) for of_model in arrays)  # type: ignore[return-value]
 
 
 def test_the_family_of_sinks_is_paired_over_contexts():

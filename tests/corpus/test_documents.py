@@ -208,16 +208,10 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         list(read_path(tmp_path / "a.parquet"))
 
 
-def test_a_parquet_file_without_the_column_or_with_numbers_in_it(tmp_path: Path) -> None:
-    path = tmp_path / "t.parquet"
-    pd.DataFrame({"body": ["a"], "id": [1]}).to_parquet(path)
-    with pytest.raises(UsageError, match=r"no column 'text' \(it has: body, id\)"):
-        list(read_path(path))
-    with pytest.raises(UsageError, match="holds int, not text"):
-        list(read_path(path, Columns("id")))
-    pd.DataFrame({"text": []}).to_parquet(path)
+def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
+    pd.DataFrame({"text": []}).to_parquet(tmp_path / "t.parquet")
     with pytest.raises(UsageError, match="is empty"):
-        list(read_path(path))
+        list(read_path(tmp_path / "t.parquet"))
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
@@ -306,15 +300,13 @@ def test_rows_with_labels_or_without_a_leading_title_stay_rows() -> None:
     assert [next(iter(endless)).text for _ in range(3)] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("damage", ["footer", "pages", "half"])
+@pytest.mark.parametrize("damage", ["pages", "half"])
 def test_a_damaged_parquet_file_is_said_to_be_none(tmp_path: Path, damage: str) -> None:
     """Not that its permissions are wrong, whichever of its errors pyarrow raises."""
     path = tmp_path / "t.parquet"
     pd.DataFrame({"text": ["some words"] * 200}).to_parquet(path)
     data = bytearray(path.read_bytes())
-    if damage == "footer":
-        data = bytearray(b"PAR1" + bytes(500) + b"PAR1")
-    elif damage == "pages":
+    if damage == "pages":
         data[10:40] = bytes(byte ^ 0xFF for byte in data[10:40])
     else:
         del data[len(data) // 2 :]

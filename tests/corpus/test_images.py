@@ -18,7 +18,7 @@ from tests import vision
 from theodolite.corpus import images
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_corpus
-from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import image_reader, open_model
 
@@ -84,7 +84,7 @@ def test_images_that_do_not_fit_are_read_a_batch_at_a_time(folder, reader, monke
     kept = Corpus.from_path(folder, reader)
     monkeypatch.setattr(images, "KEPT_BYTES", 1000)
     lazy = Corpus.from_path(folder, reader)
-    assert not lazy.images._kept
+    assert not lazy.images.tensors._kept
     assert lazy.sha256 == kept.sha256
     assert torch.equal(lazy.inputs(slice(2, 5)), kept.inputs(slice(2, 5)))
     vision.picture(77).save(lazy.images.pictures[2].name)
@@ -202,18 +202,6 @@ def test_a_tokenizer_finds_no_text_in_a_folder_of_images(folder):
         make_corpus(folder, byte_tokenizer(), 8)
     with pytest.raises(UsageError, match="give a length in tokens"):
         Corpus.from_path(folder, byte_tokenizer())
-
-
-def test_a_grid_is_read_back_from_what_is_said_of_it():
-    grid = PatchGrid(2, 3, ("[CLS]", "register 1"))
-    assert grid_described({"grid": grid.described()}) == grid
-    assert grid_described({}) is None
-    assert [grid.token_text(position) for position in (0, 1, 2, 7)] == [
-        "[CLS]",
-        "register 1",
-        "patch 0,0",
-        "patch 1,2",
-    ]
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ def test_what_reads_ids_alone_refuses_pictures(llava, table, tmp_path, opened):
 
 
 def test_a_picture_that_changes_or_is_none_ends_in_a_line(llava, table, monkeypatch):
-    monkeypatch.setattr("theodolite.corpus.pictured.KEPT_BYTES", 0)
+    monkeypatch.setattr("theodolite.corpus.images.KEPT_BYTES", 0)
     reader = pictured_text_reader(open_model(llava))
     corpus = Corpus.from_pictured(table, reader, 64)
     again = Corpus.from_pictured(table, reader, 64)

@@ -234,11 +234,9 @@ NOTHING = "nothing has such an option: leave out "
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--task few-shot --shots 17", "few-shot takes up to 16 examples: use --shots 0-16"),
-        ("--corpus TEXT --task few-shot --shots 17", "few-shot takes up to 16 examples"),
+        ("--corpus TEXT --task few-shot --shots 17", "few-shot takes up to 16 examples: use --shots 0-16"),
         ("--task few-shot --batch 0", "a batch of 0 prompts reads nothing"),
         ("--task few-shot --shots six", "is not a number of examples"),
-        ("--tasks none --shots 0", "there is no folder"),
         *(
             (f"--task few-shot {option}", NO_TEXT + option.split()[0])
             for option in ("--length 64", "--no-pack")

@@ -13,7 +13,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs import job
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.passes.run import SCHEMA_VERSION, TABLES, TABLES_TITLE, Run, run_into
+from theodolite.passes.run import SCHEMA_VERSION, TABLES_TITLE, Run, run_into
 from theodolite.system.files import read_checked, write_checked
 from theodolite.system.progress import Progress
 
@@ -49,11 +49,10 @@ def tabulate(states: States) -> Run:
     provenance = {"schema_version": SCHEMA_VERSION, "model": {"id": "m"}, "fingerprint": {"a": 1}}
     provenance |= {"notes": states.notes, "seconds": states.seconds}
     arrays = {name: states.of(name)["sum"] for name in NAMES}
-    tables = dict.fromkeys(TABLES, pd.DataFrame()) | {"heads": pd.DataFrame({"layer": [0], "head": [0]})}
-    return Run(**tables, arrays=arrays, provenance=provenance)
+    return Run(heads=pd.DataFrame({"layer": [0], "head": [0]}), arrays=arrays, provenance=provenance)
 
 
-def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> Run:
+def run(out, steps, stop=None, *, fingerprint=None) -> Run:
     """All three stages; `stop` is a title and the steps done at which to raise."""
 
     def make(name: str, states: States) -> Steps:
@@ -71,7 +70,6 @@ def run(out, steps, stop=None, *, fingerprint=None, checkpoint_seconds=1e9) -> R
         tabulate,
         out,
         fingerprint or {"a": 1},
-        checkpoint_seconds=checkpoint_seconds,
         show_progress=show,
     )
 
@@ -86,14 +84,15 @@ def test_each_stage_begins_with_the_states_of_those_before_it():
     assert {name: float(made.arrays[name]) for name in NAMES} == {"first": 4, "second": 8, "third": 12}
 
 
-@pytest.mark.parametrize("checkpoint_seconds", [0, 1e9])
+@pytest.mark.parametrize("seconds", [0, 1e9])
 @pytest.mark.parametrize("title", [f"the {name}" for name in NAMES])
 @pytest.mark.parametrize("done", [0, 2, STEPS])
-def test_what_was_stopped_goes_on_from_there(tmp_path, title, done, checkpoint_seconds):
+def test_what_was_stopped_goes_on_from_there(tmp_path, title, done, seconds, monkeypatch):
     """No step is made twice and none is left out: a stop is heard between steps, where all is saved."""
+    monkeypatch.setattr(job, "CHECKPOINT_SECONDS", seconds)
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "run", steps, (title, done), checkpoint_seconds=checkpoint_seconds)
+        run(tmp_path / "run", steps, (title, done))
     assert not (tmp_path / "run").exists()
     made = run(tmp_path / "run", steps)
     assert steps == EVERY_STEP
@@ -131,18 +130,6 @@ def test_seconds_are_those_of_all_calls(tmp_path):
     tensors, notes = read_checked(path)
     write_checked(path, tensors, notes | {"seconds": 1000.0})
     assert 1000 <= run(tmp_path / "run", []).provenance["seconds"] < 1100
-
-
-def test_what_takes_long_to_save_is_not_saved_at_once(tmp_path, monkeypatch):
-    """The first time its size says so: of a disk that takes a byte a second nothing is saved before a minute."""
-    saved = []
-    monkeypatch.setattr(Unfinished, "save", lambda self, name, *_: saved.append(name))
-    run(tmp_path / "a", [], checkpoint_seconds=0)
-    assert saved
-    saved.clear()
-    monkeypatch.setattr(job, "WRITTEN_A_SECOND", 1)
-    run(tmp_path / "b", [], checkpoint_seconds=0)
-    assert not saved
 
 
 def test_another_fingerprint_is_refused_before_and_after_the_end(tmp_path):

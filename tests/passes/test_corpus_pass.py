@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import Accumulator, CorpusPass, refuse_nonfinite_stream
+from theodolite.models import open_model
+from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 from theodolite.passes.survey import survey
-from theodolite.system.progress import Progress
 
 
 @pytest.mark.parametrize("batch", [0, -1])
@@ -65,48 +63,6 @@ def test_what_to_do_about_numbers_that_are_none_fits_their_dtype(dtype, says):
     refuse_nonfinite_stream(1, torch.full((1, 2, 3), torch.finfo(dtype).max / 8, dtype=dtype))
     with pytest.raises(WorkError, match=f"hidden states of layer 1 hold NaN or infinite values: {says}"):
         refuse_nonfinite_stream(1, torch.full((1, 2, 3), torch.inf, dtype=dtype))
-
-
-class Sums(CorpusPass):
-    """Sums the streams by layer, and keeps which contexts it was given."""
-
-    def __init__(self, model: OpenModel, corpus: Corpus, batch: int) -> None:
-        super().__init__(model, corpus, 0, batch)
-        self.sums = torch.zeros(model.layers + 1, model.width, dtype=torch.float64)
-        self.given: list[int] = []
-
-    @property
-    def accumulators(self) -> dict[str, Accumulator]:
-        return {}
-
-    def begin(self, first: int, ids: Tensor) -> None:
-        self.given += range(first, first + len(ids))
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        self.sums[layer] += hidden.double().sum((0, 1))
-
-
-@pytest.mark.parametrize(("batch", "stop"), [(5, 0), (5, 10), (12, 0)])
-def test_every_context_is_read_once(opened, corpus, batch, stop):
-    """Oracle: the model's own hidden states, but for the last, which has been through the final norm."""
-    model = opened("gpt2")
-    with torch.no_grad():
-        hidden = model.hf(corpus.contexts, output_hidden_states=True).hidden_states
-    running = Sums(model, corpus, batch)
-
-    def show(done: int, total: int) -> None:
-        if stop and done == stop and len(running.given) == stop:
-            raise KeyboardInterrupt
-
-    if stop:
-        with pytest.raises(KeyboardInterrupt):
-            running.run(Progress(running.total, 0, show))
-    running.run(Progress(running.total, stop))
-    assert running.given == list(range(12))
-    for layer in range(model.layers):
-        torch.testing.assert_close(
-            running.sums[layer], hidden[layer].double().sum((0, 1)), rtol=1e-5, atol=1e-4
-        )
 
 
 def test_tokens_that_the_embedding_lacks_are_refused_by_name_and_never_drawn(checkpoint, tmp_path):

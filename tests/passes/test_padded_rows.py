@@ -57,14 +57,6 @@ def model(opened) -> Iterator[OpenModel]:
     return opened("llama3")
 
 
-def test_positions_count_in_each_context(way):
-    ids, rows, places = laid(way)
-    positions = positions_in_rows(ids, rows["attention_mask"], rows.get("position_ids"))
-    for place, own in zip(places, DOCUMENTS, strict=True):
-        assert positions[place].tolist() == list(range(len(own)))
-    assert int((positions >= 0).sum()) == sum(LENGTHS)
-
-
 def test_exclusions_name_first_tokens_and_no_padding(way):
     token = int(DOCUMENTS[2][5])
     rules = (

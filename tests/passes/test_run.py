@@ -18,13 +18,13 @@ from theodolite.system.files import bytes_digest, read_json_checked, write_json_
 
 def small_run() -> Run:
     table = pd.DataFrame({"layer": [0, 1], "value": [1.5, float("nan")]})
-    tables = {name: pd.DataFrame() for name in TABLES} | {"layers": table, "heads": table.assign(head=[0, 0])}
     provenance = {
         "schema_version": SCHEMA_VERSION,
         "model": {"id": "m", "layers": 1, "heads": 1},
         "fingerprint": {"a": 1},
     }
-    return Run(**tables, arrays={"x": torch.arange(6.0).view(2, 3).T}, provenance=provenance)
+    arrays = {"x": torch.arange(6.0).view(2, 3).T}
+    return Run(layers=table, heads=table.assign(head=[0, 0]), arrays=arrays, provenance=provenance)
 
 
 def resealed(folder: Path, **changed: object) -> None:

@@ -119,11 +119,10 @@ def weights_only(run: Run) -> Run:
         and not name.startswith(("sink_", "share_", "argmax_", "pwp_", "qk_"))
         and not name.endswith("_data")
     ]
-    empty = pd.DataFrame()
     provenance = {
         key: value for key, value in run.provenance.items() if key not in ("corpus", "counts", "seed")
     }
-    return Run(empty, run.heads[kept], empty, empty, empty, {"spectrum": run.arrays["spectrum"]}, provenance)
+    return Run(heads=run.heads[kept], arrays={"spectrum": run.arrays["spectrum"]}, provenance=provenance)
 
 
 def _layers(layers: int) -> pd.DataFrame:

@@ -56,7 +56,7 @@ def places_of(rows):
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
 
 
-SURVEYED = Run(EMPTY, EMPTY, SINKS, OUTLIERS, EMPTY, {}, PROVENANCE)
+SURVEYED = Run(sinks=SINKS, outliers=OUTLIERS, arrays={}, provenance=PROVENANCE)
 TRACED = replace(
     SURVEYED,
     sinks=EMPTY,

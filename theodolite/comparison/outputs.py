@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -145,7 +144,6 @@ def read_outputs(
     out: str | Path | None = None,
     *,
     batch: int | None = None,
-    checkpoint_seconds: float = 60.0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Read what every head writes on a text, and how well the model predicts it, for `compare`.
@@ -155,7 +153,6 @@ def read_outputs(
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
-        checkpoint_seconds: how often progress is saved.
         show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
             saved then.
 
@@ -187,9 +184,7 @@ def read_outputs(
 
     def tables(states: States) -> Run:
         arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
-        empty = pd.DataFrame()
-        described = provenance | {"wall_seconds": states.seconds}
-        return Run(empty, empty, empty, empty, empty, arrays, described)
+        return Run(arrays=arrays, provenance=provenance | {"wall_seconds": states.seconds})
 
     return run_into(
         [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],
@@ -197,7 +192,6 @@ def read_outputs(
         out,
         fingerprint,
         corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )
 

@@ -7,6 +7,7 @@ Everything that a survey reads comes through `Corpus`. `documents.py` finds and 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,9 +22,7 @@ from torch import Tensor
 from theodolite.corpus.cutting import (
     NO_TOKEN,
     Cutter,
-    Tokens,
     contexts_of_rows,
-    no_text,
     padded,
     read_order,
     runs,
@@ -33,16 +32,14 @@ from theodolite.corpus.documents import (
     IMAGE_COLUMN,
     Columns,
     Document,
-    joined_articles,
     printable,
+    read_dataset,
     read_path,
-    streamed_rows,
-    with_text,
 )
-from theodolite.corpus.images import Images, TransformedImages, choose_images, refuse_length
+from theodolite.corpus.images import Images, TransformedImages, choose_images
 from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedRows, PicturedTextReader
-from theodolite.corpus.pictures import Picture, pictures_at, pictures_of_dataset
+from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
+from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth
@@ -70,26 +67,28 @@ class Corpus:
     contexts of each label: labels that have fewer are left out, and so are contexts without a label; `contexts` is the
     maximum still, and of more labels than it has room for, a seeded sample is kept.
 
-    `lengths` says how many tokens each context has, None that all have T; behind them `contexts` holds no tokens.
-    Contexts of unlike lengths are not in reading order: the longest first, in each eighth of the corpus.
+    Labels of files and tables. `label_by` says what labels a document: "file", "folder" (its path below the folder
+    read), "column:NAME" of a table, or "row" (each row has a label of its own, `row 1`, `row 2`, …, and one shorter
+    than a context is left out). None: the column `label` or `topic` of a table that has one, and titles of articles.
 
-    `labels` indexes `label_names`; −1 says that a context has no label. `selection` says, for the provenance, what
-    was asked of labels: `label_by`, `per_label`, and then `labels_too_short` and `labels_not_drawn`, how many were left
-    out for either reason; and what they are, `labels_are`; empty where nothing was. `tokens_read` is there where a text
-    was not read to its end, `too_short` where contexts had too few tokens to be measured, `files_passed_over` (by the
-    reason), `rows_without_text` and `rows_without_label` where there were such.
+    Reading. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
+    texts. `encoding` is that of files that are not UTF-8 and have no byte order mark. `show_tokens` is told how many
+    tokens, or images, were read so far; it may raise to stop.
 
-    `text_bytes` says how many bytes of the text each token stands for (`cutting.tokenized`); None where no text was
-    read.
-
-    `images`, where the contexts are images: each has the tokens that the model makes of it, whose ids are their
-    positions. `inputs` gives what the model reads.
-
-    `pictured`, where each context has a picture in its text (`from_pictured`): the picture's tokens have ids in the
-    corpus that no token of a text has, `pictured.first`, the next one, …, so that tables tell them apart.
-
-    `sources`, where an encoder reads another text beside each context, which is its decoder's: their tokens, and behind
-    them none (`from_pairs`).
+    Attributes:
+        lengths: tokens of each context; None: all have T. Behind them `contexts` holds no tokens. Contexts of unlike
+            lengths are not in reading order: the longest first, in each eighth of the corpus.
+        labels: of each context the index of its label in `label_names`; −1: none.
+        selection: for the provenance, what was asked of labels (`label_by`, `per_label`), what they are (`labels_are`)
+            and what was left out and why (`labels_too_short`, `labels_not_drawn`, `too_short`, `files_passed_over`,
+            `rows_without_text`, `rows_without_label`); `tokens_read` of a text that was not read to its end.
+        text_bytes: bytes of the text that each token stands for (`cutting.tokenized`); None where no text was read.
+        images: where the contexts are images: each has the tokens that the model makes of it, whose ids are their
+            positions. `inputs` gives what the model reads.
+        pictured: where each context has a picture in its text (`from_pictured`): the picture's tokens have ids in the
+            corpus that no token of a text has, `pictured.first`, the next one, …, so that tables tell them apart.
+        sources: where an encoder reads another text beside each context, which is its decoder's: their tokens, and
+            behind them none (`from_pairs`).
     """
 
     name: str
@@ -197,7 +196,7 @@ class Corpus:
         if self.images is not None:
             digest.update(self.images.sha256.encode())
         if self.pictured is not None:
-            digest.update(b"".join(self.pictured.digests))
+            digest.update(b"".join(self.pictured.tensors.digests))
         tensors = (self.contexts, self.labels, *(() if self.sources is None else (self.sources,)))
         for tensor in tensors:  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
@@ -221,31 +220,18 @@ class Corpus:
     ) -> Corpus:
         """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
-        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
-        or of a data set that `datasets` has saved (`pictures.pictures_at`), as long as the model makes them.
-
-        Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes texts.
-        `label_by` says what labels a document: "file", "folder" (its path below the folder read), "column:NAME" of a
-        table, or "row" (each row has a label of its own, `row 1`, `row 2`, …, and one shorter than a context is left
-        out). None: the column `label` or `topic` of a table that has one, and titles of articles. Rows and files
-        without a label have none: no `per_label` counts them.
+        The path may be hf:NAME[:CONFIG[:SPLIT]], too: see `from_dataset`. With `models.image_reader(model)` in place of
+        a tokenizer, the images of a folder, labelled by its subfolders, or of a data set that `datasets` has saved
+        (`pictures.pictures_at`), as long as the model makes them.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
         out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document, or one for each 16
-        million characters. `encoding` is that of files that are not UTF-8 and have no byte order mark.
-
-        `show_tokens` is told how many tokens, or images, were read so far; it may raise to stop.
+        million characters.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
-        columns.check()
         choice = Choice(contexts, seed, per_label, columns.rows)
-        name = printable(path)
-        if isinstance(tokenizer, TransformedImages):
-            refuse_length(length)
-            return cls._of_images(name, pictures_at(path, columns), tokenizer, choice, columns, show_tokens)
-        read = (read_path(path, columns), tokenizer, length, choice, pack)
-        return cls.from_documents(name, *read, columns, show_tokens)
+        return cls._read(path, dataset_of(str(path)), tokenizer, length, choice, pack, columns, show_tokens)
 
     @classmethod
     def from_texts(
@@ -288,22 +274,45 @@ class Corpus:
     ) -> Corpus:
         """Stream a data set of the Hugging Face hub, or a folder of data files, by `datasets`.
 
-        Labels are as in `from_path`; of WikiText, whose rows are lines, its articles' titles
-        (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found, of
-        which the seed chooses; with `per_label`, when as many times the labels that `contexts` has room for are
-        complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. With `models.image_reader(model)`
-        in place of a tokenizer it is the images of its first column of images. Raises `UsageError` when the dataset
-        cannot be opened.
+        Of WikiText, whose rows are lines, labels are its articles' titles (`documents.joined_articles`). Reading stops
+        when `sampling.READ_AHEAD` × `contexts` contexts were found, of which the seed chooses; with `per_label`, when
+        as many times the labels that `contexts` has room for are complete, or after `sampling.LABELS_READ_AHEAD` ×
+        `contexts` contexts. With `models.image_reader(model)` in place of a tokenizer it is the images of its first
+        column of images. Raises `UsageError` when the dataset cannot be opened.
         """
         columns = Columns(text_column, label_by, None, tokenizer)
+        choice = Choice(contexts, seed, per_label, columns.rows)
+        return cls._read(name, (name, config, split), tokenizer, length, choice, pack, columns, show_tokens)
+
+    @classmethod
+    def _read(
+        cls,
+        path: str | Path,
+        dataset: tuple[str, str | None, str] | None,
+        reader: Tokenizer | TransformedImages,
+        length: int | None,
+        choice: Choice,
+        pack: bool,
+        columns: Columns,
+        show: ShowTokens,
+    ) -> Corpus:
+        """Read the texts or images of a path, or of a data set."""
         columns.check()
-        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
-        if isinstance(tokenizer, TransformedImages):
-            refuse_length(length)
-            images = pictures_of_dataset(name, config, split, columns)
-            return cls._of_images(name, images, tokenizer, choice, columns, show_tokens)
-        documents = with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
-        return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
+        name = printable(path) if dataset is None else dataset[0]
+        if dataset is not None:
+            some = max(STREAMED_CONTEXTS, choice.per_label or 0)
+            contexts = some if choice.contexts is None else choice.contexts
+            choice = replace(choice, contexts=contexts, streamed=True)
+        if not isinstance(reader, TransformedImages):
+            documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
+            return cls.from_documents(name, documents, reader, length, choice, pack, columns, show)
+        if length is not None:
+            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
+        pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
+        images, sample = choose_images(name, pictures, reader, choice, show)
+        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+        labels = _numbered([picture.label for picture in images.pictures])
+        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance(choice), images)
 
     @classmethod
     def from_pairs(
@@ -325,18 +334,19 @@ class Corpus:
     ) -> Corpus:
         """Read a table of sources and targets (`text_column`), as an encoder-decoder is trained on them.
 
-        Each row is a context: the decoder's, `start` (`model.source.target_start`) and all tokens of the target but the
-        last, cut to `length`; beside it the tokens of the source, cut to `length`, too. The path, or hf:NAME…, labels
-        and numbers are as in `from_path`. Rows of fewer than 4 tokens are left out. Neither is packed. `alike`: both
-        are cut to the length of the shorter one, as numbers by the position of a key and of a query need (cross).
+        Each row of the path, or of hf:NAME…, is a context, not packed: the decoder's, `start`
+        (`model.source.target_start`) and all tokens of the target but the last, cut to `length`; beside it the tokens
+        of the source, cut to `length`, too. Rows of fewer than 4 tokens are left out. `alike`: both are cut to the
+        length of the shorter one, as numbers by the position of a key and of a query need (cross).
         """
         check_length(length)
         columns = Columns(text_column, label_by, encoding, tokenizer, source_column)
-        rows, choice = _rows_of(path, columns, contexts, seed, per_label)
-        read = too_short = 0
+        rows, choice = _rows_of(path, columns, Choice(contexts, seed, per_label, columns.rows))
+        left_out = Counter[str]()
+        read = 0
 
-        def bodies() -> Iterator[tuple[str | None, list[int]]]:
-            nonlocal read, too_short
+        def pairs() -> Iterator[tuple[str | None, tuple[list[int], list[int]]]]:
+            nonlocal read
             for row in rows:
                 target, source = (
                     text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
@@ -349,25 +359,19 @@ class Corpus:
                 read += len(ids) + len(of_source)
                 show_tokens(read)
                 if min(len(ids), len(of_source)) < LEAST_LENGTH:
-                    too_short += 1
+                    left_out["too_short"] += 1
                 else:
-                    yield row.label, [*ids, NO_TOKEN, *of_source]
+                    yield row.label, (ids, of_source)
 
-        sample = choose(bodies(), choice)
-        if not sample.bodies:
+        sample = choose(pairs(), choice)
+        if not sample.items:
             raise UsageError(
                 f"no row of {printable(path)} has a source and a target of {LEAST_LENGTH} tokens, or its label has "
                 "too few: give a table of longer ones, or a smaller --per-label"
             )
-        pairs = [body.tolist() for _, body in sample.bodies]
-        cuts = [pair.index(NO_TOKEN) for pair in pairs]
-        targets, _, lengths = padded([no_text(pair[:cut]) for pair, cut in zip(pairs, cuts, strict=True)])
-        sources, _, _ = padded([no_text(pair[cut + 1 :]) for pair, cut in zip(pairs, cuts, strict=True)])
-        numbers, names = _numbered([label for label, _ in sample.bodies])
-        selection = columns.described() | {"source_column": source_column} | sample.balance(choice)
-        selection |= {"too_short": too_short} if too_short else {}
-        more: dict[str, Any] = {"lengths": lengths, "sources": sources}
-        return cls(printable(path), targets, numbers, names, seed, selection, **more)._in_order()
+        targets, sources = zip(*sample.items, strict=True)
+        selection = columns.described() | {"source_column": source_column} | sample.balance(choice) | left_out
+        return cls._of_rows(printable(path), targets, sample.labels, seed, selection, sources=padded(sources))
 
     @classmethod
     def from_pictured(
@@ -387,51 +391,58 @@ class Corpus:
     ) -> Corpus:
         """Read a table of texts and pictures, one picture in each text, as a model of both reads them.
 
-        Each row is a context, not packed: what `models.pictured_text_reader(model)` makes of it, cut to `length`. A
-        picture is a path, from the table's folder, or its bytes, as `datasets` stores them. It stands where the text
-        has the processor's image token, or before it; in a conversation where a turn has `{"type": "image"}`, or before
-        the user's first. Left out are rows without a picture or a text, those whose picture has no room in a context
-        (counted as `picture_cut`), and those of fewer than 4 tokens. The path, or hf:NAME…, labels and numbers are as
-        in `from_path`; of many rows no more are read than `sampling.READ_AHEAD` × `contexts`.
+        Each row of the path, or of hf:NAME…, is a context, not packed: what `models.pictured_text_reader(model)` makes
+        of it, cut to `length`. A picture is a path, from the table's folder, or its bytes, as `datasets` stores them.
+        It stands where the text has the processor's image token, or before it; in a conversation where a turn has
+        `{"type": "image"}`, or before the user's first. Left out are rows without a picture or a text, those whose
+        picture has no room in a context (counted as `picture_cut`), and those of fewer than 4 tokens. Of many rows no
+        more are read than `sampling.READ_AHEAD` × `contexts`.
 
         Raises:
             UsageError: there is no such table, or it has no picture that the model reads.
         """
         check_length(length)
         columns = Columns(text_column, label_by, encoding, reader.tokenizer, image=image_column)
-        rows, choice = _rows_of(path, columns, contexts, seed, per_label, streamed=True)
-        read = PicturedRows(reader, length)
+        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
+        rows, choice = _rows_of(path, columns, choice)
+        left_out = Counter[str]()
+        longest = tokens = 0
 
-        def numbered() -> Iterator[tuple[str | None, list[int]]]:
+        def fitting() -> Iterator[tuple[str | None, tuple[list[int], Document]]]:
+            nonlocal longest, tokens
             for row in rows:
                 if row.picture is None:  # a text file beside tables
                     columns.notes.rows_without_image += 1
-                elif read.takes(row):
-                    show_tokens(read.tokens)
-                    yield row.label, [len(read.ids) - 1]
+                    continue
+                ids = reader.read(row)[0]
+                places = [place for place, token in enumerate(ids) if token == reader.token]
+                if places and places[-1] >= length:
+                    left_out["picture_cut"] += 1
+                    longest = max(longest, places[-1] + 1)
+                elif len(ids) < LEAST_LENGTH:
+                    left_out["too_short"] += 1
+                else:
+                    for number, place in enumerate(places):
+                        ids[place] = reader.vocabulary + number
+                    tokens += len(ids[:length])
+                    show_tokens(tokens)
+                    yield row.label, (ids[:length], row)
 
-        sample = choose(numbered(), choice)
-        chosen = [int(body[0]) for _, body in sample.bodies]
-        if not chosen and read.cut:
+        sample = choose(fitting(), choice)
+        if not sample.items and longest:
             raise UsageError(
-                f"no picture has room in a context of {length} tokens: the longest needs --length {read.longest} or "
-                "more"
+                f"no picture has room in a context of {length} tokens: the longest needs --length {longest} or more"
             )
-        if not chosen:
+        if not sample.items:
             raise UsageError(
                 f"{printable(path)} has no row with a picture and a text, or its label has too few: give a table of "
                 "some, or a smaller --per-label"
             )
+        ids, documents = zip(*sample.items, strict=True)
         # Read again, so that what is kept in memory is of the chosen ones alone.
-        documents = [read.documents[row] for row in chosen]
-        pictured = Pictured.of_documents(documents, reader, lambda: show_tokens(read.tokens))
-        ids, _, lengths = padded([no_text(read.ids[row]) for row in chosen])
-        numbers, names = _numbered([document.label for document in documents])
-        counts = {"too_short": read.too_short, "picture_cut": read.cut}
-        selection = columns.described() | {"image_column": image_column} | sample.balance(choice)
-        selection |= {name: count for name, count in counts.items() if count}
-        more: dict[str, Any] = {"lengths": lengths, "pictured": pictured}
-        return cls(printable(path), ids, numbers, names, seed, selection, **more)._in_order()
+        pictured = Pictured.of_documents(documents, reader, lambda: show_tokens(tokens))
+        selection = columns.described() | {"image_column": image_column} | sample.balance(choice) | left_out
+        return cls._of_rows(printable(path), ids, sample.labels, seed, selection, pictured=pictured)
 
     @classmethod
     def python_docs(
@@ -440,33 +451,23 @@ class Corpus:
         length: int,
         contexts: int | None = None,
         seed: int = 0,
-        per_label: int | None = None,
         *,
         held_out: bool = False,
-        pack: bool = True,
     ) -> Corpus:
         """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
 
         The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
         that short ones are packed: about 30 kB.
         """
-        name, choice = HELD_OUT if held_out else DOCS, Choice(contexts, seed, per_label)
-        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
+        name = HELD_OUT if held_out else DOCS
+        return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
 
     @classmethod
     def stdlib_code(
-        cls,
-        tokenizer: Tokenizer,
-        length: int,
-        contexts: int | None = None,
-        seed: int = 0,
-        per_label: int | None = None,
-        *,
-        pack: bool = True,
+        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
     ) -> Corpus:
         """Read the source code of the running interpreter's standard library, with files as labels."""
-        choice = Choice(contexts, seed, per_label)
-        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, choice, pack)
+        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, Choice(contexts, seed))
 
     @classmethod
     def random_tokens(
@@ -524,9 +525,7 @@ class Corpus:
         if not contexts:
             raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
         of_contexts = [labels_of_rows[row] for row in of_row]
-        selection = {"too_short": short} if short else {}
-        rows = [no_text(context.tolist()) for context in contexts]
-        return replace(cls._of_rows("token ids", rows, of_contexts, seed, selection), text_bytes=None)
+        return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
 
     @classmethod
     def from_documents(
@@ -545,67 +544,41 @@ class Corpus:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         cutter = Cutter(tokenizer, length, choice, pack, show_tokens)
         sample = choose(cutter.cut(documents), choice)
-        if not sample.bodies:
+        if not sample.items:
             raise cutter.nothing_chosen(name, sample)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
         selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
         if cutter.stopped:
             selection |= {"tokens_read": cutter.tokens}
-        labels = [label for label, _ in sample.bodies]
-        return cls._of_rows(
-            name, cutter.rows(sample), labels, choice.seed, selection | sample.balance(choice)
-        )
+        selection |= sample.balance(choice)
+        ids, sizes = zip(*sample.items, strict=True)
+        return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 
     @classmethod
     def _of_rows(
         cls,
         name: str,
-        rows: Sequence[Tokens],
+        rows: Sequence[Any],
         labels: Sequence[str | None],
         seed: int,
         selection: dict[str, Any],
+        **beside: Any,
     ) -> Corpus:
         """Put contexts that may be of unlike lengths in the order in which they are read."""
-        contexts, sizes, lengths = padded(rows)
-        more: dict[str, Any] = {"lengths": lengths, "text_bytes": sizes}
-        return cls(name, contexts, *_numbered(labels), seed, selection, **more)._in_order()
-
-    @classmethod
-    def _of_images(
-        cls,
-        name: str,
-        pictures: Iterable[Picture],
-        reader: TransformedImages,
-        choice: Choice,
-        columns: Columns,
-        show_images: ShowTokens,
-    ) -> Corpus:
-        """Choose pictures, and read what was chosen."""
-        images, sample = choose_images(name, pictures, reader, choice, show_images)
-        contexts = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-        labels, names = _numbered([picture.label for picture in images.pictures])
-        selection = columns.described() | sample.balance(choice)
-        return cls(name, contexts, labels, names, choice.seed, selection, images)
+        contexts = padded(rows).long()
+        lengths = torch.tensor([len(row) for row in rows], device="cpu")
+        if (lengths < contexts.shape[1]).any():
+            beside["lengths"] = lengths
+        return cls(name, contexts, *_numbered(labels), seed, selection, **beside)._in_order()
 
 
-def _rows_of(
-    path: str | Path,
-    columns: Columns,
-    contexts: int | None,
-    seed: int,
-    per_label: int | None,
-    *,
-    streamed: bool = False,
-) -> tuple[Iterator[Document], Choice]:
+def _rows_of(path: str | Path, columns: Columns, choice: Choice) -> tuple[Iterator[Document], Choice]:
     """Read the rows of tables, or of hf:NAME…, each of which is a context; and how to choose among them."""
     columns.check()
-    dataset = dataset_of(str(path))
-    choice = Choice(contexts, seed, per_label, columns.rows, streamed=streamed or dataset is not None)
     choice.check()
-    rows = (
-        read_path(path, columns) if dataset is None else with_text(streamed_rows(*dataset, columns), columns)
-    )
-    return rows, choice
+    if (dataset := dataset_of(str(path))) is None:
+        return read_path(path, columns), choice
+    return read_dataset(*dataset, columns), replace(choice, streamed=True)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

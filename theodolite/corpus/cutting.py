@@ -37,13 +37,9 @@ NO_TOKEN = -1
 
 
 class Cutter:
-    """Cuts documents into the bodies of contexts of so many tokens, and remembers what it read and left out.
+    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read and left out.
 
-    Args:
-        choice: of contexts; where it says how many, no more than `READ_TOKENS` are read after enough of them.
-        pack: short documents of a label together, but where each row has a label of its own; without, short documents
-            and remainders are contexts of their own length.
-        show_tokens: is told how many tokens were read so far.
+    Where the choice says how many contexts, no more than `READ_TOKENS` are read after enough of them.
     """
 
     def __init__(
@@ -57,8 +53,7 @@ class Cutter:
         self.around = len(self.frame.before) + len(self.frame.after)
         self.body = length - self.around
         self.least = max(1, LEAST_LENGTH - self.around)
-        counted = choice.contexts is not None and choice.per_label is None
-        self.enough = READ_AHEAD * choice.contexts if counted and choice.contexts else None
+        self.enough = READ_AHEAD * choice.contexts if choice.contexts and choice.per_label is None else None
         self.short: dict[str | None, Tokens] = {}
         self.longest = self.too_short = self.cuts = self.tokens = 0
         self.stopped = False
@@ -77,11 +72,11 @@ class Cutter:
                 pending = np.concatenate([pending, tokens], axis=1)
                 whole = pending.shape[1] // self.body * self.body
                 for begin in range(0, whole, self.body):
-                    yield self._counted(label, pending[:, begin : begin + self.body])
+                    yield label, self._context(pending[:, begin : begin + self.body])
                 pending, full = pending[:, whole:], full or whole > 0
             count = pending.shape[1]
             if not self.pack and count >= self.least:
-                yield self._counted(label, pending)
+                yield label, self._context(pending)
             elif not self.pack and count:
                 self.too_short += 1
                 self.longest = max(self.longest, count)
@@ -93,19 +88,15 @@ class Cutter:
                     self.short[label] = pending
                 self.longest = max(self.longest, pending.shape[1])
                 if pending.shape[1] >= self.body:
-                    yield self._counted(label, pending[:, : self.body])
+                    yield label, self._context(pending[:, : self.body])
                     self.short[label] = pending[:, self.body :]
 
-    def _counted(self, label: str | None, tokens: Tokens) -> tuple[str | None, Tokens]:
+    def _context(self, body: Tokens) -> Tokens:
+        """Count a context, and put around it what the tokenizer puts around a text."""
         self.cuts += 1
-        return label, tokens
+        return np.concatenate([no_text(self.frame.before), body, no_text(self.frame.after)], axis=1)
 
-    def rows(self, sample: Sample) -> list[Tokens]:
-        """Put what the tokenizer puts around a text around each chosen context."""
-        before, after = no_text(self.frame.before), no_text(self.frame.after)
-        return [np.concatenate([before, body, after], axis=1) for _, body in sample.bodies]
-
-    def nothing_chosen(self, name: str, sample: Sample) -> UsageError:
+    def nothing_chosen(self, name: str, sample: Sample[Tokens]) -> UsageError:
         """Say why no context was chosen, and what to do."""
         if self.cuts and sample.too_short:
             count, label = sample.longest
@@ -175,16 +166,10 @@ def encode(tokenizer: Tokenizer, text: str) -> Iterator[Tokens]:
         begin = end
 
 
-def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad rows to the longest: ids (contexts, length), with `NO_TOKEN`, bytes, with 0, and lengths; None: all alike."""
-    lengths = torch.tensor([row.shape[1] for row in rows], device="cpu")
-    contexts, sizes = (
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.from_numpy(row[of]) for row in rows], batch_first=True, padding_value=value
-        )
-        for of, value in ((0, NO_TOKEN), (1, 0))
-    )
-    return contexts.long(), sizes, None if (lengths == contexts.shape[1]).all() else lengths
+def padded(rows: Iterable[Any], value: int = NO_TOKEN) -> Int[Tensor, "contexts length"]:
+    """Pad rows of whole numbers to the longest one."""
+    tensors = [torch.as_tensor(row, device="cpu") for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def read_order(lengths: Int[Tensor, " contexts"]) -> Int[Tensor, " contexts"]:
@@ -222,32 +207,28 @@ def positions_in_rows(
 ) -> Int[Tensor, "rows positions"]:
     """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
 
-    Args:
-        attention_mask: 0 where a row is padded, on its left or right; as `ids`. None: nowhere.
-        position_ids: 0, 1, 2, … from the beginning of every context of a row on; as `ids`. None: a row is one.
-
-    Raises:
-        UsageError: a mask or positions of another shape, with holes, or that count otherwise.
+    The mask is 0 where a row is padded, on its left or right; positions are 0, 1, 2, … from the beginning of every
+    context of a row on (None: a row is one). `UsageError` where either has another shape or holes, or counts otherwise.
     """
-    mask, given = (
+    mask, counts = (
         tensor if tensor is None else _shaped(name, tensor, ids)
         for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids))
     )
     if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
         raise UsageError("attention_mask has other numbers than 0 (padding) and 1: give such a mask")
-    if mask is None and given is None:
+    if mask is None and counts is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
-    here = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
+    unpadded = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
     positions = torch.full(ids.shape, -1)
-    for row, own in enumerate(here):
-        places = own.nonzero().flatten()
-        counted = places - places[:1] if given is None else given[row, places].long()
+    for row, in_context in enumerate(unpadded):
+        places = in_context.nonzero().flatten()
+        counted = places - places[:1] if counts is None else counts[row, places].long()
         before = functional.pad(counted[:-1], (1, 0), value=-1)
         if not bool(((counted == 0) | (counted == before + 1)).all()):
             raise UsageError(
                 f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
                 "position_ids"
-                if given is None
+                if counts is None
                 else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
                 "padding belongs in the attention_mask"
             )
@@ -273,9 +254,9 @@ def contexts_of_rows(
     position_ids: Tensor | None,
     least: int = LEAST_LENGTH,
 ) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
-    """Take the contexts out of padded or packed rows: contexts, the row of each, and how many were too short.
+    """Take the contexts of `least` tokens or more out of padded or packed rows.
 
-    Arguments and errors are those of `positions_in_rows`; contexts of fewer than `least` tokens are too short.
+    Contexts, the row of each, and how many were too short; errors are those of `positions_in_rows`.
     """
     contexts, rows = [], []
     short = 0
@@ -302,11 +283,11 @@ def contexts_of_one_length(
     return torch.stack(contexts)
 
 
-def _shaped(name: str, given: Any, ids: Tensor) -> Tensor:
-    given = torch.as_tensor(given)
-    given = given.unsqueeze(0) if given.ndim == 1 else given
-    if given.shape != ids.shape:
+def _shaped(name: str, values: Any, ids: Tensor) -> Tensor:
+    """Return a mask or positions as rows on the CPU; `UsageError` unless they have the shape of the token ids."""
+    rows = torch.atleast_2d(torch.as_tensor(values))
+    if rows.shape != ids.shape:
         raise UsageError(
-            f"{name} has shape {tuple(given.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
+            f"{name} has shape {tuple(rows.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
         )
-    return given.cpu()
+    return rows.cpu()

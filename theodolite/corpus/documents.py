@@ -49,13 +49,10 @@ class EmptyFileError(UsageError):
 
 @dataclass
 class Notes:
-    """What was met while documents were read.
+    """What was left out while documents were read, and what their labels are.
 
-    Attributes:
-        labels: what the labels are, as "column topic"; a dict for its order.
-        rows_without_text, rows_without_label, rows_without_image: how many documents had none.
-        unread_images: whether rows have images, and nobody asked for them.
-        passed_over: files of a folder that are not read, by the reason.
+    `labels` are what the labels are, as "column topic" (a dict for its order), `passed_over` the files of a folder that
+    are not read, by the reason; `unread_images`: rows have images, and nobody asked for them.
     """
 
     labels: dict[str, None] = field(default_factory=dict)
@@ -71,14 +68,10 @@ class Columns:
     """How files and tables are read.
 
     Attributes:
-        text: a table's column of the text.
-        label_by: what labels a document: `file` or `folder` (its path below the folder that is read), `row` (each row
-            is a label of its own, `row 1`, `row 2`, …) or `column:NAME`; None: a table's column `label` or `topic` and
-            WikiText's titles, where there are any.
-        encoding: of text files and `.jsonl` without a byte order mark; None: UTF-8.
+        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures, one in
+            each text; None: there is none.
+        label_by, encoding: as of `Corpus`.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
-        source: a table's column of what an encoder reads, beside the `text` of its decoder; None: there is none.
-        image: a table's column of pictures, one in each text; None: there is none.
         notes: what was met while reading.
     """
 
@@ -137,7 +130,7 @@ class Columns:
         return [name for name in LABEL_COLUMNS if name != self.text]
 
     def check(self) -> None:
-        """Raise `UsageError` where labels or encoding are none of those there are."""
+        """Raise `UsageError` for an unknown kind of labels or an unknown encoding."""
         if self.label_by is not None and not self.column and self.label_by not in LABELS_BY[:3]:
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
         if self.column == self.text:
@@ -152,7 +145,7 @@ class Columns:
             ) from None
 
     def described(self) -> dict[str, Any]:
-        """Describe for the provenance what was asked for, and what has been met so far."""
+        """Describe for the provenance what was asked for, and what has been read and left out so far."""
         notes = self.notes
         entries = {
             "label_by": self.label_by,
@@ -225,11 +218,11 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         label = columns.label_of_file(file, path)
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         with reading(file, path, columns):
-            for document in joined_articles(documents_of(file, columns), columns):
-                own = None if document.label is None else row_of + document.label
+            for document in joined_articles(READERS[kind_of(file)](file, columns), columns):
+                row_label = None if document.label is None else row_of + document.label
                 picture = document.picture
                 picture = file.parent / picture if isinstance(picture, Path) else picture
-                yield replace(document, label=label if columns.by_place else own, picture=picture)
+                yield replace(document, label=label if columns.by_place else row_label, picture=picture)
 
 
 @contextmanager
@@ -258,7 +251,7 @@ def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Docum
 
 
 def check_path(path: Path, columns: Columns) -> None:
-    """Raise `UsageError` where the first document of a file, or of a folder's first file of each kind, is none."""
+    """Raise `UsageError` where a file, or a folder's first file of each kind, does not begin with a document."""
     for file in {kind_of(file): file for file in reversed(files_at(path, columns))}.values():
         documents = with_text(_documents_in([file], path, columns), columns)
         if next(documents, None) is None and file == path:
@@ -269,12 +262,7 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
     """List the files that `read_path` reads, without opening any; `UsageError` where there is none."""
     path, kinds = Path(path), " ".join(READERS)
     if path.is_dir():
-        files = []
-        for file in files_of_folder(path):
-            if kind_of(file) in READERS:
-                files.append(file)
-            else:
-                columns.pass_over(file, path, f"none of {kinds}")
+        files = files_of_folder(path, lambda file: kind_of(file) in READERS, columns, f"none of {kinds}")
         if not files:
             raise UsageError(f"{path} holds no file of {kinds}; give another folder.")
     elif path.is_file():
@@ -288,20 +276,14 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
     return files
 
 
-def files_of_folder(folder: Path) -> list[Path]:
-    """List the files of a folder and its subfolders, sorted by path, without hidden ones."""
-    files = [(file.relative_to(folder), file) for file in folder.rglob("*") if file.is_file()]
-    visible = [
-        (below.as_posix(), file)
-        for below, file in files
-        if not any(part.startswith(".") for part in below.parts)
-    ]
-    return [file for _, file in sorted(visible)]
-
-
-def documents_of(file: Path, columns: Columns) -> Iterator[Document]:
-    """Read the documents of a file by the reader of its kind."""
-    return READERS[kind_of(file)](file, columns)
+def files_of_folder(folder: Path, wanted: Callable[[Path], bool], columns: Columns, why: str) -> list[Path]:
+    """List the wanted files of a folder and its subfolders, sorted by path; note why others but hidden ones are not."""
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    visible = [file for name, file in sorted(files.items()) if not re.search(r"(^|/)\.", name)]
+    for file in visible:
+        if not wanted(file):
+            columns.pass_over(file, folder, why)
+    return [file for file in visible if wanted(file)]
 
 
 def kind_of(file: Path) -> str:
@@ -327,7 +309,7 @@ def _open_zstandard(path: Path, mode: str) -> Any:
 COMPRESSED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMPRESSED[".zst"] = _open_zstandard
 
-PIECE = 1 << 20  # bytes decoded at a time
+PIECE = 1 << 20  # characters decoded at a time
 PART = 1 << 24
 """Characters that a document of a text file has at most: a longer file is several, so that memory is bounded."""
 
@@ -359,35 +341,33 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
-    """Yield a file's text piece by piece, with `\n` line ends; `UsageError` where it is none."""
-    with opened(path) as file:
-        piece, offset, line = file.read(PIECE), 0, 1
-        marked = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), None)
+    """Yield a file's text piece by piece, every line end a line feed; `UsageError` where the file is no text."""
+    with opened(path) as raw:
+        beginning, line = raw.read(max(map(len, MARKS))), 1
+        marked = next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), None)
         encoding = marked or columns.encoding or "utf-8"
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
+        raw.seek(0)
+        file = io.TextIOWrapper(raw, encoding)
         while True:
             try:
-                text = decoder.decode(piece, final=not piece)
+                text = file.read(PIECE)
             except UnicodeError as error:
                 where = first_line(error)
-                if isinstance(
-                    error, UnicodeDecodeError
-                ):  # `object` is what was left of the last piece, and this one
-                    where = f"at byte {offset + len(piece) - len(error.object) + error.start}"
+                if isinstance(error, UnicodeDecodeError):  # `object` ends where the file was read to
+                    where = f"at byte {raw.tell() - len(error.object) + error.start}"
                 raise UsageError(
                     f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding (latin-1, say), or "
                     "convert it"
                 ) from None
+            if not text:
+                return
             if (nul := text.find("\0")) >= 0:
                 line += text.count("\n", 0, nul)
                 raise UsageError(
                     f"{path} is binary (NUL in line {line}); give text, or its --encoding (utf-16-le, say)"
                 )
             yield text
-            if not piece:
-                return
-            offset, line = offset + len(piece), line + text.count("\n")
-            piece = file.read(PIECE)
+            line += text.count("\n")
 
 
 def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
@@ -590,8 +570,8 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
             "or a column of text"
         )
     try:
-        given = messages if columns.image is None else _with_picture(messages)
-        text = tokenizer.apply_chat_template(given, tokenize=False)
+        turns = messages if columns.image is None else _with_picture(messages)
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception as error:  # whatever a template raises
         raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
     before, after = columns.around
@@ -600,16 +580,13 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
 
 def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
-    for content in (message["content"] for message in messages):
-        if not isinstance(content, str) and not (
-            isinstance(content, list) and all(isinstance(part, dict) for part in content)
-        ):
+    turns = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ValueError("the content of a turn is neither text nor a list of parts")
-    turns = [
-        message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else [*content]}
-        for message in messages
-        for content in [message["content"]]
-    ]
+        turns.append(message | {"content": [*parts]})
     if not any(part.get("type") == "image" for turn in turns for part in turn["content"]):
         turn = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
         turn["content"].insert(0, {"type": "image"})
@@ -629,20 +606,31 @@ def _message(turn: Any) -> dict[str, Any] | None:
 # Data sets of the Hugging Face hub, or of a folder of data files, streamed by `datasets`.
 
 
-def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
-    """Yield the rows of a data set as they arrive, class numbers replaced by their names."""
-    import datasets
+def read_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
+    """Read the documents of a data set: its rows, or the articles that they are lines of."""
+    return with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
 
+
+def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
+    """Yield the rows of a data set as they arrive."""
     with streamed_dataset(name, config, split) as dataset:
-        features = dataset.features or {}
-        if columns.image in features:
-            dataset = dataset.cast_column(columns.image, datasets.Image(decode=False))
-        for number, row in enumerate(dataset, start=1):
-            for column, feature in features.items():
-                if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
-                    row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
+        for number, row in enumerate(rows_of_dataset(dataset, columns.image), start=1):
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
+
+
+def rows_of_dataset(dataset: Any, image: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set, class numbers replaced by their names, the column `image` as it is stored."""
+    import datasets
+
+    features = dataset.features or {}
+    if image in features:
+        dataset = dataset.cast_column(image, datasets.Image(decode=False))
+    for row in dataset:
+        for column, feature in features.items():
+            if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
+                row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
+        yield row
 
 
 @contextmanager

@@ -1,23 +1,20 @@
-"""Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen.
-
-Each picture is read once to find what cannot be read and to hash what was; it is kept where all of them fit
-`KEPT_BYTES`, and read anew otherwise, a batch at a time.
-"""
+"""Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from theodolite.corpus.documents import printable
+from theodolite.corpus.documents import Document, printable
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictures import Picture
 from theodolite.corpus.sampling import Choice, Sample, choose
@@ -25,7 +22,10 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.system.progress import ShowTokens
 
 KEPT_BYTES = 1 << 28
-"""Pixels that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
+"""Tensors that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
+
+Tensors = Mapping[str, Tensor]
+Source = TypeVar("Source", Picture, Document)
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,66 @@ class TransformedImages:
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Pictures in order, and how they are read.
+class PictureTensors(Generic[Source]):
+    """What a model reads of pictures, by argument: kept while there is room, and read anew otherwise.
 
-    Attributes:
-        digests: of the pixel values of each, so that a file that changes between two readings is seen.
-        size: height and width in pixels, as the model reads them.
+    `digests` are of the tensors of each, so that a file that changes between two readings is seen.
     """
 
-    pictures: Sequence[Picture]
+    def __init__(self, read: Callable[[Source], Tensors]) -> None:
+        self._read = read
+        self.sources: list[Source] = []
+        self.digests: list[bytes] = []
+        self._kept: dict[bytes, Tensors] = {}
+        self._room = KEPT_BYTES
+
+    def add(self, source: Source) -> Tensors:
+        """Read a picture for the first time."""
+        tensors = self._read(source)
+        self.sources.append(source)
+        self.digests.append(_digest(tensors))
+        self._room -= sum(tensor.nbytes for tensor in tensors.values())
+        if self._room >= 0:
+            self._kept[self.digests[-1]] = tensors
+        return tensors
+
+    def of(self, rows: Tensor) -> PictureTensors[Source]:
+        """Take some of the pictures."""
+        some, chosen = copy.copy(self), rows.tolist()
+        some.sources = [self.sources[row] for row in chosen]
+        some.digests = [self.digests[row] for row in chosen]
+        return some
+
+    def read(self, rows: slice | Tensor) -> list[Tensors]:
+        """Read the tensors of some pictures; `WorkError` where a file has changed since it was first read."""
+        chosen = range(len(self.sources))[rows] if isinstance(rows, slice) else rows.tolist()
+        return [self._again(row) for row in chosen]
+
+    def _again(self, row: int) -> Tensors:
+        if (kept := self._kept.get(self.digests[row])) is not None:
+            return kept
+        tensors = self._read(self.sources[row])
+        if _digest(tensors) != self.digests[row]:
+            raise WorkError(f"{self.sources[row].name} has changed while it was measured: run it again")
+        return tensors
+
+
+def _digest(tensors: Tensors) -> bytes:
+    """Hash shapes and values."""
+    digest = hashlib.sha256()
+    for values in tensors.values():
+        digest.update(f"{tuple(values.shape)}\n".encode())
+        digest.update(values.float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.digest()
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Pictures in order, and how they are read; `size`: height and width in pixels, as the model reads them."""
+
+    tensors: PictureTensors[Picture]
     reader: TransformedImages
-    digests: Sequence[bytes]
     size: tuple[int, int]
-    _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def grid(self) -> PatchGrid:
@@ -89,96 +135,58 @@ class Images:
         return PatchGrid(height // rows, width // columns, self.reader.before)
 
     @property
+    def pictures(self) -> list[Picture]:
+        """Where the images are, and their labels."""
+        return self.tensors.sources
+
+    @property
     def sha256(self) -> str:
         """Hash of the pixel values that the model reads."""
-        return hashlib.sha256(b"".join(self.digests)).hexdigest()
+        return hashlib.sha256(b"".join(self.tensors.digests)).hexdigest()
 
     def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
         """Read the pixel values of some pictures; `WorkError` where a file has changed since it was first read."""
-        chosen = range(len(self.pictures))[rows] if isinstance(rows, slice) else rows.tolist()
-        return torch.stack([self._read(index) for index in chosen])
+        return torch.stack([tensors["pixels"] for tensors in self.tensors.read(rows)])
 
     def of(self, rows: Tensor) -> Images:
         """Take some of the pictures."""
-        chosen = rows.tolist()
-        return replace(
-            self,
-            pictures=[self.pictures[index] for index in chosen],
-            digests=[self.digests[index] for index in chosen],
-        )
-
-    def _read(self, index: int) -> Tensor:
-        kept = self._kept.get(self.digests[index])
-        if kept is not None:
-            return kept
-        picture = self.pictures[index]
-        pixels = self.reader.read(picture.open())
-        if digest_of(pixels) != self.digests[index]:
-            raise WorkError(f"{picture.name} has changed while it was measured: run it again")
-        return pixels
-
-
-def digest_of(*read: Tensor) -> bytes:
-    """Hash the shapes and the values of what a model reads of a picture."""
-    digest = hashlib.sha256()
-    for values in read:
-        digest.update(f"{tuple(values.shape)}\n".encode())
-        digest.update(values.float().contiguous().numpy().astype("<f4").tobytes())
-    return digest.digest()
+        return replace(self, tensors=self.tensors.of(rows))
 
 
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
-) -> tuple[Images, Sample]:
+) -> tuple[Images, Sample[Picture]]:
     """Choose pictures of the corpus `name` and read them, in the order of the seed; `UsageError` where none is kept."""
     choice.check()
     if choice.rows:
         raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
-    seen: list[Picture] = []
-
-    def numbered() -> Iterable[tuple[str | None, list[int]]]:
-        for picture in pictures:
-            seen.append(picture)
-            yield picture.label, [len(seen) - 1]
-
-    sample = choose(numbered(), choice)
-    chosen = [seen[int(body[0])] for _, body in sample.bodies]
-    if not chosen and sample.too_short:
+    sample = choose(((picture.label, picture) for picture in pictures), choice)
+    if not sample.items and sample.too_short:
         count, label = sample.longest
         raise UsageError(
             f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "
             "smaller --per-label"
         )
-    if not chosen:
-        raise UsageError(f"{name} holds no image{' with a label: leave out --per-label' if seen else ''}")
-    order = np.random.default_rng(choice.seed).permutation(len(chosen))
-    return read_images([chosen[index] for index in order], reader, show), sample
+    if not sample.items:
+        why = "" if choice.per_label is None else " with a label: leave out --per-label"
+        raise UsageError(f"{name} holds no image{why}")
+    order = np.random.default_rng(choice.seed).permutation(len(sample.items))
+    return _read_images([sample.items[index] for index in order], reader, show), sample
 
 
-def refuse_length(length: int | None) -> None:
-    """Raise `UsageError` where images are given a length."""
-    if length is not None:
-        raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-
-
-def read_images(
-    pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens = lambda images: None
-) -> Images:
+def _read_images(pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens) -> Images:
     """Read all pictures once, which `show` counts; `UsageError` where one is no picture or of another size."""
-    digests: list[bytes] = []
-    kept: dict[bytes, Tensor] = {}
-    shape: tuple[int, ...] = ()
-    for picture in pictures:
-        pixels = reader.read(picture.open())
-        if digests and tuple(pixels.shape) != shape:
+    tensors = PictureTensors[Picture](lambda picture: {"pixels": reader.read(picture.open())})
+    size: tuple[int, int] | None = None
+    for number, picture in enumerate(pictures, start=1):
+        _, height, width = tensors.add(picture)["pixels"].shape
+        if size is not None and size != (height, width):
             raise UsageError(
-                f"{picture.name} has {pixels.shape[1]} × {pixels.shape[2]} pixels as the model reads it, "
-                f"{pictures[0].name} {shape[1]} × {shape[2]}: the checkpoint's preprocessor_config.json makes images "
-                "of several sizes; give images of one"
+                f"{picture.name} has {height} × {width} pixels as the model reads it, {pictures[0].name} "
+                f"{size[0]} × {size[1]}: the checkpoint's preprocessor_config.json makes images of several sizes; give "
+                "images of one"
             )
-        shape = tuple(pixels.shape)
-        digests.append(digest_of(pixels))
-        if len(pictures) * pixels.nbytes <= KEPT_BYTES:
-            kept[digests[-1]] = pixels
-        show(len(digests))
-    return Images(pictures, reader, digests, (shape[1], shape[2]), kept)
+        size = height, width
+        show(number)
+    assert size is not None
+    return Images(tensors, reader, size)

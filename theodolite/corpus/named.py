@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +12,9 @@ import torch
 from theodolite.corpus import documents
 from theodolite.corpus.corpus import STREAMED_CONTEXTS, Corpus
 from theodolite.corpus.cutting import no_text, tokenized
-from theodolite.corpus.images import TransformedImages, refuse_length
+from theodolite.corpus.images import TransformedImages
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice
-from theodolite.corpus.spec import (
-    DOCS,
-    KEYWORDS,
-    PYTHON_TEXTS,
-    RANDOM,
-    check_spec,
-    dataset_of,
-)
+from theodolite.corpus.spec import DOCS, KEYWORDS, PRESETS, PYTHON_TEXTS, RANDOM, check_spec, dataset_of
 from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -56,9 +48,7 @@ def make_corpus(
     `show_tokens` as in `Corpus`. With a `TransformedImages` they are images, without a length: a path, or `hf:NAME…`.
     """
     name = DOCS if spec is None else str(spec)
-    some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
     if isinstance(tokenizer, TransformedImages):
-        refuse_length(length)
         if spec is None:
             raise UsageError("the model reads images: give a folder of them, or hf:NAME (--corpus)")
         if name in KEYWORDS:
@@ -72,16 +62,21 @@ def make_corpus(
             choice = Choice(contexts, seed, per_label)
             return Corpus.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, choice, pack)
         if name == RANDOM:
+            some = STREAMED_CONTEXTS if contexts is None else contexts
             return Corpus.random_tokens(tokenizer, length, some, seed)
-    labels = (columns.label_by, per_label)
-    more: dict[str, Any] = {"pack": pack, "show_tokens": show_tokens}
-    dataset = dataset_of(name)
-    if dataset is None:
-        of_path = (name, tokenizer, length, contexts, seed, columns.text, *labels)
-        return Corpus.from_path(*of_path, encoding=columns.encoding, **more)
-    of, config, split = dataset
-    place = (config, split, columns.text, seed)
-    return Corpus.from_dataset(of, tokenizer, length, some, *place, *labels, **more)
+    return Corpus.from_path(
+        PRESETS.get(name, name),
+        tokenizer,
+        length,
+        contexts,
+        seed,
+        columns.text,
+        columns.label_by,
+        per_label,
+        encoding=columns.encoding,
+        pack=pack,
+        show_tokens=show_tokens,
+    )
 
 
 def make_stream(
@@ -157,7 +152,7 @@ def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")
     if name in PYTHON_TEXTS:
         yield from ([document.text] for document in PYTHON_TEXTS[name]())
-    elif (dataset := dataset_of(name)) is not None:
+    elif (dataset := dataset_of(PRESETS.get(name, name))) is not None:
         yield from ([document.text] for document in documents.streamed_rows(*dataset, columns))
     else:
         for file in documents.files_at(name, columns):
@@ -167,8 +162,8 @@ def _rows(name: str, columns: documents.Columns) -> Iterator[Iterable[str]]:
 
 def _rows_of_file(file: Path, columns: documents.Columns) -> Iterable[Iterable[str]]:
     """Give a table's rows, WikiText's lines with their ends ("" for one without text), any other text in its parts."""
-    if documents.kind_of(file) not in documents.TEXTS:
-        return ([document.text] for document in documents.documents_of(file, columns))
+    if (kind := documents.kind_of(file)) not in documents.TEXTS:
+        return ([document.text] for document in documents.READERS[kind](file, columns))
     parts, titled = documents.text_parts(file, columns)
     if not titled:
         return [parts]

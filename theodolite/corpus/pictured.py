@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.corpus.documents import Document
-from theodolite.corpus.images import KEPT_BYTES, digest_of
-from theodolite.corpus.sampling import LEAST_LENGTH
-from theodolite.errors import WorkError
-
-Tensors = Mapping[str, Tensor]
+from theodolite.corpus.images import PictureTensors, Tensors
 
 
 class PicturedTextReader(Protocol):
@@ -48,36 +44,26 @@ class PicturedIds:
 class Pictured:
     """The texts and pictures of contexts, and how they are read.
 
-    Attributes:
-        digests: of the tensors of each, so that a file that changes between two readings is seen.
-        shapes: a number for each context, the same for those whose tensors have the same shapes.
+    `shapes` has a number for each context, the same for those whose tensors have the same shapes.
     """
 
-    documents: Sequence[Document]
+    tensors: PictureTensors[Document]
     reader: PicturedTextReader
-    digests: Sequence[bytes]
     shapes: Int[Tensor, " contexts"]
-    _kept: dict[bytes, Tensors] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_documents(
-        cls, documents: Sequence[Document], reader: PicturedTextReader, hear: Callable[[], None]
+        cls, documents: Iterable[Document], reader: PicturedTextReader, after_each: Callable[[], None]
     ) -> Pictured:
-        """Read the pictures; their tensors are kept while they fit `KEPT_BYTES`. `hear` may raise to stop."""
-        kept, room = dict[bytes, Tensors](), KEPT_BYTES
-        digests: list[bytes] = []
-        numbers: list[int] = []
-        shapes: dict[object, int] = {}
+        """Read the pictures; `after_each` may raise to stop."""
+        tensors = PictureTensors[Document](lambda document: reader.read(document)[1])
+        numbers: dict[object, int] = {}
+        shapes: list[int] = []
         for document in documents:
-            _, tensors = reader.read(document)
-            digests.append(digest_of(*tensors.values()))
-            shape = tuple((name, tensor.shape) for name, tensor in tensors.items())
-            numbers.append(shapes.setdefault(shape, len(shapes)))
-            room -= sum(tensor.nbytes for tensor in tensors.values())
-            if room >= 0:
-                kept[digests[-1]] = tensors
-            hear()
-        return cls(documents, reader, digests, torch.tensor(numbers), kept)
+            shape = tuple((name, values.shape) for name, values in tensors.add(document).items())
+            shapes.append(numbers.setdefault(shape, len(numbers)))
+            after_each()
+        return cls(tensors, reader, torch.tensor(shapes))
 
     @property
     def first(self) -> int:
@@ -90,58 +76,10 @@ class Pictured:
         Raises:
             WorkError: a file has changed since it was first read.
         """
-        chosen = range(len(self.documents))[rows] if isinstance(rows, slice) else rows.tolist()
-        read = [self._read(index) for index in chosen]
+        read = self.tensors.read(rows)
         pictures = {name: torch.cat([tensors[name] for tensors in read]) for name in read[0]}
         return PicturedIds(ids.masked_fill(ids >= self.first, self.reader.token), pictures)
 
     def of(self, rows: Tensor) -> Pictured:
         """Take some of the contexts."""
-        chosen = rows.tolist()
-        documents, digests = ([of[index] for index in chosen] for of in (self.documents, self.digests))
-        return replace(self, documents=documents, digests=digests, shapes=self.shapes[rows])
-
-    def _read(self, index: int) -> Tensors:
-        if (kept := self._kept.get(self.digests[index])) is not None:
-            return kept
-        document = self.documents[index]
-        _, tensors = self.reader.read(document)
-        if digest_of(*tensors.values()) != self.digests[index]:
-            raise WorkError(f"the picture in {document.name} has changed while it was measured: run it again")
-        return tensors
-
-
-@dataclass
-class PicturedRows:
-    """Texts with pictures that fit a context, and the ids of each, those of a picture's tokens from `vocabulary` on.
-
-    `cut` counts those left out because their picture has more tokens than a context, the longest `longest`, and
-    `too_short` those of too few tokens; `tokens` are those of all that are kept.
-    """
-
-    reader: PicturedTextReader
-    length: int
-    ids: list[list[int]] = field(default_factory=list)
-    documents: list[Document] = field(default_factory=list)
-    cut: int = 0
-    too_short: int = 0
-    longest: int = 0
-    tokens: int = 0
-
-    def takes(self, document: Document) -> bool:
-        """Read a text and its picture, cut to the length; tells whether it is kept."""
-        ids, _ = self.reader.read(document)
-        places = [place for place, token in enumerate(ids) if token == self.reader.token]
-        if places and places[-1] >= self.length:
-            self.cut, self.longest = self.cut + 1, max(self.longest, places[-1] + 1)
-            return False
-        ids = ids[: self.length]
-        if len(ids) < LEAST_LENGTH:
-            self.too_short += 1
-            return False
-        for number, place in enumerate(places):
-            ids[place] = self.reader.vocabulary + number
-        self.tokens += len(ids)
-        self.ids.append(ids)
-        self.documents.append(document)
-        return True
+        return replace(self, tensors=self.tensors.of(rows), shapes=self.shapes[rows])

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from theodolite.corpus.documents import BY_FOLDER, Columns, files_of_folder, printable, streamed_dataset
+from theodolite.corpus.documents import (
+    BY_FOLDER,
+    Columns,
+    files_of_folder,
+    printable,
+    rows_of_dataset,
+    streamed_dataset,
+)
 from theodolite.errors import UsageError, first_line
 from theodolite.system.wording import with_extra
 
@@ -94,16 +101,11 @@ def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
     if is_saved_dataset(path):
         return list(_saved(path, columns))
-    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
-    pictures = []
-    for file in files_of_folder(path):
-        if is_image(file):
-            pictures.append(Picture(printable(file), file, by_place.label_of_file(file, path)))
-        else:
-            columns.pass_over(file, path, "not named as images are")
-    if not pictures:
+    files = files_of_folder(path, is_image, columns, "not named as images are")
+    if not files:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
-    return pictures
+    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
+    return [Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files]
 
 
 def pictures_of_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Picture]:
@@ -128,7 +130,7 @@ def _saved(path: Path, columns: Columns) -> Iterator[Picture]:
 
 
 def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a data set's rows, class numbers replaced by their names; rows without one are left out."""
+    """Yield the images of a data set's rows; rows without one are left out."""
     import datasets
 
     features = dataset.features or {}
@@ -144,14 +146,10 @@ def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
             f"{source} has no column '{columns.column}' (it has: {', '.join(features)}); choose with --label-by"
         )
     label = next((name for name in columns.of_labels if name in features), None)
-    named = features[label] if isinstance(features.get(label), datasets.ClassLabel) else None
-    rows: Iterable[Any] = dataset.cast_column(chosen[0], datasets.Image(decode=False))
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows_of_dataset(dataset, chosen[0]), start=1):
         image, value = row[chosen[0]], None if label is None else row[label]
         if image is None:
             continue
-        if named is not None and value is not None:
-            value = named.int2str(value) if value >= 0 else None
         name = None if value is None else columns.labelled(f"column {label}", str(value))
         columns.notes.rows_without_label += name is None
         yield Picture(f"{source} row {number}", _source_of(image), name)

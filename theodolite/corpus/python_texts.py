@@ -31,22 +31,19 @@ def held_out_topics() -> list[Document]:
     return [Document(topic.text) for topic in python_topics() if topic.label in HELD_OUT_TOPICS]
 
 
-def stdlib_files() -> list[Path]:
-    """List the standard library's files, sorted by path relative to it, without tests and this machine's settings."""
+def stdlib_sources() -> Iterator[Document]:
+    """Read the source files of the standard library, each a document labelled with its path (`json/decoder.py`).
+
+    In the order of their paths, without tests and this machine's settings.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [n for n in subfolders if n not in STDLIB_LEFT_OUT and not n.startswith("config-")]
         sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
-        files += [Path(folder, name) for name in sources]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
-def stdlib_sources() -> Iterator[Document]:
-    """Read the source files of the standard library, each a document labelled with its path (`json/decoder.py`)."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in stdlib_files():
+        files |= {Path(folder, name).relative_to(root).as_posix(): Path(folder, name) for name in sources}
+    for name, path in sorted(files.items()):
         with tokenize.open(path) as file:  # honours the file's own coding line
             text = file.read()
         if text.strip():
-            yield Document(text, path.relative_to(root).as_posix())
+            yield Document(text, name)

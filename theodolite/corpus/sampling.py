@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from theodolite.errors import UsageError
 
@@ -25,13 +24,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Choice:
-    """The contexts that are asked for.
+    """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    Attributes:
-        contexts: at most so many; None: all.
-        per_label: exactly so many contexts of each label, of labels that have them; None: labels do not matter.
-        rows: each label is that of one document: once the next begins, it has all its contexts.
-        streamed: the text may be endless: it is read no further than needed. `contexts` is a number then.
+    `rows`: each label is that of one document: once the next begins, it has all its contexts. `streamed`: the text may
+    be endless and is read no further than needed; `contexts` is a number then.
     """
 
     contexts: int | None
@@ -41,7 +37,7 @@ class Choice:
     streamed: bool = False
 
     def check(self) -> None:
-        """Raise `UsageError` where nothing could be kept, or the seed is none."""
+        """Raise `UsageError` for numbers below 1, fewer contexts than of one label, and a seed out of range."""
         check_seed(self.seed)
         if self.contexts is not None and self.contexts < 1:
             raise UsageError(f"{self.contexts} contexts were asked for: use a number (--contexts) above 0")
@@ -56,16 +52,15 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The sampled texts in reading order: (label, tokens) each, these as they were given.
+class Sample(Generic[Item]):
+    """The chosen items in reading order, each with its label.
 
-    Attributes:
-        too_short: labels left out because they have fewer contexts than asked for of each.
-        longest: the most contexts that any label has, and its name; where no label was kept.
-        not_drawn: labels that have enough, and for which `contexts` left no room.
+    `too_short` labels were left out because they have fewer contexts than asked for of each, and `not_drawn` because
+    `contexts` left no room for them; `longest` is the most contexts that any label has, and its name.
     """
 
-    bodies: list[tuple[str | None, np.ndarray]]
+    labels: list[str | None]
+    items: list[Item]
     too_short: int = 0
     longest: tuple[int, str] = (0, "")
     not_drawn: int = 0
@@ -87,57 +82,58 @@ class Reservoir(Generic[Item]):
     def __init__(self, size: int | None, random: np.random.Generator) -> None:
         self.size, self.random = size, random
         self.items: list[Item] = []
-        self.seen = 0
+        self.offered = 0
 
     def add(self, item: Item) -> None:
         """Offer one more item."""
-        if self.size is None or self.seen < self.size:
+        if self.size is None or self.offered < self.size:
             self.items.append(item)
-        elif (index := int(self.random.integers(0, self.seen + 1))) < self.size:
+        elif (index := int(self.random.integers(0, self.offered + 1))) < self.size:
             self.items[index] = item
-        self.seen += 1
+        self.offered += 1
 
 
-Body = tuple[int, str | None, np.ndarray]
-"""Position in reading order, label, tokens."""
+Entry = tuple[int, str | None, Item]
+"""Position in reading order, label, what is chosen."""
 
 
-def choose(bodies: Iterable[tuple[str | None, ArrayLike]], choice: Choice) -> Sample:
-    """Choose contexts as they are read."""
+def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[Item]:
+    """Choose contexts as they are read, each after its label."""
     random = np.random.default_rng(choice.seed)
-    entries = ((at, label, np.array(body, dtype=np.int32)) for at, (label, body) in enumerate(bodies))
+    entries = ((number, label, item) for number, (label, item) in enumerate(items))
     if choice.per_label is None:
         most = READ_AHEAD * choice.contexts if choice.streamed and choice.contexts else None
-        reservoir: Reservoir[Body] = Reservoir(choice.contexts, random)
+        reservoir: Reservoir[Entry[Item]] = Reservoir(choice.contexts, random)
         for entry in islice(entries, most):
             reservoir.add(entry)
-        return Sample(_in_order(reservoir.items))
+        return Sample(*_in_order(reservoir.items))
     room = None if choice.contexts is None else choice.contexts // choice.per_label
-    labels: Reservoir[list[Body]] = Reservoir(room, random)
+    labels: Reservoir[list[Entry[Item]]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
-    for label, kept in _by_label(entries, choice, random):
-        longest = max(longest, (kept.seen, label), key=lambda of: of[0])
-        if kept.seen < choice.per_label:
+    for label, contexts in _by_label(entries, choice, random):
+        longest = max(longest, (contexts.offered, label), key=lambda count: count[0])
+        if contexts.offered < choice.per_label:
             too_short += 1
         else:
-            labels.add(kept.items)
-    chosen = [entry for items in labels.items for entry in items]
-    return Sample(_in_order(chosen), too_short, longest, labels.seen - len(labels.items))
+            labels.add(contexts.items)
+    chosen = _in_order([entry for of_label in labels.items for entry in of_label])
+    return Sample(*chosen, too_short, longest, labels.offered - len(labels.items))
 
 
-def _in_order(entries: list[Body]) -> list[tuple[str | None, np.ndarray]]:
-    return [(label, body) for _, label, body in sorted(entries, key=lambda entry: entry[0])]
+def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:
+    entries = sorted(entries, key=lambda entry: entry[0])
+    return [label for _, label, _ in entries], [item for _, _, item in entries]
 
 
 def _by_label(
-    entries: Iterable[Body], choice: Choice, random: np.random.Generator
-) -> Iterator[tuple[str, Reservoir[Body]]]:
+    entries: Iterable[Entry[Item]], choice: Choice, random: np.random.Generator
+) -> Iterator[tuple[str, Reservoir[Entry[Item]]]]:
     """Yield every label with a sample of its contexts; contexts without a label are passed over."""
     most = enough = None
     if choice.streamed and choice.contexts and choice.per_label:
         most = LABELS_READ_AHEAD * choice.contexts
         enough = READ_AHEAD * (choice.contexts // choice.per_label)
-    reservoirs: dict[str, Reservoir[Body]] = {}
+    reservoirs: dict[str, Reservoir[Entry[Item]]] = {}
     complete = 0
     before: str | None = None
     for entry in islice(entries, most):
@@ -149,7 +145,7 @@ def _by_label(
         before = label
         reservoir = reservoirs.setdefault(label, Reservoir(choice.per_label, random))
         reservoir.add(entry)
-        complete += reservoir.seen == choice.per_label
+        complete += reservoir.offered == choice.per_label
         if complete == enough:
             break
     yield from reservoirs.items()

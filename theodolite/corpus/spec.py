@@ -27,8 +27,7 @@ KEYWORDS = (*PYTHON_TEXTS, RANDOM, *PRESETS)
 
 
 def dataset_of(name: str) -> tuple[str, str | None, str] | None:
-    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]` or a preset; None for another name, or `UsageError`."""
-    name = PRESETS.get(name, name)
+    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`; None for another name, or `UsageError`."""
     if not name.startswith(DATASET):
         return None
     dataset, config, split, *more = [*name.removeprefix(DATASET).split(":"), "", ""]
@@ -43,7 +42,7 @@ def check_spec(spec: str | Path | None, columns: Columns, per_label: int | None 
     """Raise `UsageError` for a corpus whose beginning cannot be read, or options that do not go with it."""
     columns.check()
     name = DOCS if spec is None else str(spec)
-    if dataset_of(name) is not None:
+    if dataset_of(PRESETS.get(name, name)) is not None:
         if columns.of_files:
             raise UsageError(f"{name} has rows and no files: leave out {columns.of_files}")
         return

@@ -57,7 +57,7 @@ def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
 
-    def own() -> Iterator[str]:
+    def vocabulary_tokens() -> Iterator[str]:
         vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
         yield from (
             token
@@ -65,14 +65,14 @@ def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
             if vocabulary[token] not in special
         )
 
-    seen = set()
-    for text in islice(chain("aZ70", own()), TRIED):
+    yielded = set()
+    for text in islice(chain("aZ70", vocabulary_tokens()), TRIED):
         try:
             ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except Exception:  # whatever a tokenizer raises of characters that it does not have
             continue
-        if ids and tuple(ids) not in seen:
-            seen.add(tuple(ids))
+        if ids and tuple(ids) not in yielded:
+            yielded.add(tuple(ids))
             yield text, ids
 
 
@@ -139,12 +139,12 @@ def special_ends(
     ids = ids.cpu()
     end = torch.full((len(ids),), ids.shape[1], device="cpu") if lengths is None else lengths
 
-    def there(tokens: list[int], begin: Tensor) -> int:
+    def count_at(tokens: list[int], begin: Tensor) -> int:
         places = begin[:, None] + torch.arange(len(tokens), device="cpu")
-        found = ids.gather(1, places.clamp_min(0)) == torch.tensor(tokens, dtype=ids.dtype, device="cpu")
-        return len(tokens) if bool(found.all()) else 0
+        equal = ids.gather(1, places.clamp_min(0)) == torch.tensor(tokens, dtype=ids.dtype, device="cpu")
+        return len(tokens) if bool(equal.all()) else 0
 
-    return there(frame.before, torch.zeros_like(end)), there(frame.after, end - len(frame.after))
+    return count_at(frame.before, torch.zeros_like(end)), count_at(frame.after, end - len(frame.after))
 
 
 def trailing_special_tokens(

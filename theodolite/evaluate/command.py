@@ -22,7 +22,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
-from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, answer_rows, by_task, few_shot_scores
+from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
 from theodolite.evaluate.harness import BATCH, check_tasks, harness, template_sha256
 from theodolite.evaluate.perplexity import (
     check_predicts,
@@ -53,11 +53,9 @@ class Questions:
 
     Attributes:
         tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
-        folder: custom lm-eval tasks; shots: numbers of examples in the prompt.
-        prompts, seed: of each word task; limit: documents per lm-eval task.
+        folder, limit, download, chat_template, system: of lm-eval, as of `harness`.
+        prompts, seed: of each word task.
         batch: of a forward pass; None: the default of each task.
-        download: whether lm-eval may fetch data.
-        chat_template: whether lm-eval asks in conversations; system: the text of the system's turn.
         stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
         beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
     """
@@ -92,7 +90,7 @@ class Questions:
             how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
             loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
         if NAME in self.tasks:
-            answer_rows(model, prompts=self.prompts, seed=self.seed, shots=max(self.shots), batch=self.batch)
+            prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
 
 BEGINNINGS = {
@@ -139,20 +137,20 @@ def evaluate(
 
     if corpus is not None:
         windows: dict[str, Any] = {"stride": None, "length": None}
-        said = ""
+        window_text = ""
         if questions.stride is not None:
             windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
-            said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+            window_text = ", windows of {length:,} tokens by {stride:,}".format(**windows)
             tokenizer: Any = model.tokenizer
             if begin := tokenizer and frame_of(tokenizer).before:
                 tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
-                said += BEGINNINGS[questions.beginnings].format(tokens)
+                window_text += BEGINNINGS[questions.beginnings].format(tokens)
                 windows["as_published"] = questions.beginnings != "windows"
         scores += measured(
             "predicting",
-            "windows" if said else "contexts",
+            "windows" if window_text else "contexts",
             lambda: loss_rows(model, corpus, **windows, batch=batch),
-            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), window_text),
             corpus=corpus.sha256,
             **windows,
         )
@@ -162,7 +160,7 @@ def evaluate(
         answers = measured(
             "answering",
             "prompts",
-            lambda: answer_rows(model, **asked, batch=batch),
+            lambda: prompts_for(model, **asked).asked_of(model, batch),
             lambda state, _: few_shot_scores(
                 model.id,
                 by_task(state["right"].numpy(), questions.prompts),

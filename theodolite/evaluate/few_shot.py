@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import no_text, padded
+from theodolite.corpus.cutting import padded
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import check_predicts
@@ -100,26 +100,25 @@ class FewShotPrompts:
                     raise UsageError(
                         f"{NAME} needs a tokenizer with tokens that end with a line: line breaks, say"
                     )
-                rows.append(no_text([*before, *read["input_ids"]]))
+                rows.append([*before, *read["input_ids"]])
                 answers.append(np.stack(places, axis=1) + len(before))
                 tasks.append(task)
-        ids, _, _ = padded(rows)
-        return cls(tuple(tasks), ids.clamp_min(0), torch.from_numpy(np.stack(answers)))
+        return cls(tuple(tasks), padded(rows, 0), torch.from_numpy(np.stack(answers)))
 
-    def batches(self, batch: int | None) -> list[slice]:
-        """Cut the prompts into those of a pass: so many, or `TOKENS_A_PASS` tokens' worth; `UsageError` for none."""
+    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
+        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines.
+
+        `batch` prompts per forward pass; None: `TOKENS_A_PASS` tokens' worth.
+        """
         if batch is not None and batch < 1:
             raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
         size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
-        return [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
-
-    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
-        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
+        parts = [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
 
         def read(part: slice) -> dict[str, Tensor]:
             return {"right": self.right(model, part, self.ids[part])}
 
-        return Rows(self.batches(batch), read, lambda part: part.stop - part.start)
+        return Rows(parts, read, lambda part: part.stop - part.start)
 
     def right(
         self, model: OpenModel, part: slice, ids: Int[Tensor, "prompts positions"]
@@ -131,9 +130,10 @@ class FewShotPrompts:
         """
         first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
         places = torch.arange(ids.shape[1])
-        asked = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
-        wrong = torch.zeros_like(asked)
-        wrong[asked] = model.logits(ids, asked).argmax(dim=-1).cpu() != ids.roll(-1, dims=1)[asked]
+        predicting = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)
+        wrong = torch.zeros_like(predicting)
+        predicted = model.logits(ids, predicting).argmax(dim=-1).cpu()
+        wrong[predicting] = predicted != ids.roll(-1, dims=1)[predicting]
         upto = torch.nn.functional.pad(wrong[:, :-1].long().cumsum(dim=1), (1, 0))  # [t]: among tokens 1 … t
         return upto.gather(1, behind) == upto.gather(1, first)
 
@@ -159,12 +159,12 @@ def few_shot_answers(
     Raises:
         UsageError: the model cannot read the prompts, or a number is out of range.
     """
-    rows = answer_rows(model, prompts=prompts, seed=seed, shots=shots, batch=batch)
-    return by_task(rows.whole(show_progress)["right"].numpy(), prompts)
+    rows = prompts_for(model, prompts, seed, shots).asked_of(model, batch)
+    return by_task(rows.read_all(show_progress)["right"].numpy(), prompts)
 
 
 def by_task(right: Bool[np.ndarray, "all_prompts lines"], prompts: int) -> dict[str, np.ndarray]:
-    """Part the answers of `answer_rows` by task."""
+    """Part the answers to all prompts by task."""
     return dict(zip(word_tasks(), right.reshape(-1, prompts, right.shape[1]), strict=True))
 
 
@@ -178,11 +178,6 @@ def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHO
             f"{drawn.ids.shape[1]}: ask for fewer --shots"
         )
     return drawn
-
-
-def answer_rows(model: OpenModel, *, prompts: int, seed: int, shots: int, batch: int | None) -> Rows[slice]:
-    """Return the steps of `few_shot_answers`, a prompt each; arguments and errors are its own."""
-    return prompts_for(model, prompts, seed, shots).asked_of(model, batch)
 
 
 def few_shot_scores(

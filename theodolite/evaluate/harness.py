@@ -87,7 +87,7 @@ def harness(
     scores: list[Score] = []
     with _quiet_and_offline(download) as cut:
         manager, names = _task_manager(tasks, folder)
-        asked = _reporting(
+        lm = _reporting(
             show_progress,
             pretrained=model.hf,
             tokenizer=tokenizer,
@@ -96,10 +96,10 @@ def harness(
         )
         for count in shots:
             cut.clear()
-            with _seeded(), asked.reporting():
+            with _seeded(), lm.reporting():
                 loaded = _loaded(manager, names, count, folder, download)
                 results = lm_eval.evaluate(
-                    asked,
+                    lm,
                     loaded,
                     limit=limit,
                     bootstrap_iters=BOOTSTRAPS,
@@ -231,7 +231,7 @@ def _scores(
         if name not in names and (name in groups or name in inside):
             continue  # part of a requested group
         samples = [sample for task in members.get(name, [name]) for sample in results["samples"][task]]
-        asked = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
+        hashes = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
         for key, value in row.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
@@ -245,7 +245,7 @@ def _scores(
                     value=float(value),
                     error=float(error) if isinstance(error, int | float) else math.nan,
                     count=len(filtered),
-                    questions=hashlib.sha256(asked.encode()).hexdigest(),
+                    questions=hashlib.sha256(hashes.encode()).hexdigest(),
                     each=_each(filtered, metric, float(value)),
                     version=str(results["versions"].get(name) or ""),
                     **shared,

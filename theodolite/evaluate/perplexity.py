@@ -133,17 +133,12 @@ def perplexity(
         WorkError: a loss is not finite.
     """
     rows = loss_rows(model, corpus, stride=stride, length=length, as_published=as_published, batch=batch)
-    return perplexity_in(rows.whole(show_progress), rows.notes)
+    return perplexity_in(rows.read_all(show_progress), rows.notes)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Contexts or windows that one pass reads; the tokens `known … end − 1` of each count.
-
-    Attributes:
-        ids: (contexts, length), the first of which give way to `begin`.
-        sizes: bytes of the text that each token stands for; None: not known.
-    """
+class _Batch:
+    """Contexts or windows that one pass reads, which `begin` alike; the tokens `known … end − 1` of each count."""
 
     ids: Int[Tensor, "contexts length"]
     sizes: Tensor | None
@@ -165,7 +160,7 @@ def loss_rows(
     length: int | None,
     as_published: bool = False,
     batch: int | None,
-) -> Rows[_Part]:
+) -> Rows[_Batch]:
     """Return the steps of `perplexity`, a context or window each; arguments and errors are its own."""
     check_predicts(model)
     if stride is None:
@@ -177,7 +172,7 @@ def loss_rows(
     else:
         parts, batch = _windows(model, corpus, stride, length, as_published, batch)
 
-    def read(part: _Part) -> dict[str, Tensor]:
+    def read(part: _Batch) -> dict[str, Tensor]:
         ids = part.read
         losses = next_token_losses(model.logits(ids), ids)[:, part.known - 1 : part.end - 1].mean(dim=1)
         if not losses.isfinite().all():
@@ -202,13 +197,13 @@ def window_length(model: OpenModel, length: int | None) -> int:
     return min(LITERATURE, model.longest or LITERATURE) if length is None else length
 
 
-def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Part]:
+def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Batch]:
     before, after = special_ends(model.tokenizer, corpus.contexts, corpus.lengths)
     for rows in corpus.batches(batch):
         ids = corpus.ids(rows)
         end = ids.shape[1]
         sizes = None if corpus.text_bytes is None else corpus.text_bytes[rows, :end]
-        yield _Part(ids, sizes, max(before, 1), end - after, ids[0, :0])
+        yield _Batch(ids, sizes, max(before, 1), end - after, ids[0, :0])
 
 
 def _windows(
@@ -218,8 +213,8 @@ def _windows(
     length: int | None,
     as_published: bool,
     batch: int | None,
-) -> tuple[list[_Part], int]:
-    """Cut a stream into windows, as many to a part as a pass reads; the number of these."""
+) -> tuple[list[_Batch], int]:
+    """Cut a stream into batches of windows; return these, and how many windows a forward pass reads."""
     window = window_length(model, length)
     check_whole(stride=stride, length=window)
     check_length(window)
@@ -233,10 +228,10 @@ def _windows(
             f"a stride of {stride} leaves tokens out: give 1 to {window}, the length of a window"
         )
     first = stream[:window].unsqueeze(0)
-    one = Corpus.from_ids(first)
-    check_fit(model, one, least_contexts=1)
+    first_window = Corpus.from_ids(first)
+    check_fit(model, first_window, least_contexts=1)
     model.check_tokens(stream)
-    batch = batch_of(one, batch)
+    batch = batch_of(first_window, batch)
     tokenizer: Any = model.tokenizer
     special = [] if as_published or tokenizer is None else frame_of(tokenizer, window).before
     begin = torch.tensor(special, dtype=stream.dtype, device="cpu")
@@ -257,7 +252,7 @@ def _windows(
     windows = cut(stream)
     sizes = [None] * len(windows) if corpus.text_bytes is None else cut(corpus.text_bytes[0])
     opening, *later = (
-        _Part(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
+        _Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
     )
     return [replace(opening, known=max(len(begin), before, 1)), *later], batch
 

@@ -106,15 +106,12 @@ class Evaluation:
     ) -> list[Score]:
         """Return the scores with this key: known, or measured now, from where an interrupted call stopped.
 
-        Args:
-            key: what determines them, as JSON has it.
-            title: what is said while they are measured; `make`: the steps; `scores_in`: of their state and notes.
-            show_progress: it may raise to stop; progress is saved then.
+        `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
         """
         name = json_digest(key)
         if name not in self._measured:
             stage = Stage(name, title, lambda _: make())
-            job = Job([stage], self._work, show_progress=show_progress)
+            job = Job([stage], self._work, show_progress)
             states = job.run()
             job.save()
             self._measured[name] = key, scores_in(states.tensors[name], states.notes[name])

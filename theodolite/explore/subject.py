@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -261,9 +260,8 @@ def _measured(model: OpenModel, read: PromptPass) -> Run:
             statistics.update(layer, inputs, tokens, first_context=0)
     state = statistics.state()
     columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
-    empty = pd.DataFrame()
     arrays = {"visible_keys": state["visible_keys"]}
-    return Run(empty, heads_that_are(columns, model.heads_of), empty, empty, empty, arrays, {})
+    return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
 
 
 def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:

@@ -17,18 +17,13 @@ import torch
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system.progress import Progress, ShowProgress, ShowStage
 
-Derived = TypeVar("Derived")
 Item = TypeVar("Item")
 
 CHECKPOINT_SECONDS = 60.0
-"""How often progress is saved, unless the caller says otherwise: what a kill costs at most."""
+"""How often progress is saved: what a kill costs at most."""
 
 SAVING_APART = 20
 """But not before so many times as long as saving takes: of a large model it may be a minute."""
-
-WRITTEN_A_SECOND = 2**28
-"""Bytes that a disk takes, by which it is guessed."""
-
 
 FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
 """Notes of a part that another process has made of a stage."""
@@ -51,11 +46,9 @@ class Steps(Protocol):
 
 
 class Rows(Generic[Item]):
-    """Steps that read items one after the other; state: what `read` gives of each, joined along dimension 0.
+    """Steps that read items one after the other, each of which counts for `size` steps.
 
-    Args:
-        items: in order.
-        size: the steps that an item counts for.
+    State: what `read` gives of each, joined along dimension 0.
     """
 
     def __init__(
@@ -79,7 +72,7 @@ class Rows(Generic[Item]):
             done += self._size(item)
         progress.checkpoint(done)
 
-    def whole(self, show: ShowProgress = lambda done, total: None) -> Tensors:
+    def read_all(self, show: ShowProgress = lambda done, total: None) -> Tensors:
         """Read all items now, outside of a job, and return the rows; `show` may raise to stop."""
         self.run(Progress(self.total, show=show))
         return self.state()
@@ -96,19 +89,15 @@ class Rows(Generic[Item]):
 
 @dataclass
 class States:
-    """The tensors of the finished stages.
+    """The tensors and notes of the finished stages, by name, and the seconds that they took, also before this process.
 
-    Attributes:
-        tensors, notes: of each stage, by its name.
-        seconds: that the stages took, in this process and before.
-        work: where the job is saved; a stage may keep parts of its own there.
+    `work` is where the job is saved; a stage may keep parts of its own there.
     """
 
     work: Unfinished
     tensors: dict[str, Tensors] = field(default_factory=dict)
     notes: dict[str, Notes] = field(default_factory=dict)
     seconds: float = 0.0
-    _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def of(self, name: str) -> Tensors:
         """Return the tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
@@ -121,13 +110,6 @@ class States:
             for key, tensor in tensors.items()
             if key.startswith(f"{prefix}.")
         }
-
-    def once(self, name: str, make: Callable[[], Derived]) -> Derived:
-        """Derive a value from the states, once for all who ask for it under this name; it is not saved."""
-        if name not in self._made:
-            self._made[name] = make()
-        derived: Derived = self._made[name]
-        return derived
 
 
 @dataclass(frozen=True)
@@ -144,25 +126,20 @@ class Stage:
 
 
 class Job:
-    """Stages, and the unfinished work that they are saved to and resumed from.
+    """Stages, and the unfinished work that they are saved to and resumed from; in memory nothing is saved.
 
-    Args:
-        stages: in order.
-        work: where progress is saved; in memory nothing is.
-        checkpoint_seconds: how often progress is saved.
-        show_progress: it may raise to stop; all that is whole is saved then.
+    `show_progress` may raise to stop; all that is whole is saved then.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         work: Unfinished,
-        checkpoint_seconds: float = CHECKPOINT_SECONDS,
         show_progress: ShowStage = lambda what, done, total: None,
     ) -> None:
         self.stages, self.work = stages, work
         self.states = States(work)
-        self._checkpoint_seconds, self._show = checkpoint_seconds, show_progress
+        self._show = show_progress
         self._unsaved: list[str] = []  # finished stages that are not on disk yet
         self._saved_at = self._began = time.monotonic()
         self._save_seconds = 0.0  # that the last time took
@@ -218,16 +195,9 @@ class Job:
             return
         began = time.monotonic()
         apart = began - self._saved_at
-        if must or apart >= max(self._checkpoint_seconds, SAVING_APART * self._save_seconds):
-            state = steps.state()
-            if not must and not self._save_seconds:  # nothing was saved yet: by its size
-                unsaved = [state, *(self.states.tensors[stage] for stage in self._unsaved)]
-                size = sum(tensor.nbytes for tensors in unsaved for tensor in tensors.values())
-                self._save_seconds = float(size // WRITTEN_A_SECOND)
-                if apart < SAVING_APART * self._save_seconds:
-                    return
+        if must or apart >= max(CHECKPOINT_SECONDS, SAVING_APART * self._save_seconds):
             self.save()
-            self._save(name, state, steps.notes, done=done)
+            self._save(name, steps.state(), steps.notes, done=done)
             self._saved_at = time.monotonic()
             self._save_seconds = self._saved_at - began
 
@@ -237,13 +207,5 @@ class Job:
 
 
 def run_stages(stages: Sequence[Stage], show_progress: ShowStage) -> States:
-    """Run all stages in memory.
-
-    Args:
-        stages: in order.
-        show_progress: told (what is being done, steps done, steps in all); it may raise to stop.
-
-    Raises:
-        WorkError: hidden states became NaN or infinite.
-    """
+    """Run all stages in memory; errors are those of `Job.run`."""
     return Job(stages, Unfinished(None, {}), show_progress=show_progress).run()

@@ -46,14 +46,11 @@ class Unfinished:
     """Parts of unfinished work, in `OUT.partial`; or in memory, where there is no `out`.
 
     Args:
-        out: what the work becomes, a folder that the caller writes.
+        out: what the work becomes, a folder that the caller writes; `UsageError` where nothing can be written there.
         fingerprint: what decides every byte of the result, as JSON has it.
         corpus: what provenance says of the text, to say what differs from what is there.
         kind: what messages call the work.
         folder: of the parts, where it is not `OUT.partial`: of work that may always be continued.
-
-    Raises:
-        UsageError: nothing can be written at `out`.
     """
 
     def __init__(
@@ -77,21 +74,16 @@ class Unfinished:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes out.
-
-        Raises:
-            UsageError: another process is at work there.
-            WorkError: nothing can be written there.
-        """
+        """Keep other processes out; errors are those of `locked`."""
         with nullcontext() if self.out is None else locked(self.out):
             yield
 
     def begin(self) -> None:
-        """Say in the folder what it is of, before anything is written there; errors are those of `check`."""
+        """Write into the folder what its work is of, before anything else; errors are those of `check`."""
         self.check()
         if self.out is not None and not (self.folder / JOB).exists():
-            said = {"fingerprint": self.fingerprint, "corpus": self.corpus}
-            self._write_first(self.folder / JOB, lambda path: write_json_checked(path, said))
+            description = {"fingerprint": self.fingerprint, "corpus": self.corpus}
+            self._write_first(self.folder / JOB, lambda path: write_json_checked(path, description))
             self.check()
 
     def _write_first(self, path: Path, write: Callable[[Path], object]) -> None:
@@ -107,11 +99,7 @@ class Unfinished:
                 temporary.unlink(missing_ok=True)
 
     def described(self) -> tuple[Notes, Notes] | None:
-        """Read what the folder's work is of (`read_job`); None where there is none.
-
-        Raises:
-            UsageError: parts are there, and what they are of is missing or damaged.
-        """
+        """Read what the folder's work is of (`read_job`); None where there is none, `UsageError` for parts alone."""
         if self.out is None or not self.folder.exists():
             return None
         if (self.folder / JOB).exists():
@@ -126,9 +114,9 @@ class Unfinished:
         described = self.described()
         if described is None:
             return
-        there, corpus = described
-        if there != self.fingerprint:
-            differs = differences(there, self.fingerprint, corpus, self.corpus)
+        saved, corpus = described
+        if saved != self.fingerprint:
+            differs = differences(saved, self.fingerprint, corpus, self.corpus)
             raise UsageError(
                 f"{self.folder} holds an unfinished {self.kind} of another model, corpus or options ({differs}): "
                 "choose another --out or remove it"
@@ -159,11 +147,7 @@ class Unfinished:
         return sorted(path.stem for path in self.folder.glob("*.safetensors"))
 
     def load(self, name: str) -> tuple[Tensors, Notes] | None:
-        """Load a part's tensors and notes; None where it is not there.
-
-        Raises:
-            UsageError: its file is damaged.
-        """
+        """Load a part's tensors and notes; None where it is not there, `UsageError` where it is damaged."""
         if self.out is None:
             return self._in_memory.get(name)
         if not self.path(name).is_file():
@@ -213,7 +197,7 @@ class Unfinished:
 def read_job(folder: Path) -> tuple[Notes, Notes]:
     """Read the fingerprint of the work in a folder, and the notes on its text; `UsageError` where that is damaged."""
     try:
-        said = read_json_checked(folder / JOB)
-        return dict(said["fingerprint"]), dict(said["corpus"])
+        description = read_json_checked(folder / JOB)
+        return dict(description["fingerprint"]), dict(description["corpus"])
     except (CorruptFile, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{folder / JOB} is damaged: remove {folder} to start afresh") from error

@@ -47,11 +47,9 @@ def chunks_of(contexts: int, batch: int) -> list[Chunk]:
 
 
 class ChunkPass:
-    """The steps of one chunk: its contexts.
+    """The steps of one chunk, its contexts, by a new pass over the whole text.
 
-    Args:
-        new_pass: a pass over the whole text, that has read nothing yet.
-        directions: of the sketches, which every chunk must look along: those of the first batch.
+    The directions are of the sketches, which every chunk must look along: those of the first batch.
     """
 
     def __init__(self, new_pass: NewPass, chunk: Chunk, directions: Tensor | None) -> None:

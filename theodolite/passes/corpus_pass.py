@@ -44,12 +44,9 @@ class Accumulator(Protocol):
 
 
 class CorpusPass(Hooks):
-    """Hooks into a model's forward passes over a corpus, and the loop that makes them.
+    """Hooks into a model's forward passes over a corpus, `batch` contexts each, and the loop that makes them.
 
-    Args:
-        model, corpus: what is read.
-        seed: of whatever a subclass draws.
-        batch: contexts a forward pass.
+    The seed is of whatever a subclass draws.
     """
 
     @measures("model")
@@ -114,11 +111,9 @@ class CorpusPass(Hooks):
 def check_fit(
     model: OpenModel, corpus: Corpus, least_contexts: int = 2, *, text_alone: str | None = None
 ) -> None:
-    """Raise `UsageError` where the model cannot read the corpus.
+    """Raise `UsageError` where the model cannot read the corpus, or it has too few contexts.
 
-    Args:
-        least_contexts: that the corpus must have.
-        text_alone: what it is for, where nothing but token ids is read: no images, and no sources.
+    `text_alone` says what it is for, where nothing but token ids is read: no images, and no sources.
     """
     if not isinstance(model, OpenModel):
         raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
@@ -181,14 +176,14 @@ def _check_pictured(model: OpenModel, corpus: Corpus) -> None:
         raise UsageError(f"{model.id} reads no images in a text, or by another token: give a text alone")
     if not model.calls:
         return  # described before its weights were read
-    one = next(corpus.batches(1))
-    ids = corpus.ids(one)
+    first = next(corpus.batches(1))
+    ids = corpus.ids(first)
     among_text = ids.masked_fill(ids >= corpus.pictured.first, int(ids[ids < corpus.pictured.first][-1]))
     with guarded(model.root):
         try:
             of_both, of_text = (
                 capture_current_calls(model.structure, functools.partial(model.source.run, inputs))
-                for inputs in (corpus.inputs(one), among_text)
+                for inputs in (corpus.inputs(first), among_text)
             )
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
             raise UsageError(f"{model.id} cannot read the pictures: {first_line(error)}") from error
@@ -221,11 +216,7 @@ def fingerprint_of_tables(model: OpenModel) -> dict[str, Any]:
 
 
 def batch_of(corpus: Corpus, batch: int | None, tokens: int = TOKENS_A_BATCH) -> int:
-    """Return the number of contexts per forward pass: as asked, or so many tokens' worth.
-
-    Raises:
-        UsageError: none would be read, or part of one.
-    """
+    """Return the contexts per forward pass, as asked or so many tokens' worth; `UsageError` for no whole number."""
     if batch is not None:
         check_whole(batch=batch)
     if batch is not None and batch < 1:
@@ -248,10 +239,10 @@ def next_token_losses(
     losses = [
         torch.nn.functional.cross_entropy(
             row[:-1].to(torch.promote_types(row.dtype, torch.float32)),
-            own[1:].to(row.device),
+            row_ids[1:].to(row.device),
             reduction="none",
         )
-        for row, own in zip(logits, ids, strict=True)
+        for row, row_ids in zip(logits, ids, strict=True)
     ]
     return torch.stack(losses).double().cpu()
 

@@ -112,9 +112,9 @@ def survey_on_ray(
         task = opening, fingerprint_of_tables(model) | {"device": device}, (corpus, batch, seed, extra)
         with work.claimed():
             work.check()
-            held = [ray.put(part) for part in task]  # so that Ray still has it when it restarts a worker
+            references = [ray.put(part) for part in task]  # Ray has them when it restarts a worker
             count = min(room, actors or room, len(chunks))
-            workers = [actor.remote(*held, torch.get_num_threads()) for _ in range(count)]
+            workers = [actor.remote(*references, torch.get_num_threads()) for _ in range(count)]
             _read(workers, chunks, work, show_progress)
             reading = time.monotonic() - began
             parts = {name: work.load(name) for name in work.names()}
@@ -135,14 +135,14 @@ def _read(workers: list[Any], chunks: list[Chunk], work: Unfinished, show_progre
     missing = [chunk for chunk in chunks if chunk.first >= begun and not is_read(work, chunk)]
     left = sum(chunk.last - chunk.first for chunk in missing)
 
-    def hear() -> None:
+    def heartbeat() -> None:
         show_progress(TEXT_TITLE, contexts - left, contexts)
 
     calls = {f"read contexts {chunk.first} to {chunk.last - 1}": chunk for chunk in missing}
-    for chunk, state in _answers(workers, "read", calls, hear):
+    for chunk, state in _answers(workers, "read", calls, heartbeat):
         work.save(chunk.name, state, FINISHED)
         left -= chunk.last - chunk.first
-    hear()
+    heartbeat()
 
 
 @dataclass
@@ -190,18 +190,18 @@ class Worker:
 
 
 def _answers(
-    workers: list[Any], method: str, calls: Mapping[str, Any], hear: Callable[[], None]
+    workers: list[Any], method: str, calls: Mapping[str, Any], heartbeat: Callable[[], None]
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the argument of each call with its answer, as they come; `calls` has the arguments by what is done.
 
-    `hear` is called again and again, and may raise. A worker is given a call when it has started and is idle.
+    `heartbeat` is called again and again, and may raise. A worker is given a call when it has started and is idle.
     """
     ray = _imported_ray()
-    left, heard = list(calls), time.monotonic()
+    left, last_answer = list(calls), time.monotonic()
     under_way = {worker.__ray_ready__.remote(): (worker, "") for worker in workers}
     while left or any(doing for _, doing in under_way.values()):
-        hear()
-        if time.monotonic() - heard > LIMIT:
+        heartbeat()
+        if time.monotonic() - last_answer > LIMIT:
             offered, _ = _offered()  # or no node is large enough any more
             if len(left) == len(calls):
                 needs = " and ".join(f"{count} {name}" for name, count in offered.items())
@@ -211,7 +211,7 @@ def _answers(
                 )
         for reference in ray.wait([*under_way], timeout=SECONDS)[0]:
             worker, doing = under_way.pop(reference)
-            answer, heard = _answer(reference, doing), time.monotonic()
+            answer, last_answer = _answer(reference, doing), time.monotonic()
             if left:
                 following = left.pop(0)
                 under_way[getattr(worker, method).remote(calls[following])] = worker, following

@@ -15,16 +15,8 @@ from theodolite.measure.position import DIRECTIONS, positional_shape, positions_
 from theodolite.models import OpenModel
 from theodolite.passes.corpus_pass import batch_of, check_fit
 from theodolite.passes.run import Run, describe_model, describe_pass
-from theodolite.passes.survey_pass import MeansPass, choose_sample
+from theodolite.passes.survey_pass import MeansPass
 from theodolite.system.progress import ShowStage
-
-
-class _SampledMeansPass(MeansPass):
-    """Sum the residual stream by position, and keep the tokens that a survey keeps."""
-
-    def _choose_sample(self) -> Sample:
-        vector = (self.model.layers + 1) * self.model.width
-        return choose_sample(self.corpus, self.trailing, vector, self.seed)
 
 
 def read_means(
@@ -36,7 +28,7 @@ def read_means(
         The state, and which tokens it kept. Errors are those of `survey`.
     """
     check_fit(model, corpus)
-    reading = _SampledMeansPass(model, corpus, seed, batch_of(corpus, None))
+    reading = MeansPass(model, corpus, seed, batch_of(corpus, None))
     stage = Stage("text", "reading contexts by group", lambda _: reading)
     means = run_stages([stage], show_progress).of("text.means")
     text = slice(corpus.contexts.shape[1] - reading.trailing)
@@ -62,13 +54,8 @@ def survey_positions(
     tokens = means["token"] - mean[:, None] - basis[:, sample.token_position]
     basis = basis[:, : positions_read(means)]
     axes = torch.stack([principal_axes(of_layer[1:])[0] for of_layer in basis]).mT
-    nothing = pd.DataFrame()
     run = Run(
         layers=pd.DataFrame(table),
-        heads=nothing,
-        sinks=nothing,
-        outliers=nothing,
-        examples=nothing,
         arrays={f"layers.{name}{WITHOUT}": numbers.without.float() for name, numbers in columns.items()}
         | {
             DIRECTIONS: directions,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 import theodolite
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
 from theodolite.system.files import (
@@ -65,25 +65,10 @@ SCHEMA_VERSION = 6
 
 ARRAYS = "arrays.safetensors"
 
-TABLES = (
-    *(
-        "layers",
-        "heads",
-        "sinks",
-        "outliers",
-        "massive",
-        "with_massive",
-        "examples",
-        "constituents",
-        "attribution",
-    ),
-    "traces",
-)
 
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Run:
-    """The result of a survey: tables, arrays and where they come from.
+    """The result of a survey: tables, arrays and where they come from. Tables that were not measured are empty.
 
     Attributes:
         layers: one row a residual layer (0 is the input of the first block), N = L + 1 rows.
@@ -101,18 +86,18 @@ class Run:
         folder: where it was loaded from or written to, if it was.
     """
 
-    layers: pd.DataFrame
-    heads: pd.DataFrame
-    sinks: pd.DataFrame
-    outliers: pd.DataFrame
-    examples: pd.DataFrame
-    arrays: dict[str, Tensor]
-    provenance: dict[str, Any]
+    layers: pd.DataFrame = field(default_factory=pd.DataFrame)
+    heads: pd.DataFrame = field(default_factory=pd.DataFrame)
+    sinks: pd.DataFrame = field(default_factory=pd.DataFrame)
+    outliers: pd.DataFrame = field(default_factory=pd.DataFrame)
+    massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    examples: pd.DataFrame = field(default_factory=pd.DataFrame)
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
     traces: pd.DataFrame = field(default_factory=pd.DataFrame)
-    massive: pd.DataFrame = field(default_factory=pd.DataFrame)
-    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
+    arrays: dict[str, Tensor]
+    provenance: dict[str, Any]
     folder: Path | None = field(default=None, compare=False)
 
     @property
@@ -192,6 +177,9 @@ class Run:
                     files.append(folder / f"{name}.csv")
                     write_text(files[-1], table.to_csv(index=False, lineterminator="\n"))
         return files
+
+
+TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
@@ -293,19 +281,12 @@ def run_into(
     fingerprint: dict[str, Any],
     *,
     corpus: dict[str, Any] | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Run all stages and make the tables; with a run folder `out`, resume what an interrupted call left there.
 
-    Args:
-        stages: in order.
-        tables: the run from the states of all stages.
-        out: the run folder to write; None keeps the run in memory.
-        fingerprint: what decides every byte of the result.
-        corpus: what provenance says of the corpus, to say what differs from what `out` holds.
-        checkpoint_seconds: how often progress is saved.
-        show_progress: it may raise to stop; all that is whole is saved then.
+    Fingerprint and corpus are those of `Unfinished`; `show_progress` may raise to stop, and all that is whole is saved
+    then.
 
     Raises:
         UsageError: `out` holds something else.
@@ -316,7 +297,7 @@ def run_into(
         finished = finished_run(work)
         if finished is not None:
             return finished
-        job = Job(stages, work, checkpoint_seconds, show_progress)
+        job = Job(stages, work, show_progress)
         states = job.run()
         try:
             show_progress(TABLES_TITLE, 0, 1)
@@ -345,9 +326,9 @@ def finished_run(work: Unfinished) -> Run | None:
         return None
     check_out(out)
     run = Run.load(out)
-    there = run.provenance.get("fingerprint") or {}
-    if there != work.fingerprint:
-        differs = differences(there, work.fingerprint, run.provenance.get("corpus"), work.corpus)
+    saved = run.provenance.get("fingerprint") or {}
+    if saved != work.fingerprint:
+        differs = differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
         raise UsageError(
             f"{out} holds a run of another model, corpus or options ({differs}): choose another --out or remove it"
         )

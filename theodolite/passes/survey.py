@@ -19,7 +19,7 @@ from theodolite.accumulate.means import means_of_halves
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.jobs.job import CHECKPOINT_SECONDS, Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
@@ -60,7 +60,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = ...,
 ) -> Run: ...
 
@@ -75,7 +74,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: tuple[int, int],
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = ...,
 ) -> None: ...
 
@@ -90,7 +88,6 @@ def survey(
     seed: int = 0,
     extra: Sequence[Extra] = (),
     shard: tuple[int, int] | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run | None:
     """Measure a model on a corpus.
@@ -104,7 +101,6 @@ def survey(
         extra: accumulators of your own, whose columns are added to the tables.
         shard: (k, n) reads only the k-th of n parts of the corpus, k from 1, and leaves its sums in `OUT.partial`;
             `merge(out)` makes the run when all n are there. Its tables have the bytes of those of one process.
-        checkpoint_seconds: how often progress is saved, and so what a kill costs at most.
         show_progress: told (what is being done, steps done, steps in all), again and again. It may raise to stop the
             survey; progress is saved then.
 
@@ -118,8 +114,8 @@ def survey(
     """
     plan = SurveyPlan(model, corpus, batch, seed, extra)
     if shard is None:
-        return plan.run(out, checkpoint_seconds, show_progress)
-    plan.read_shard(out, shard, checkpoint_seconds, show_progress)
+        return plan.run(out, show_progress)
+    plan.read_shard(out, shard, show_progress)
     return None
 
 
@@ -128,7 +124,6 @@ def merge(
     model: OpenModel | None = None,
     *,
     extra: Sequence[Extra] = (),
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Make the run of a survey whose shards have all been read: what is left costs the same however long the text is.
@@ -137,7 +132,7 @@ def merge(
         folder: the `out` of `survey(…, shard=)`.
         model: as the shards surveyed it; None opens it as they did.
         extra: the accumulators that the shards were given.
-        checkpoint_seconds, show_progress: as for `survey`.
+        show_progress: as for `survey`.
 
     Returns:
         The run, written to `folder`: the same bytes as of `survey` in one process. From disk, if it is there already.
@@ -176,19 +171,13 @@ def merge(
             raise UsageError(f"the model of {folder} was in memory only: give it, merge(folder, model)")
         model = opened(notes["opening"])
     plan = SurveyPlan(model, corpus, notes["batch"], notes["seed"], extra)
-    return plan.run(folder, checkpoint_seconds, show_progress)
+    return plan.run(folder, show_progress)
 
 
 class SurveyPlan:
     """A survey as a list of stages, each made from the states of those before it, and its tables.
 
-    Args:
-        batch: contexts a forward pass; None: 4096 tokens' worth.
-        seed: of the kept sample and of the random sequences for induction.
-        extra: accumulators of the caller's.
-
-    Raises:
-        UsageError: the corpus does not fit the model, or an accumulator does not fit the survey.
+    Arguments and errors are those of `survey`.
     """
 
     def __init__(
@@ -268,7 +257,7 @@ class SurveyPlan:
 
         return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *stages[1:]])]
 
-    def run(self, out: str | Path | None, checkpoint_seconds: float, show_progress: ShowStage) -> Run:
+    def run(self, out: str | Path | None, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""
         return run_into(
             self.stages(),
@@ -276,7 +265,6 @@ class SurveyPlan:
             out,
             self.fingerprint,
             corpus=describe_corpus(self.corpus),
-            checkpoint_seconds=checkpoint_seconds,
             show_progress=show_progress,
         )
 
@@ -284,27 +272,18 @@ class SurveyPlan:
         """Make the run from the states of all stages."""
         model, corpus, seed = self.model, self.corpus, self.seed
         provenance = describe_model(model) | describe_pass(model, corpus, seed, self.fingerprint)
-        sample = choose_sample(corpus, self.trailing, (model.layers + 1) * model.width, seed)
+        sample = choose_sample(model, corpus, self.trailing, seed)
         provenance["counts"] |= {
             "sampled_contexts": sample.size,
             "split_contexts": len(sample_of(corpus, seed)),
         }
-        examples, pictures = corpus.contexts[:EXAMPLES], None
+        examples = corpus.contexts[:EXAMPLES]
         if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
             examples = corpus.sources[:EXAMPLES]
-        if corpus.images is not None:
-            pictures = corpus.images.reader.shown(corpus.images.pixels(slice(0, len(examples))))
         text = text_of_tokens(model, corpus)
-        facts = Facts(provenance, text, sample, corpus.labels, examples, pictures)
-        return tabulate(states, facts, self.extra)
+        return tabulate(states, Facts(provenance, corpus, text, sample, examples), self.extra)
 
-    def read_shard(
-        self,
-        out: str | Path | None,
-        shard: tuple[int, int],
-        checkpoint_seconds: float,
-        show_progress: ShowStage,
-    ) -> None:
+    def read_shard(self, out: str | Path | None, shard: tuple[int, int], show_progress: ShowStage) -> None:
         """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
         if out is None:
             raise UsageError("a shard leaves its sums in a folder: say which, the same for all shards")
@@ -315,7 +294,7 @@ class SurveyPlan:
         if self.corpus.images is not None or self.corpus.pictured is not None:
             raise UsageError("shards are of text, not of images: survey them in one process")
         chunks = chunks_of(len(self.corpus.contexts), self.batch)
-        own = chunks_of_shard(chunks, shard)
+        in_shard = chunks_of_shard(chunks, shard)
         work = Unfinished(out, self.fingerprint, describe_corpus(self.corpus))
         if finished_run(work) is not None:
             return
@@ -325,17 +304,17 @@ class SurveyPlan:
             raise UsageError(
                 f"{work.folder} holds shards of {shards}: give --shard K/{shards}, or remove it to begin again"
             )
-        total = own[-1].last - own[0].first if own else 0
-        for chunk in own:
+        total = in_shard[-1].last - in_shard[0].first
+        for chunk in in_shard:
             if is_read(work, chunk):
                 continue
 
-            def show(title: str, done: int, of: int, before: int = chunk.first - own[0].first) -> None:
+            def show(title: str, done: int, of: int, before: int = chunk.first - in_shard[0].first) -> None:
                 show_progress(title, before + done, total)
 
             stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
             with locked(work.folder / chunk.name, "another shard or another --out"):
-                job = Job([stage], work, checkpoint_seconds, show)
+                job = Job([stage], work, show)
                 job.run()
                 job.save()
 
@@ -431,7 +410,7 @@ def survey_heads(
             lambda states: PatternPass(model, corpus.contexts.shape[1], seed),
         ),
     ]
-    facts = Facts(provenance)
+    facts = Facts(provenance, corpus)
     return run_into(
         stages, lambda states: tabulate(states, facts), None, fingerprint, show_progress=show_progress
     )

@@ -44,20 +44,21 @@ EXAMPLES = 4
 class MeansPass(CorpusPass):
     """Sum the residual stream of a text by position, the tokens with massive activations apart."""
 
+    _keeps_sample = True
+
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         super().__init__(model, corpus, seed, batch)
         length = corpus.contexts.shape[1]
         self.leading = corpus.leading
         self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
-        self.sample = self._choose_sample()
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.sample = Sample(torch.full((self.total,), -1), nothing, nothing)
+        if self._keeps_sample:
+            self.sample = choose_sample(model, corpus, self.trailing, seed)
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
         self._left_out: Tensor | None = None
         self._first = 0
-
-    def _choose_sample(self) -> Sample:
-        nothing = torch.empty(0, dtype=torch.int64)
-        return Sample(torch.full((self.total,), -1), nothing, nothing)
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
@@ -82,6 +83,7 @@ class MeansPass(CorpusPass):
 class HeadsPass(MeansPass):
     """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
+    _keeps_sample = False
     _examples = 0
     _moments: type[SecondMoments] = SecondMoments
 
@@ -129,6 +131,7 @@ class HeadsPass(MeansPass):
 class SurveyPass(HeadsPass):
     """Sum all that a survey needs of a text, with copies of the caller's own accumulators."""
 
+    _keeps_sample = True
     _examples = EXAMPLES
 
     @measures("model")
@@ -149,10 +152,6 @@ class SurveyPass(HeadsPass):
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
         self.extra = [*built_in_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
 
-    def _choose_sample(self) -> Sample:
-        vector = (self.model.layers + 1) * self.model.width
-        return choose_sample(self.corpus, self.trailing, vector, self.seed)
-
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
@@ -164,7 +163,7 @@ class SurveyPass(HeadsPass):
             "query_keys": self.query_keys,
         }
         examples = {} if self.examples is None else {"examples": self.examples}
-        added = {f"extra.{one.name}": one for one in self.extra}
+        added = {f"extra.{extra.name}": extra for extra in self.extra}
         return super().accumulators | own | {"outliers": self.outliers} | examples | added
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -199,15 +198,16 @@ class SurveyPass(HeadsPass):
         return super().attention(layer, inputs)
 
 
-def choose_sample(corpus: Corpus, trailing: int, vector: int, seed: int) -> Sample:
-    """Draw a seeded sample of contexts whose means are kept (`vector` numbers each), and of single tokens.
+def choose_sample(model: OpenModel, corpus: Corpus, trailing: int, seed: int) -> Sample:
+    """Draw a seeded sample of contexts whose means are kept, and of single tokens.
 
     `trailing` special tokens at the end of each context are no such tokens.
     """
     contexts, length = corpus.contexts.shape
     leading = corpus.leading
     generator = torch.Generator().manual_seed(seed)
-    size = max(1, min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // (vector * 8)))
+    of_context = (model.layers + 1) * model.width * torch.float64.itemsize
+    size = max(1, min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // of_context))
     slot = torch.full((contexts,), -1, dtype=torch.int64)
     slot[torch.randperm(contexts, generator=generator)[:size].sort().values] = torch.arange(size)
     tokens = min(SAMPLED_TOKENS, len(corpus.tokens) - contexts * (leading + trailing))

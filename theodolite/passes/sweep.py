@@ -32,12 +32,8 @@ class SweptStages:
     The forward passes of a stage end after the block, and go on from there. A stage is made from the states of those
     before it, which hold what is summed up to this block.
 
-    State: those of the stages, and `passes`, the hidden states between the blocks.
-
-    Args:
-        model: from `open_streamed`.
-        stages: in order; their steps are run anew for every block, with the progress of that block.
-        work: where the survey is saved.
+    Their steps are run anew for every block, with the progress of that block. State: those of the stages, and `passes`,
+    the hidden states between the blocks.
     """
 
     def __init__(self, model: OpenModel, stages: Sequence[Stage], work: Unfinished) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
-from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
@@ -32,60 +32,40 @@ from theodolite.theory.unbiased import Jackknifed
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts on the model and the text that the tables need besides what was summed.
+    """Facts on the model and the text that the tables need besides what was summed; without a corpus nothing was read.
 
-    Attributes:
-        provenance: of the run; without an entry `corpus` no text was read, and the rest is empty.
-        text: that of a token id.
-        sample: contexts and tokens whose vectors were kept.
-        labels: of all contexts.
-        examples: token ids of the contexts that are shown.
-        pictures: their images, if they are images.
+    `text` is that of a token id, `sample` the contexts and tokens whose vectors were kept, and `examples` the token ids
+    of the contexts that are shown.
     """
 
     provenance: dict[str, Any]
+    corpus: Corpus | None = None
     text: Callable[[int], str] = str
     sample: Sample | None = None
-    labels: Tensor | None = None
     examples: Tensor | None = None
-    pictures: Tensor | None = None
-
-    @property
-    def trailing(self) -> int:
-        """The number of special tokens behind the text of every context; they are told apart as position 0 is."""
-        return int(self.provenance["corpus"].get("trailing_special_tokens", 0))
-
-    @property
-    def grid(self) -> PatchGrid | None:
-        """The layout of the images' tokens; None where text was read."""
-        return grid_described(self.provenance["corpus"])
-
-    @property
-    def leading(self) -> int:
-        """Tokens at the beginning that are told apart from the others."""
-        return 1 if self.grid is None else self.grid.leading
 
 
 def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     """Make all tables and arrays of a survey from what its stages have left; `extra`: its added accumulators."""
     inputs = _inputs(states, facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
-    tables: dict[str, pd.DataFrame] = dict.fromkeys(("sinks", "outliers", "examples"), pd.DataFrame())
+    tables: dict[str, pd.DataFrame] = {}
     arrays: dict[str, Tensor] = {}
-    for one in measurements():
-        parameters = inspect.signature(one.function).parameters.values()
+    for measurement in measurements():
+        parameters = inspect.signature(measurement.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
             continue
         forget()
-        made = one.function(**{need.name: inputs[need.name] for need in parameters if need.name in inputs})
-        if isinstance(made, tuple):
-            made, of_rows = made
+        given = {need.name: inputs[need.name] for need in parameters if need.name in inputs}
+        results = measurement.function(**given)
+        if isinstance(results, tuple):
+            results, of_rows = results
             arrays |= of_rows
-        if isinstance(made, pd.DataFrame):
-            tables[one.columns[0].table] = made
+        if isinstance(results, pd.DataFrame):
+            tables[measurement.columns[0].table] = results
             continue
-        table_of = {name: column.table for column in one.columns for name in column.columns}
-        for name, values in made.items():
+        table_of = {name: column.table for column in measurement.columns for name in column.columns}
+        for name, values in results.items():
             if isinstance(values, Jackknifed):
                 columns[table_of[name]][name] = values.value.tolist()
                 if f"{name}_se" in table_of:
@@ -125,29 +105,34 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
     if not states.of("corpus"):
         return inputs
-    length = facts.provenance["corpus"]["length"]
-    mu, pos, _ = survey_means(states, facts.trailing, facts.leading)
+    corpus = facts.corpus
+    assert corpus is not None
+    trailing = facts.provenance["corpus"]["trailing_special_tokens"]
+    mu, pos, _ = decomposed_means(states.of("corpus.means"), trailing, corpus.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
-        "means": means_of_text(states, facts.trailing),
+        "means": means_of_text(states, trailing),
         "mu": mu,
         "pos": pos,
-        "length": length,
-        "trailing": facts.trailing,
-        "leading": facts.leading,
-        "grid": None if facts.grid is None else facts.grid.shape,
+        "length": corpus.contexts.shape[1],
+        "trailing": trailing,
+        "leading": corpus.leading,
+        "grid": None if corpus.grid is None else corpus.grid.shape,
     }
     if not states.of("corpus.residual"):
         return inputs
     for moments in ("residual", "inputs"):
-        _refuse_overflow(states.of(f"corpus.{moments}"))
+        for layer, moment in enumerate(states.of(f"corpus.{moments}").get("moment", ())):
+            refuse_overflow(layer, moment)
     assert facts.sample is not None
-    assert facts.labels is not None
-    labels = facts.labels
+    assert facts.examples is not None
+    labels = corpus.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
-    if facts.pictures is not None:
-        inputs |= {"pictures": facts.pictures, "example_norms": states.of("corpus.examples")}
+    if corpus.images is not None:
+        pixels = corpus.images.pixels(slice(0, len(facts.examples)))
+        pictures = corpus.images.reader.shown(pixels)
+        inputs |= {"pictures": pictures, "example_norms": states.of("corpus.examples")}
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
     inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {
@@ -184,12 +169,8 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
         return {}
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
     rows = {"layers": layers + 1, "heads": layers * heads}
-    return states.once(
-        "added_columns",
-        lambda: extra_columns(
-            [*built_in_sums(layers, heads), *extra], lambda name: states.of(f"corpus.extra.{name}"), rows
-        ),
-    )
+    sums = [*built_in_sums(layers, heads), *extra]
+    return extra_columns(sums, lambda name: states.of(f"corpus.extra.{name}"), rows)
 
 
 def means_of_text(states: States, trailing: int) -> State:
@@ -197,16 +178,6 @@ def means_of_text(states: States, trailing: int) -> State:
     means = states.of("corpus.means")
     text = slice(means["readers"].shape[2] - trailing)
     return means | {name: means[name][:, :, text] for name in ("position_sum", "readers")}
-
-
-def survey_means(states: States, trailing: int, leading: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute μ (N, d), pos (N, T, d), ctx (N, S, d) of the text that was read; trailing special tokens have a pos."""
-    return states.once("means", lambda: decomposed_means(states.of("corpus.means"), trailing, leading))
-
-
-def _refuse_overflow(moments: State) -> None:
-    for layer, moment in enumerate(moments.get("moment", ())):
-        refuse_overflow(layer, moment)
 
 
 def refuse_overflow(layer: int, moment: Tensor) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -140,7 +139,6 @@ def trace_sinks(
     *,
     local_sinks: bool = False,
     batch: int | None = None,
-    checkpoint_seconds: float = 60.0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
@@ -160,7 +158,6 @@ def trace_sinks(
             contiguous span, at least min(16, T/4) queries, below the threshold on average, as a line break may its
             line. The other sinks of its head then catch fewer queries.
         batch: contexts a forward pass; None: 4096 tokens' worth.
-        checkpoint_seconds: how often progress is saved.
         show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
             saved then.
 
@@ -214,7 +211,6 @@ def trace_sinks(
             traces=table,
             arrays=arrays | head_arrays | {"sink_places": places},
             provenance=provenance | {"wall_seconds": states.seconds},
-            **{name: pd.DataFrame() for name in ("layers", "sinks", "outliers", "examples")},
         )
 
     stages = [
@@ -228,6 +224,5 @@ def trace_sinks(
         out,
         fingerprint,
         corpus=describe_corpus(corpus),
-        checkpoint_seconds=checkpoint_seconds,
         show_progress=show_progress,
     )

@@ -69,7 +69,7 @@ def accuracy_by_shots(answers: Mapping[str, Floats]) -> go.Figure:
 
 def answer(model: OpenModel, prompts: FewShotPrompts, batch: int | None = None) -> Answers:
     """Mark the right answers of a model as it is now."""
-    return prompts.asked_of(model, batch).whole()["right"].numpy()
+    return prompts.asked_of(model, batch).read_all()["right"].numpy()
 
 
 def tabulated(answers: Mapping[str, Answers], prompts: FewShotPrompts) -> pd.DataFrame:

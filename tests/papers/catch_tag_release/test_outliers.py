@@ -39,9 +39,9 @@ NAME, SINKS = "sinks/outliers", ["token_id", "first", "contexts"]
 
 def run_of(model: OpenModel, sinks: pd.DataFrame) -> Run:
     """What the experiment reads of a run, without a survey: its model, its seed and its sinks."""
-    provenance, empty = of_nothing(), pd.DataFrame()
+    provenance = of_nothing()
     provenance["model"]["sha256"] = model.sha256
-    return Run(empty, empty, sinks, empty, empty, {}, provenance)
+    return Run(sinks=sinks, arrays={}, provenance=provenance)
 
 
 @pytest.fixture(scope="module")
