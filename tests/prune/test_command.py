@@ -36,7 +36,7 @@ def test_the_options_are_those_of_prune_model():
         name: (each.default, each.annotation) for name, each in signature(prune_model).parameters.items()
     }
     assert takes.items() >= asked.items()
-    assert takes.keys() - asked.keys() == {"model", "corpus", "write_extras", "show_progress"}
+    assert takes.keys() - asked.keys() == {"model", "corpus", "show_progress"}
 
 
 def _arguments(model: Path, text: Path, out: Path, *more: object) -> list[object]:

@@ -324,12 +324,7 @@ class UnfinishedPruning(Unfinished):
                 write(layer, False)
 
     def finish(
-        self,
-        model: OpenModel,
-        matrices: Sequence[Sequence[Matrix]],
-        pruned: Pruned,
-        form: str,
-        write_extras: Callable[[Pruned, Path], object],
+        self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
     ) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         sums: dict[str, str] = {}
@@ -375,7 +370,6 @@ class UnfinishedPruning(Unfinished):
             write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
-            write_extras(pruned, folder)
         self.remove()
         low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)

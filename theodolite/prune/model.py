@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -96,7 +96,6 @@ def prune_model(
     form: str = "merged",
     batch: int | None = None,
     errors: bool = False,
-    write_extras: Callable[[Pruned, Path], object] = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -131,7 +130,6 @@ def prune_model(
         batch: contexts per forward pass; None: 1024 tokens' worth.
         errors: of "magnitude", which weighs no inputs: run the text all the same, for the errors of outputs in the
             table; else these are of the weights alone.
-        write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
@@ -149,7 +147,7 @@ def prune_model(
         written = unfinished.finished(options.form)
         if written is None:
             pruned = pruning.run(unfinished)
-            return unfinished.finish(pruning.model, pruning.matrices, pruned, options.form, write_extras)
+            return unfinished.finish(pruning.model, pruning.matrices, pruned, options.form)
         if pruning.model.streamed is None:
             pruning.restore(Path(options.out))
         return written
