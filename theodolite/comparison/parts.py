@@ -50,7 +50,6 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.measure.position import DIRECTIONS
-from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share, need, provenance, value_of
 from theodolite.report.findings import ENTROPY_COLLAPSE
@@ -683,8 +682,7 @@ def spectra(reference: Run, other: Run) -> Survival:
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
     holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    zero = int((first == 0).sum())
-    median = round((second / first.where(first > 0)).median() - 1, 4) + 0.0  # no −0 %
+    median = (second / first.where(first > 0)).median() - 1
     same = {name: int((table[f"{name}_before"] == table[f"{name}_after"]).sum()) for name in regimes}
 
     def change(row: pd.Series) -> str:
@@ -702,8 +700,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         change,
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
         details=(
-            f"median change of the norm {percent(median)}"
-            + (f" (without {counted(zero, 'head')} of norm 0 before)" if zero else ""),
+            f"median change of the norm {percent(median)}",
             *(f"same {titles[name]} in {count}" for name, count in same.items()),
         ),
         by_chance=expected_by_chance(holds),
@@ -750,15 +747,9 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         table.loc[places, f"{name}_after"] = after[name].to_numpy()
     table["status"] = LOST
     table.loc[places, "status"] = status_of(*_do_the_same(before, after, *errors))
-    details = []
-    blocks = [run.heads["layer"].to_numpy(np.float64) for run in runs]
-    if np.isfinite(rank := float(rank_correlation(blocks[0][places], blocks[1][partners]))):
-        details.append(f"rank correlation of the blocks of partners {number(rank)}")
+    details = [f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))]
     if unmatched := len(second) - len(partners):
-        details.append(f"{counted(unmatched, 'head')} of the other model without a partner")
-    details += [
-        f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))
-    ]
+        details.insert(0, f"{counted(unmatched, 'head')} of the other model without a partner")
     return Survival(
         MATCHED,
         "head",

@@ -141,7 +141,7 @@ class Survival:
     criterion: str  # what makes a unit, and when it survives
     table: (
         pd.DataFrame
-    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
+    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them
     moved: Change  # the part in one number
     describe: Callable[[pd.Series], str] | None = None  # what the sentence says of a lost or new head or sink
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
@@ -153,9 +153,7 @@ class Survival:
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
     contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
     certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    directions: str = (
-        ""  # the column that is 1 where a unit's directions are as they were; empty: it has none
-    )
+    directions: str = ""  # the column that is 1 where a unit's directions are as they were
 
     def count(self, status: str) -> int:
         """Count the units with this status."""
