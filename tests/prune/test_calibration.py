@@ -166,20 +166,6 @@ def test_a_block_is_left_once_all_inputs_are_seen(family, anew):
         assert torch.equal(moments.of(matrix).diagonal, whole.of(matrix).diagonal), matrix.key
 
 
-def test_matrices_that_take_on_the_same_vectors_share_their_sum(anew):
-    """Oracle: which matrices of Llama do, by name."""
-    model = anew("llama2")
-    matrices = block_matrices(model)[0]
-    moments = InputMoments(matrices)
-    with torch.inference_mode(), moments.collecting():
-        model.hf.base_model(input_ids=_ids(), use_cache=False)
-    assert len(moments._sums) == 4  # of q, k, v; of o; of gate and up; of down
-    by_name = {matrix.name: moments.of(matrix).diagonal for matrix in matrices}
-    assert torch.equal(by_name["q"], by_name["v"])
-    assert torch.equal(by_name["mlp.gate_proj"], by_name["mlp.up_proj"])
-    assert not torch.equal(by_name["q"], by_name["self_attn.o_proj"])
-
-
 def alone() -> tuple[nn.Linear, Matrix]:
     """A layer of two inputs, and its matrix."""
     module = nn.Linear(2, 3, bias=False).requires_grad_(False)
