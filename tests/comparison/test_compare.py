@@ -110,8 +110,8 @@ def test_of_a_random_model_nothing_survives(pair):
     assert compare(pair().run, pair("random").run).part("sinks").answer == UNDECIDED
 
 
-def test_numbers_from_the_files_by_loops(pair):
-    """Sinks, entropies and spectra of a noisy copy, in plain Python from parquet and safetensors."""
+def test_sinks_from_the_files_by_loops(pair):
+    """Those of a noisy copy, in plain Python from parquet."""
     first, second = pair(), pair("noisy")
     audit = of(second, first)
     contexts = len(IDS)
@@ -134,28 +134,6 @@ def test_numbers_from_the_files_by_loops(pair):
         before, after, error, status = expected[row["layer"], row["head"], row["kind"], row["token_id"]]
         assert (row["before"], row["after"], row["se"]) == pytest.approx((before, after, error))
         assert row["status"] == status
-    heads = [pd.read_parquet(one.run.folder / "heads.parquet") for one in (first, second)]
-    arrays = [load_file(one.run.folder / "arrays.safetensors") for one in (first, second)]
-    visible = arrays[0]["visible_keys"]
-    parts = (audit.part(name).table.to_dict("records") for name in ("entropies", "spectra"))
-    for place, (entropy, spectrum) in enumerate(zip(*parts, strict=True)):
-        one, other = (frame.iloc[place] for frame in heads)
-        highest = np.mean([np.log(n) for n in visible[int(one["layer"])]])
-        assert entropy["difference"] == pytest.approx(other["entropy"] - one["entropy"])
-        changes = np.subtract(*(own["heads.entropy.without"][:, place].astype(float) for own in arrays))
-        assert entropy["se"] == pytest.approx(
-            (7 / 8 * ((changes - changes.mean()) ** 2).sum()) ** 0.5, abs=1e-6
-        )
-        a, b = one["entropy"] / highest, other["entropy"] / highest
-        assert (entropy["share_before"], entropy["share_after"]) == pytest.approx((a, b))
-        ranges = [0 if x < 0.05 else 2 if x >= 0.995 else 1 for x in (a, b)]
-        assert (entropy["status"] == "survived") == (abs(a - b) <= 0.1 and ranges[0] == ranges[1])
-        sizes = [row["frobenius_squared"] ** 0.5 for row in (one, other)]
-        assert (spectrum["frobenius_before"], spectrum["frobenius_after"]) == pytest.approx(sizes)
-        same = one["regime"] == other["regime"] and min(sizes) >= max(sizes) / 2
-        assert spectrum["status"] == ("survived" if same else "lost")
-    statuses = {status for name in ("entropies", "spectra") for status in audit.part(name).table["status"]}
-    assert {"survived", "lost"} <= statuses  # or little was tried
 
 
 def test_tags_from_the_files_by_loops(pair):
