@@ -134,8 +134,8 @@ class Audit:
             for part in self.parts
         ]
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
-        own = {part.name.replace(" ", "_"): part.table for part in self.parts}
-        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | own
+        of_parts = {part.name.replace(" ", "_"): part.table for part in self.parts}
+        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | of_parts
 
     @property
     def overview(self) -> pd.DataFrame:
@@ -201,7 +201,7 @@ def compare(
     outputs_of: tuple[Run, Run] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Audit:
-    """Say which sinks, tags, outliers, positions, head outputs, entropies, head types and spectra another model has.
+    """Compare two models: which sinks, tags, outliers, positions, head outputs, entropies, roles and spectra survive.
 
     Of models that differ in shape or tokenizer, heads are matched by what they do (`parts.matched_heads`), and
     compared; nothing else is.

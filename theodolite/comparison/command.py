@@ -197,7 +197,7 @@ def without_term(place: int, candidate: Candidate, layer: int, rank: int | None)
 
 
 def _check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int | None) -> None:
-    """Open each candidate, and refuse (`UsageError`) what cannot be done before anything that takes long."""
+    """Open each candidate, and raise `UsageError` for what cannot be done, before anything that takes long."""
     shapes: list[object] = []
     lengths: dict[str, int] = {}
 

@@ -215,12 +215,12 @@ def tags(reference: Run, other: Run) -> Survival:
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
     table = _strongest_first(table, "tagged_before", "tagged_after")
-    own = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
+    tagging = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
 
     def mean(name: str, value: str) -> Change:
-        weights = own["tagged_before"]
+        weights = tagging["tagged_before"]
         ends = (
-            np.average(own[end], weights=weights) if len(own) else 0.0
+            np.average(tagging[end], weights=weights) if len(tagging) else 0.0
             for end in (f"{value}before", f"{value}after")
         )
         return Change(name, *map(float, ends))
@@ -230,7 +230,7 @@ def tags(reference: Run, other: Run) -> Survival:
             return f"(rotated, cosine {number(row['cosine'])})"
         return f"(η² {number(row['before'])} → {number(row['after'])})"
 
-    cosine = own["cosine"].median()
+    cosine = tagging["cosine"].median()
     columns = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
     columns += [
         *(f"released_{end}" for end in ENDS),
@@ -270,13 +270,13 @@ def directions_kept(
     directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
     """
     u, v = (sums.double().transpose(0, 1) for sums in (before, after))
-    own, others = product(u), product(v)
-    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), own, others)
-    return cosine.where(own.above_noise() & others.above_noise())
+    square, other_square = product(u), product(v)
+    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), square, other_square)
+    return cosine.where(square.above_noise() & other_square.above_noise())
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
-    """Take rows of an array, counted from 1; NaN for row 0, and beyond the end."""
+    """Take rows of an array, counted from 1, with NaN for row 0 and beyond the end."""
     padded = torch.cat([stored.double().new_full((1, *stored.shape[1:]), torch.nan), stored.double()])
     numbers = torch.from_numpy(rows.to_numpy().astype(np.int64))
     return padded[torch.where(numbers < len(padded), numbers, 0)]
@@ -416,8 +416,8 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
 
 def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
     """Compute linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
-    crossed, own, others = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
-    return float(crossed.square() / (own * others))
+    crossed, of_p, of_q = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
+    return float(crossed.square() / (of_p * of_q))
 
 
 def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
@@ -467,7 +467,7 @@ def _overlaps(
     two: Float[Tensor, "layers most width"],
     shares: Float[Tensor, "layers more"],
 ) -> Float[Tensor, " layers"]:
-    """Add up the squared length of each of one's directions along all of two's."""
+    """Sum the squared lengths of the directions `one` along those of `two`, each by its share."""
     return ((one @ two.mT).square().sum(dim=2) * shares[:, : one.shape[1]]).sum(dim=1)
 
 
@@ -818,12 +818,12 @@ def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _do_the_same(before: pd.DataFrame, after: pd.DataFrame, *errors: pd.DataFrame) -> tuple[Flags, Flags]:
-    """Decide whether heads do what their partners do, and whether not: by entropy and every role that the first has.
+    """Decide for which heads the partner has the same entropy and roles, and for which not.
 
     `errors`: half the widths of the intervals of both.
     """
-    old, new, *own = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
-    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*own)), old, new, *own)
+    old, new, *margins_of = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
+    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*margins_of)), old, new, *margins_of)
     for role in (role for role in ROLES if role.column in before):
         old, new, *margins_of = (frame[role.column].to_numpy() for frame in (before, after, *errors))
         enough, too_little = LEFT.decided(new - HALF * old, np.hypot(*margins_of))

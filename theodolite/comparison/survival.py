@@ -94,18 +94,18 @@ def join(
 
 
 def sides_of(table: pd.DataFrame, name: str = "value") -> tuple[Jackknifed, Jackknifed]:
-    """Read a number of each unit in both runs off a joined table, with what it is without each group of contexts."""
+    """Return a number of each unit before and after, jackknifed, from a joined table."""
     sides = []
     for side in SIDES:
-        own = f"{name}_{side}" if f"{name}_{side}" in table else side
-        without = [column for column in table if re.fullmatch(rf"{re.escape(name)}\.\d+_{side}", column)]
-        values = (table[own].to_numpy(np.float64), table[without].to_numpy(np.float64).T)
+        column = f"{name}_{side}" if f"{name}_{side}" in table else side
+        without = [of for of in table if re.fullmatch(rf"{re.escape(name)}\.\d+_{side}", of)]
+        values = (table[column].to_numpy(np.float64), table[without].to_numpy(np.float64).T)
         sides.append(Jackknifed(*map(torch.tensor, values)))
     return sides[0], sides[1]
 
 
 def shown(table: pd.DataFrame) -> pd.DataFrame:
-    """Drop what numbers are without each group of contexts."""
+    """Drop the columns of what numbers are without each group of contexts."""
     return table[[name for name in table if not re.search(r"\.\d+_", name)]]
 
 
@@ -182,7 +182,7 @@ class Survival:
 
     @property
     def family(self) -> Estimate:
-        """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
+        """The share of the reference's units that is left, over all: `paired`, or counted from their statuses.
 
         Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
         would keep is taken off both the units and those that survive. Where units have weights, which ones there are
@@ -208,7 +208,7 @@ class Survival:
         return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
 
     def of_one_model(self) -> Survival:
-        """Make the part where both runs are of one model: if no number differs, all survives, on any text."""
+        """Return the part for a model compared with itself: if no number differs, all survives, on any text."""
         table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
         part = replace(self, table=table, certain=True)
         return part if part.exact else self

@@ -179,13 +179,13 @@ def _factor(matrix: Float64[Tensor, "inputs inputs"]) -> bool:
     """
     for stop in range(len(matrix), 0, -_FACTORED_AT_ONCE):
         now = slice(max(stop - _FACTORED_AT_ONCE, 0), stop)
-        before, own = slice(0, now.start), matrix[now, now]
+        before, block = slice(0, now.start), matrix[now, now]
         # Cholesky of the flipped matrix, flipped back, is upper times lower instead of lower times upper.
-        lower, failed = torch.linalg.cholesky_ex(own.flip(0, 1))
+        lower, failed = torch.linalg.cholesky_ex(block.flip(0, 1))
         if failed:
             return False
         upper = lower.flip(0, 1)
-        own.copy_(own.tril(-1).add_(upper))
+        block.copy_(block.tril(-1).add_(upper))
         above = matrix[before, now]
         above.copy_(torch.linalg.solve_triangular(upper.mT, above, upper=False, left=False))
         for end in range(now.start, 0, -_STRIP):
@@ -198,7 +198,7 @@ def _factor(matrix: Float64[Tensor, "inputs inputs"]) -> bool:
 
 
 def _mirror(matrix: Float64[Tensor, "inputs inputs"]) -> None:
-    """Put what is below the diagonal above it."""
+    """Copy the lower triangle into the upper one."""
     for start in range(0, len(matrix), _FACTORED_AT_ONCE):
         now = slice(start, start + _FACTORED_AT_ONCE)
         matrix[:start, now] = matrix[now, :start].mT
@@ -328,7 +328,7 @@ class Pattern:
         return self.largest_down(groups).T.reshape(scores.shape)
 
     def largest_down(self, groups: Float[Tensor, "of groups"]) -> Bool[Tensor, "of groups"]:
-        """Do as `largest`, each column a group. Pairs are compared: sorting a row of four costs more than the four."""
+        """Mark the `kept` largest of each column, of ties the last, by comparing pairs: sorting four costs more."""
         beaten = torch.zeros_like(groups, dtype=torch.int16)
         for distance in range(1, self.of):
             later_wins = groups[distance:] >= groups[:-distance]
@@ -380,7 +380,7 @@ def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
 def _checked(
     weight: Tensor, sparsity: float | None, pattern: GivenPattern
 ) -> tuple[Tensor, Pattern | None, float]:
-    """Check a weight, and find the pattern and the share to remove."""
+    """Return a weight, checked, with the pattern and the share to remove."""
     weight = checked_weight(weight)
     n_of_m = pattern_of(pattern, weight.shape[1])
     return weight, n_of_m, sparsity_of(sparsity, n_of_m)

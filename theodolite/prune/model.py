@@ -324,8 +324,8 @@ class _Pruning:
         for matrix in matrices:
             # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
             self.show_progress(before + len(rows), len(self.every))
-            one, row = self.prune(matrix, moments.of(matrix))
-            pruned.append(one)
+            approximation, row = self.prune(matrix, moments.of(matrix))
+            pruned.append(approximation)
             rows.append(row)
         return pruned, rows
 
@@ -351,7 +351,7 @@ class _Pruning:
             for lost, whole in zip(losses, wholes, strict=True)
         )
         nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
-        kept = nonzeros + sum(factor.numel() for factor in low_rank)
+        parameters = nonzeros + sum(factor.numel() for factor in low_rank)
         row_numbers = 0 if matrix.rows is None else matrix.rows.nbytes
         return pruned, {
             "layer": matrix.layer,
@@ -362,11 +362,11 @@ class _Pruning:
             "inputs": matrix.shape[1],
             "method": options.method,
             "asked": math.nan if share is None else share,
-            "sparsity": 1 - kept / sparse.numel(),
+            "sparsity": 1 - parameters / sparse.numel(),
             "rank": len(low_rank[1]) if low_rank else 0,
             "nonzeros": nonzeros,
             "dense_bytes": sparse.numel() * size,
-            "compact_bytes": kept * size + -(-sparse.numel() // 8) + row_numbers,
+            "compact_bytes": parameters * size + -(-sparse.numel() // 8) + row_numbers,
             "error": error,
             "error_scaled": error_scaled,
             "damping": damping,
@@ -494,14 +494,14 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
-    """Write one value where all matrices agree, one a block where those of each block do, else all by name."""
+    """Return one value if all matrices agree, one per block if those of each block do, else all by name."""
     by_block: dict[int, set[float | None]] = {}
     for (layer, _), value in values.items():
         by_block.setdefault(layer, set()).add(value)
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
-    if list(by_block) == list(range(len(by_block))) and all(len(found) == 1 for found in by_block.values()):
-        return [found.pop() for found in by_block.values()]
+    if list(by_block) == list(range(len(by_block))) and all(len(shares) == 1 for shares in by_block.values()):
+        return [shares.pop() for shares in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}
 
 

@@ -239,10 +239,9 @@ def _step(target: Tensor, space: Tensor) -> Truncated:
 
 
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
-    """Compute the truncated SVD, up to a rotation of its factors: by a step from its right singular vectors, or a
-    basis of their span.
+    """Compute the truncated SVD, up to a rotation of its factors, by a step from a basis of its right singular space.
 
-    They are found by a full SVD of the square factor of a QR decomposition: half the work for a tall matrix, and a
+    That is found by a full SVD of the square factor of a QR decomposition: half the work for a tall matrix, and a
     fourth for a wide one.
     """
     if not rank:
