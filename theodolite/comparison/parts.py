@@ -133,7 +133,6 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         f"{'' if paired is None else together}",
         shown(table),
         Change.of("sinks per context", torch.sum, *sides_of(joined)),
-        lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)",
         details=(
             *([] if paired is None else [f"at the same place of the same context: {paired}"]),
             *([f"rarer ones {rarer[0]} → {rarer[1]} per context"] if len(table) < len(joined) else []),
@@ -216,21 +215,8 @@ def tags(reference: Run, other: Run) -> Survival:
     table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
     table = _strongest_first(table, "tagged_before", "tagged_after")
     tagging = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
-
-    def mean(name: str, value: str) -> Change:
-        weights = tagging["tagged_before"]
-        ends = (
-            np.average(tagging[end], weights=weights) if len(tagging) else 0.0
-            for end in (f"{value}before", f"{value}after")
-        )
-        return Change(name, *map(float, ends))
-
-    def change(row: pd.Series) -> str:
-        if row["status"] == LOST and row["after"] >= HALF * row["before"]:
-            return f"(rotated, cosine {number(row['cosine'])})"
-        return f"(η² {number(row['before'])} → {number(row['after'])})"
-
-    cosine = tagging["cosine"].median()
+    weights = tagging["tagged_before"]
+    means = (float(np.average(tagging[side], weights=weights)) if len(tagging) else 0.0 for side in SIDES)
     columns = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
     columns += [
         *(f"released_{end}" for end in ENDS),
@@ -248,12 +234,7 @@ def tags(reference: Run, other: Run) -> Survival:
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
         "that is gone, if the sink is lost",
         table[columns],
-        mean("mean η² in the head's output", ""),
-        change,
-        details=(
-            mean("largest η² in later layers", "released_"),
-            *([f"median cosine of the directions {number(cosine)}"] if np.isfinite(cosine) else []),
-        ),
+        Change("mean η² in the head's output", *means),
         weight="tagged_before",
         directions="cosine",
         least=TAGGED,
@@ -512,13 +493,6 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         status=np.where(writes, status_of(survives, lost), NEW),
     )
     table = table[writes | (after > 0)].reset_index(drop=True)
-
-    def change(row: pd.Series) -> str:
-        if row["norm_after"] == 0:
-            return "(no longer writes anything)"
-        retained = percent(row["after"]) if row["after"] > 0 else "nothing"
-        return f"(retains {retained}; norm {number(row['norm_before'])} → {number(row['norm_after'])})"
-
     what = "‖new − old‖/‖old‖, mean over heads"
     # ‖new − old‖/‖old‖ over all tokens, mean over the heads that write.
     relative = combined(
@@ -533,9 +507,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         "whole 95 % interval (over contexts)",
         table,
         Change("mean norm of the outputs", before.mean(), after.mean()),
-        change,
         verb=("keeps its output", "keep their output"),
-        details=(f"median relative difference {number(table['relative_difference'].median())}",),
         least=1.0,
         contexts=contexts,
         further=(judge("heads write nearly the same", what, change_of_outputs, ALIKE),),
@@ -564,11 +536,6 @@ def entropies(reference: Run, other: Run) -> Survival:
     moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))
     table = shown(table).drop(columns=["share_difference", "share_se"], errors="ignore")
     table = table.assign(left_range=left, status=status_of(kept, lost))
-
-    def change(row: pd.Series) -> str:
-        entered = f", now {row['left_range']}" if row["left_range"] else ""
-        return f"({number(row['before'])} → {number(row['after'])}{entered})"
-
     return Survival(
         "entropies",
         "head",
@@ -577,7 +544,6 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
         table,
         moved,
-        change,
         verb=("keeps its entropy", "keep their entropy"),
         by_chance=expected_by_chance(_similar(first[:, None], second)),
         contexts=_contexts(reference),
@@ -646,11 +612,6 @@ def head_types(reference: Run, other: Run) -> Survival:
         units += (table[list(SIDES)] >= role.threshold).sum().to_numpy()
         tables.append(shown(statuses(table, role.threshold, _contexts(reference))).reset_index(drop=True))
     table = pd.concat(tables, ignore_index=True)
-
-    def change(row: pd.Series) -> str:
-        scores = f"{number(row['before'], 2)} → {number(row['after'], 2)}"
-        return f"as {row['type'].removesuffix(' head')} ({scores})"
-
     thresholds = "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
     return Survival(
         "head types",
@@ -658,7 +619,6 @@ def head_types(reference: Run, other: Run) -> Survival:
         f"{thresholds}; it {BY_HALVES}",
         table,
         Change("roles of heads", *units),
-        change,
         contexts=_contexts(reference),
     )
 
@@ -673,8 +633,7 @@ def spectra(reference: Run, other: Run) -> Survival:
     one, two = (
         run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
     )
-    titles = {"regime": "regime", "regime_data": "regime with the covariance of what the head reads"}
-    regimes = [name for name in titles if name in one and name in two]
+    regimes = [name for name in ("regime", "regime_data") if name in one and name in two]
     table = join(one, two, HEAD, ["frobenius", "trace", "r"], texts=regimes)
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
@@ -682,14 +641,6 @@ def spectra(reference: Run, other: Run) -> Survival:
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
     holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    median = (second / first.where(first > 0)).median() - 1
-    same = {name: int((table[f"{name}_before"] == table[f"{name}_after"]).sum()) for name in regimes}
-
-    def change(row: pd.Series) -> str:
-        old, new = row["regime_before"], row["regime_after"]
-        norms = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
-        return f"({norms})" if old == new else f"({norms}, {old} → {new})"
-
     return Survival(
         "spectra",
         "head",
@@ -697,12 +648,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         "the weights alone) is the same",
         table,
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
-        change,
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
-        details=(
-            f"median change of the norm {percent(median)}",
-            *(f"same {titles[name]} in {count}" for name, count in same.items()),
-        ),
         by_chance=expected_by_chance(holds),
         certain=True,
     )

@@ -143,7 +143,6 @@ class Survival:
         pd.DataFrame
     )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them
     moved: Change  # the part in one number
-    describe: Callable[[pd.Series], str] | None = None  # what the sentence says of a lost or new head or sink
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
     details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
     weight: str = ""  # the column by which units count; empty: each counts once
@@ -257,7 +256,7 @@ class Survival:
         return "; ".join(clauses) + "."
 
     def _named(self, rows: pd.DataFrame) -> list[str]:
-        """Name lost or new units: dimensions, layers, or heads and sinks with what `describe` says of them."""
+        """Name lost or new units: dimensions, layers, or heads and sinks with their numbers before and after."""
         if "dimension" in rows:
             layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
             return [
@@ -265,11 +264,14 @@ class Survival:
             ]
         if "head" not in rows:
             return [f"layer {layer}" for layer in rows["layer"]]
-        return [
-            f"{sink_name(row) if 'kind' in row else head_name(row['layer'], row['head'])} {self.describe(row)}"
-            for _, row in rows.iterrows()
-            if self.describe
-        ]
+        names = []
+        for _, row in rows.iterrows():
+            name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+            name += f" as {row['type'].removesuffix(' head')}" if "type" in row else ""
+            ends = [number(row[side]) for side in SIDES if side in row]
+            turned = f", {self.directions} {number(row[self.directions])}" if self.directions else ""
+            names.append(f"{name} ({' → '.join(ends)}{turned})" if ends else name)
+        return names
 
     @property
     def needed(self) -> str:
