@@ -235,6 +235,14 @@ def test_a_rare_sink_that_is_gone_is_no_loss(pair):
     assert "rarer ones 0.0625 → 0 per context" in audit.part("sinks").sentence
 
 
+def test_sinks_of_too_few_contexts_for_an_error_are_undecided(pair):
+    run = pair().run
+    unknown = {"sinks.share.without": torch.full_like(run.arrays["sinks.share.without"], torch.nan)}
+    few = replace(run, arrays=run.arrays | unknown)
+    fewer_sinks = replace(few, sinks=run.sinks.assign(share=0.4 * run.sinks["share"]))
+    assert set(compare(few, fewer_sinks).part("sinks").table["status"]) == {"undecided"}
+
+
 def test_outlier_dimensions_by_hand():
     """Sizes over that of the layer's median dimension, by layer and dimension; elsewhere there are none."""
     planted_there = {

@@ -119,8 +119,9 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
         rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
         rows = by_group(rows, rows["share"], without(run, "sinks.share"))
-        sums = rows.filter(regex=r"^value").columns
-        shares.append(rows.groupby(SINK, as_index=False).agg({"token": "first"} | dict.fromkeys(sums, "sum")))
+        tokens, numbers = rows.groupby(SINK)["token"], rows.groupby(SINK)[list(rows.filter(regex=r"^value"))]
+        # What is not known without a group of contexts stays so.
+        shares.append(numbers.sum(min_count=1).assign(token=tokens.first()).reset_index())
     joined = _joined_sinks(shares[0], shares[1], ["value"])
     table = _strongest_first(statuses(joined, LEAST_SHARE, _contexts(reference)), *SIDES)
     rarer = [number(joined[side].sum() - table[side].sum()) for side in SIDES]
