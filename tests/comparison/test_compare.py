@@ -334,7 +334,6 @@ def test_entropies_by_hand():
     ]
     part = compare(*runs).part("entropies")
     assert part.table["status"].tolist() == statuses
-    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "uniform", ""]
 
     def survives(i: int, j: int) -> bool:
         between = [0.05 <= x < 0.995 for x in (before[i], after[j])]

@@ -67,7 +67,6 @@ ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
 TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
-RANGES = np.array(["collapsed", "", "uniform"])  # below `ENTROPY_COLLAPSE`, above `UNIFORM_ATTENTION`
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 OUTPUTS, MATCHED = "head outputs", "matched heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
@@ -533,10 +532,9 @@ def entropies(reference: Run, other: Run) -> Survival:
     kept, lost = same_range(
         (similar, changed), first, second, *(margins(side.error, len(side.without)) for side in sides)
     )
-    left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
     moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))
-    table = shown(table).drop(columns=["share_difference", "share_se"], errors="ignore")
-    table = table.assign(left_range=left, status=status_of(kept, lost))
+    table = shown(table).drop(columns=["share_difference", "share_se"])
+    table = table.assign(status=status_of(kept, lost))
     return Survival(
         "entropies",
         "head",
@@ -554,7 +552,7 @@ def entropies(reference: Run, other: Run) -> Survival:
 def same_range(
     similar: tuple[Flags, Flags], before: Floats, after: Floats, error: Floats, error_after: Floats
 ) -> tuple[Flags, Flags]:
-    """Decide whether entropies survive or are lost: by whether they are similar, and by their place in `RANGES`.
+    """Decide whether entropies survive or are lost: by whether they are similar, and by `range_of`.
 
     `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
     """
@@ -572,7 +570,7 @@ def _similar(before: Floats, after: Floats) -> Flags:
 
 
 def range_of(share: Floats) -> np.ndarray:
-    """Find the place in `RANGES` of each entropy, as a share of the maximum."""
+    """Classify entropies, as shares of the maximum: 0 collapsed, 2 uniform, 1 neither."""
     return np.digitize(share, [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
