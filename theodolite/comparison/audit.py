@@ -164,7 +164,7 @@ class Audit:
 
 
 def _cells(moved: Change) -> tuple[str, float, float, str]:
-    """Return the cells of a part's number: its name, before and after, and the change with its error."""
+    """Return a number's cells in the overview: its name, before, after, and the change with its error."""
     change = moved.after - moved.before
     shown = with_error(change, moved.error) if math.isfinite(change) else ""
     return moved.name, moved.before, moved.after, shown
@@ -274,7 +274,7 @@ def _name_of(run: Run) -> str:
 def _check(
     names: tuple[str, str], surveys: Sequence[Run], traces: Sequence[Run], written: Sequence[Run]
 ) -> None:
-    """Refuse what cannot be compared."""
+    """Raise `UsageError` for runs that cannot be compared, and say why."""
     first, second = (survey.provenance for survey in surveys)
     pair = f"{names[1]} and {names[0]}"
     no_survey = {
@@ -312,7 +312,7 @@ def _check(
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Refuse models, by name, whose contexts differ in length: what heads do depends on it."""
+    """Raise `UsageError` unless the contexts of all models, by name, have one length, on which heads depend."""
     if len(set(lengths.values())) > 1:
         each = listed([f"{name} {length}" for name, length in lengths.items()], 4)
         raise UsageError(

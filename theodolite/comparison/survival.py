@@ -124,7 +124,7 @@ class Change:
 
     @classmethod
     def of(cls, name: str, reduce: Callable[[Tensor], Tensor], *sides: Jackknifed) -> Change:
-        """Take a sum or mean over units before and after, the error over the groups that both runs read."""
+        """Compute a sum or mean over units before and after, with the error of the difference."""
         before, after = (combined(reduce, side) for side in sides)
         return cls(
             name, float(before.value), float(after.value), float(combined(torch.sub, before, after).error)
@@ -291,7 +291,7 @@ class Survival:
         )
 
     def counts(self) -> str:
-        """Word the counts: `31 of 34 sinks survive`, and how many are new or undecided."""
+        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:

@@ -212,7 +212,7 @@ class InputMoments:
 
     @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
     def of(self, matrix: Matrix) -> Moments:
-        """Give the moments of a matrix's inputs, unit ones with a count of 0 if there were none; or `WorkError`."""
+        """Return the moments of a matrix's inputs, those of the identity if it had none; `WorkError` if infinite."""
         at, device = matrix.holder.data_ptr(), matrix.holder.device
         first = self._first.get(at, at)
         if first in self._moments:

@@ -315,7 +315,7 @@ class _Pruning:
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
-        """Prune a block's matrices on their inputs (no text: all alike), after `before` others; with their rows."""
+        """Return a block's matrices, pruned, with their rows of the table; `before`: how many came before."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
             text.read(layer, moments)
@@ -330,7 +330,7 @@ class _Pruning:
         return pruned, rows
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """Prune one matrix of a block in memory, in its own dtype; it and its row of the table, or `WorkError`."""
+        """Return one matrix, pruned in its own dtype, and its row of the table; `WorkError` if nothing entered it."""
         options = self.options
         if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
             raise WorkError(
@@ -377,7 +377,7 @@ class _Pruning:
     def _approximated(
         self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
     ) -> tuple[tuple[Tensor, ...], float, str]:
-        """Prune a weight: its sparse and, if any, low-rank parts; the damping; what deviates from the method."""
+        """Return the parts of a pruned weight, sparse and if any low-rank, the damping, and what else was done."""
         options, pattern = self.options, self.options.pattern
         if options.method == "magnitude":
             return (magnitude(weight, sparsity, pattern),), math.nan, ""
