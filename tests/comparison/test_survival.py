@@ -137,19 +137,6 @@ def test_a_join_has_every_key_of_either_table_once():
     assert none["text_after"].isna().all()
 
 
-def test_numbers_of_one_key_add_up():
-    """Oracle: by hand; what is not known without a group stays so."""
-    rows = pd.DataFrame({"layer": [1, 0, 1], "token": ["a", "b", "c"]})
-    values = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    summed = Units(rows, {"value": Jackknifed(values, values / torch.tensor([[1.0], [torch.nan]]))}).summed(
-        ["layer"]
-    )
-    assert summed.rows.to_dict("list") == {"layer": [1, 0], "token": ["a", "b"]}
-    assert summed.numbers["value"].value.tolist() == [5, 2]
-    assert summed.numbers["value"].without[0].tolist() == [5, 2]
-    assert summed.numbers["value"].without[1].isnan().all()
-
-
 def test_chance_is_the_mean_over_all_orders():
     holds = np.random.default_rng(0).random((5, 5)) < 0.4
     kept = [

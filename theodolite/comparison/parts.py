@@ -115,7 +115,13 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     for run in (reference, other):
         rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
         rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-        sides.append(Units(rows[[*SINK, "token"]], {"value": number_of(run, "sinks", "share")}).summed(SINK))
+        groups, shares = rows.groupby(SINK, sort=False), number_of(run, "sinks", "share")
+        place = torch.from_numpy(groups.ngroup().to_numpy(copy=True))
+        sums = (
+            part.new_zeros(*part.shape[:-1], groups.ngroups).index_add_(-1, place, part)
+            for part in (shares.value, shares.without)
+        )
+        sides.append(Units(groups["token"].first().reset_index(), {"value": Jackknifed(*sums)}))
     joined = _joined_sinks(*sides)
     table, every = by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
     rarer = [number(every[side].sum() - table[side].sum()) for side in SIDES]

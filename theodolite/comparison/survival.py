@@ -47,17 +47,6 @@ class Units:
     rows: pd.DataFrame
     numbers: dict[str, Jackknifed]
 
-    def summed(self, key: Sequence[str]) -> Units:
-        """Sum the numbers of units with the same key; of their other columns the first counts."""
-        groups = self.rows.groupby(list(key), sort=False)
-        rows, place = groups.first().reset_index(), torch.from_numpy(groups.ngroup().to_numpy())
-        numbers = {}
-        for name, of_units in self.numbers.items():
-            parts = (of_units.value, of_units.without)
-            sums = (part.new_zeros(*part.shape[:-1], len(rows)).index_add_(-1, place, part) for part in parts)
-            numbers[name] = Jackknifed(*sums)
-        return Units(rows, numbers)
-
 
 @dataclass(frozen=True)
 class Joined:
