@@ -110,8 +110,8 @@ def test_of_a_random_model_nothing_survives(pair):
     assert compare(pair().run, pair("random").run).part("sinks").answer == UNDECIDED
 
 
-def test_numbers_from_the_files_by_loops(pair):
-    """Sinks, entropies and spectra of a noisy copy, in plain Python from parquet and safetensors."""
+def test_sinks_from_the_files_by_loops(pair):
+    """Those of a noisy copy, in plain Python from parquet."""
     first, second = pair(), pair("noisy")
     audit = of(second, first)
     contexts = len(IDS)
@@ -134,28 +134,6 @@ def test_numbers_from_the_files_by_loops(pair):
         before, after, error, status = expected[row["layer"], row["head"], row["kind"], row["token_id"]]
         assert (row["before"], row["after"], row["se"]) == pytest.approx((before, after, error))
         assert row["status"] == status
-    heads = [pd.read_parquet(one.run.folder / "heads.parquet") for one in (first, second)]
-    arrays = [load_file(one.run.folder / "arrays.safetensors") for one in (first, second)]
-    visible = arrays[0]["visible_keys"]
-    parts = (audit.part(name).table.to_dict("records") for name in ("entropies", "spectra"))
-    for place, (entropy, spectrum) in enumerate(zip(*parts, strict=True)):
-        one, other = (frame.iloc[place] for frame in heads)
-        highest = np.mean([np.log(n) for n in visible[int(one["layer"])]])
-        assert entropy["difference"] == pytest.approx(other["entropy"] - one["entropy"])
-        changes = np.subtract(*(own["heads.entropy.without"][:, place].astype(float) for own in arrays))
-        assert entropy["se"] == pytest.approx(
-            (7 / 8 * ((changes - changes.mean()) ** 2).sum()) ** 0.5, abs=1e-6
-        )
-        a, b = one["entropy"] / highest, other["entropy"] / highest
-        assert (entropy["share_before"], entropy["share_after"]) == pytest.approx((a, b))
-        ranges = [0 if x < 0.05 else 2 if x >= 0.995 else 1 for x in (a, b)]
-        assert (entropy["status"] == "survived") == (abs(a - b) <= 0.1 and ranges[0] == ranges[1])
-        sizes = [row["frobenius_squared"] ** 0.5 for row in (one, other)]
-        assert (spectrum["frobenius_before"], spectrum["frobenius_after"]) == pytest.approx(sizes)
-        same = one["regime"] == other["regime"] and min(sizes) >= max(sizes) / 2
-        assert spectrum["status"] == ("survived" if same else "lost")
-    statuses = {status for name in ("entropies", "spectra") for status in audit.part(name).table["status"]}
-    assert {"survived", "lost"} <= statuses  # or little was tried
 
 
 def test_tags_from_the_files_by_loops(pair):
@@ -213,7 +191,7 @@ def test_a_tag_that_turned_too_far_is_lost(pair, cosine, noise, status):
     assert places(part.table, "lost") == (
         {(strongest["layer"], strongest["head"])} if status == "lost" else set()
     )
-    assert ("rotated, cosine" in part.sentence) == (status == "lost")
+    assert (", cosine " in part.sentence) == (status == "lost")
     row = (part.table["layer"] == strongest["layer"]) & (part.table["head"] == strongest["head"])
     assert status in set(part.table.loc[row, "status"])
     if noise <= 0.01:
@@ -255,6 +233,14 @@ def test_a_rare_sink_that_is_gone_is_no_loss(pair):
         part = audit.part(name)
         assert (part.count("lost"), part.count("undecided")) == (0, 0), name
     assert "rarer ones 0.0625 → 0 per context" in audit.part("sinks").sentence
+
+
+def test_sinks_of_too_few_contexts_for_an_error_are_undecided(pair):
+    run = pair().run
+    unknown = {"sinks.share.without": torch.full_like(run.arrays["sinks.share.without"], torch.nan)}
+    few = replace(run, arrays=run.arrays | unknown)
+    fewer_sinks = replace(few, sinks=run.sinks.assign(share=0.4 * run.sinks["share"]))
+    assert set(compare(few, fewer_sinks).part("sinks").table["status"]) == {"undecided"}
 
 
 def test_outlier_dimensions_by_hand():
@@ -348,7 +334,6 @@ def test_entropies_by_hand():
     ]
     part = compare(*runs).part("entropies")
     assert part.table["status"].tolist() == statuses
-    assert part.table["left_range"].tolist() == ["", "", "collapsed", "", "uniform", ""]
 
     def survives(i: int, j: int) -> bool:
         between = [0.05 <= x < 0.995 for x in (before[i], after[j])]
@@ -356,7 +341,7 @@ def test_entropies_by_hand():
 
     assert part.by_chance == pytest.approx(sum(survives(i, j) for i in range(6) for j in range(6)) / 6)
     assert f"1 of 6 heads keeps its entropy ({part.by_chance:.1f} by chance); mean" in part.sentence
-    assert "L0H2 (0.137 → 0.0913, now collapsed)" in part.sentence
+    assert "L0H2 (0.137 → 0.0913)" in part.sentence
 
 
 def test_spectra_by_hand():
@@ -370,26 +355,7 @@ def test_spectra_by_hand():
     assert part.table["status"].tolist() == ["survived", "lost", "lost", "lost"]
     # Either uniform head with the first or the third after.
     assert part.by_chance == pytest.approx((2 * 2) / 4)
-    assert "same regime in 3" in part.sentence
-    assert "L0H2 (2 → 2, late-site → uniform)" in part.sentence
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        ([0, 0, 2, 2], [1, 0, 2, 4], "norm 50\u00a0% (without 2 heads of norm 0 before); same"),
-        ([0, 2, 2, 2], [0, 2, 2, 4], "norm 0\u00a0% (without 1 head of norm 0 before); same"),
-        ([2, 2, 2, 2], [2, 2, 2, 4], "norm 0\u00a0%; same"),
-        ([0, 0, 0, 0], [1, 1, 1, 1], "norm – (without 4 heads of norm 0 before); same"),
-    ],
-)
-def test_a_head_without_a_norm_has_no_relative_change(before, after, said):
-    """Oracle: the median of the other heads, by hand."""
-    first = make_survey(blocks=1, heads=4)
-    tables = [first.heads.assign(frobenius_squared=np.square(norms)) for norms in (before, after)]
-    sentence = compare(*(replace(first, heads=table) for table in tables)).part("spectra").sentence
-    assert f"median change of the {said}" in sentence
-    assert "inf" not in sentence
+    assert "lost: L0H1, L0H2 and L0H3" in part.sentence
 
 
 def test_head_types_by_their_thresholds():
@@ -422,7 +388,7 @@ def test_differences_within_two_standard_errors_are_called_so(more, said):
     assert f"mean positional rank 11.5 → {said}; overlap" in sentence
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "gpt_oss"])
 def test_other_families(family, opened):
     """Undefined regimes, learned sinks, no causal mask: a model is itself, whatever it lacks."""
     model = opened(family)

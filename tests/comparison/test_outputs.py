@@ -62,7 +62,7 @@ def test_a_head_that_is_cut_off_is_named(pair):
         own = audit.part(name).table.query("layer == 0 and head == 2")
         assert own["status"].tolist() == ["survived"], name
     assert part.answer == audit.answer == IN_PART
-    assert "L0H2 (no longer writes anything)" in part.sentence
+    assert "L0H2 (1 → 0)" in part.sentence
     assert "L0H2 (" in audit.summary.partition("Hit hardest")[2]
     assert f"Next-token loss: {outputs.loss(first.outputs, first.outputs).before:.3g}" in audit.summary
     assert "perplexity times ∞" in str(outputs.Loss(2.0, 902.0, 900.0, 1.0, False, 8))

@@ -10,10 +10,9 @@ import pytest
 
 from tests.report.synthetic import make_survey
 from theodolite import compare
-from theodolite.comparison.page import FIGURES, experiment_of, outcome
+from theodolite.comparison.page import experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.report.exhibit import by_name
 from theodolite.report.outcome import render
 
 
@@ -45,20 +44,6 @@ def test_dots_are_the_rows_and_a_share_of_none_has_a_place_on_a_logarithmic_axis
     assert list(lost.x) == [1, 1]
     assert figure.layout.yaxis.ticktext[0] == "none"
     assert 10 ** figure.layout.yaxis.range[0] < drawing.FEWEST
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_the_picker_gives_the_figure_of_the_other_table(audits, place):
-    """A figure of one table under the variant of another is the other's figure."""
-    for name in FIGURES.keys() - {"matched heads", "outlier dimensions"}:
-        draw = FIGURES[name]
-        tables = [audit.part(name).table for audit in audits]
-        first, expected = (draw(tables[index]).to_plotly_json()["data"] for index in (1 - place, place))
-        choice = by_name("model", ["first", "second"], lambda index, of=tables, draw=draw: draw(of[index]))
-        for trace, changed, other in zip(first, choice.variants()[str(place)], expected, strict=True):
-            drawn = {key: value for key, value in (trace | changed).items() if value is not None}
-            for key in drawn.keys() | other.keys():
-                np.testing.assert_array_equal(drawn[key], other[key], err_msg=f"{name} {key}")
 
 
 def test_entropies_stand_at_their_heads(audits):

@@ -9,48 +9,41 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import kept_places
 from theodolite.comparison.survival import (
     Change,
+    Joined,
+    Pair,
     Survival,
-    by_group,
+    Units,
+    by_halves,
     decided,
     expected_by_chance,
     join,
-    shown,
     statuses,
 )
 from theodolite.judging import Criterion
 from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
 
-SHARES = st.floats(0, 1, width=32)
 T7 = stats.t.ppf(0.975, 7)
 """Errors on either side of the 95 % interval from eight groups."""
 
 
-def joined(before: torch.Tensor, after: torch.Tensor) -> pd.DataFrame:
-    """A joined table of numbers by group, (8, units) each, of which a unit's number is the mean."""
-    sides = []
-    for values in (before, after):
-        without = (values.sum(0) - values) / 7
-        frame = pd.DataFrame({"unit": range(values.shape[1])})
-        sides.append(by_group(frame, values.mean(0).numpy(), without))
-    return join(sides[0], sides[1], ["unit"], ["value"])
+def joined(before: torch.Tensor, after: torch.Tensor) -> Joined:
+    """Units with numbers by group, (8, units) each, of which a unit's number is the mean."""
+    pair = (Jackknifed(of.mean(0), (of.sum(0) - of) / 7) for of in (before, after))
+    return Joined(pd.DataFrame({"unit": range(before.shape[1])}), {"value": tuple(pair)})
 
 
-def one_unit(before: float, after: float, error: float) -> pd.DataFrame:
+def one_unit(before: float, after: float, error: float) -> Pair:
     """A unit, and the error of what is after."""
     signs = torch.tensor([1.0, -1] * 4, dtype=torch.float64)[:, None]
-    unit = pd.DataFrame({"unit": [0]})
-    left_out = (torch.full((8, 1), before).double(), after + signs * error / 7**0.5)
-    sides = [by_group(unit, [value], own) for value, own in zip((before, after), left_out, strict=True)]
-    return join(sides[0], sides[1], ["unit"], ["value"])
+    old, new = torch.tensor([[before], [after]], dtype=torch.float64)
+    return Jackknifed.constant(old, 8), Jackknifed(new, new + signs * error / 7**0.5)
 
 
 @pytest.mark.parametrize(
@@ -73,36 +66,22 @@ def one_unit(before: float, after: float, error: float) -> pd.DataFrame:
     ],
 )
 def test_fates_by_hand(before, after, error, fate):
-    assert statuses(one_unit(before, after, error), 0.01, every=True)["status"].tolist() == [fate]
-
-
-@given(SHARES, SHARES, st.floats(0, 1, width=32))
-def test_fates_mirror_each_other(before, after, error):
-    """What one direction calls lost the other calls new, above the least."""
-    table = one_unit(before, after, error)
-    back = table.rename(
-        columns=lambda name: name.replace("before", "x").replace("after", "before").replace("x", "after")
-    )
-    there, back = (statuses(one, 0.01, every=True)["status"][0] for one in (table, back))
-    if before >= 0.01 and after < 0.01:
-        assert (there == "lost") == (back == "new")
-    if before == after >= 0.01 and error == 0:
-        assert there == back == "survived"
+    assert statuses(one_unit(before, after, error), 0.01)["status"].tolist() == [fate]
 
 
 def test_what_few_contexts_show_is_no_unit():
     """In one, two or three of eight groups: the number is 1, 1.53 and 2.05 times its error."""
     groups = (torch.arange(8)[:, None] < torch.arange(1, 4)).double()
-    table = joined(groups, 0 * groups)
-    assert statuses(table, 0.01)["unit"].tolist() == [2]
-    assert statuses(table.iloc[:2], 0.01, every=True)["least"].eq(np.inf).all()
+    units = joined(groups, 0 * groups)
+    assert by_halves(units, 0.01, 8)["unit"].tolist() == [2]
+    assert (statuses(units.numbers["value"], 0.01)["least"][:2] == np.inf).all()
 
 
 def test_what_both_models_owe_to_the_contexts_is_no_error():
     """Oracle: s/√8 of the groups' differences; a share that varies much between contexts, and is halved in each."""
     before = torch.rand(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
     for factor, fate in ((0.6, "survived"), (0.4, "lost")):
-        table = statuses(joined(before, factor * before), 0.01)
+        table = by_halves(joined(before, factor * before), 0.01, 8)
         expected = (1 - factor) * before.std(0) / 8**0.5
         np.testing.assert_allclose(table["se"], expected)
         clear = T7 * 0.1 * before.std(0) / 8**0.5 < 0.1 * before.mean(0)
@@ -112,9 +91,9 @@ def test_what_both_models_owe_to_the_contexts_is_no_error():
 
 def test_it_is_said_how_many_contexts_would_decide():
     """Oracle: an interval as long as 1/√n, and one of 64 contexts that is twice as long as the distance to half."""
-    table = statuses(one_unit(0.4, 0.3, 0.1 * 2 / T7 * 0.99), 0.01, contexts=64)
-    assert table["contexts_needed"].tolist() == [251]  # 64 · (2 · 0.99)² = 250.9
-    assert statuses(one_unit(0.4, 0.3, 0.11), 0.01, contexts=64)["contexts_needed"].isna().all()
+    needed = statuses(one_unit(0.4, 0.3, 0.1 * 2 / T7 * 0.99), 0.01, contexts=64)["contexts_needed"]
+    assert needed.tolist() == [251]  # 64 · (2 · 0.99)² = 250.9
+    assert np.isnan(statuses(one_unit(0.4, 0.3, 0.11), 0.01, contexts=64)["contexts_needed"]).all()
 
 
 def test_of_what_is_decided_one_in_twenty_is_wrong():
@@ -135,25 +114,27 @@ def test_a_join_has_every_key_of_either_table_once():
     """Oracle: dictionaries by key; a missing row is 0."""
     before = {(1, "a"): 0.5, (0, "b"): np.nan}
     after = {(1, "a"): 0.25, (2, "c"): 1.0}
-
-    def table(rows):
-        values = list(rows.values())
-        return by_group(
-            pd.DataFrame(list(rows), columns=["layer", "kind"]), values, torch.tensor([values] * 8)
-        )
-
     key = ["layer", "kind"]
-    table_of_both = join(table(before), table(after), key, ["value", "absent"])
-    assert list(table_of_both[key].itertuples(index=False, name=None)) == sorted({*before, *after})
-    for row in table_of_both.to_dict("records"):
+
+    def units(rows):
+        frame = pd.DataFrame(list(rows), columns=key).assign(text="text")
+        values = torch.tensor(list(rows.values()), dtype=torch.float64)
+        return Units(frame, {"value": Jackknifed(values, values + torch.arange(8)[:, None])})
+
+    both = join(units(before), units(after), key)
+    table = both.table()
+    assert list(table[key].itertuples(index=False, name=None)) == sorted({*before, *after})
+    for place, row in enumerate(table.to_dict("records")):
         v, w = (side.get((row["layer"], row["kind"]), 0.0) for side in (before, after))
         np.testing.assert_array_equal([row[end] for end in ("before", "after", "difference")], [v, w, w - v])
-        assert row["value.3_before"] == v or np.isnan(v)
-        assert np.isnan(row["absent_before"]) == ((row["layer"], row["kind"]) in before)
-    assert not [name for name in shown(table_of_both) if "." in name]
-    none = join(table(before), table(after).iloc[:0].astype(object), key, ["value"], texts=["error"])
+        for values, side, number in zip((before, after), both.numbers["value"], (v, w), strict=True):
+            is_there = (row["layer"], row["kind"]) in values
+            np.testing.assert_array_equal(side.without[3, place], number + 3 * is_there)
+        assert (row["text_before"] == "text") == ((row["layer"], row["kind"]) in before)
+    empty = Units(units(after).rows.iloc[:0].astype(object), {"value": units(after).numbers["value"][[]]})
+    none = join(units(before), empty, key).table()
     assert none["after"].eq(0).all()
-    assert none["error_after"].isna().all()
+    assert none["text_after"].isna().all()
 
 
 def test_chance_is_the_mean_over_all_orders():
@@ -278,7 +259,8 @@ def family_of(before: np.ndarray, after: np.ndarray, **options) -> Survival:
     """Of units that are in these contexts, (contexts, units) of 0 and 1."""
     contexts, units = before.shape
     sides = (torch.from_numpy(one.reshape(8, -1, units).mean(1)) for one in (before, after))
-    table = statuses(joined(*sides), 0.01, every=True)
+    units = joined(*sides)
+    table = units.table().assign(**statuses(units.numbers["value"], 0.01))
     return replace(part(["lost"]), table=table, contexts=contexts, **options)
 
 

@@ -285,19 +285,6 @@ def test_a_pattern_holds_in_every_group(method, tmp_path, anew):
     assert pruned.provenance["pruning"]["pattern"] == "2:4"
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "oats"])
-def test_half_precision(method, anew, checkpoint):
-    """Oracle: the float32 pruning of the same weights: errors agree to the dtype's rounding."""
-    half = anew("llama2", "bfloat16")
-    single = open_model(checkpoint("llama2", "bfloat16"), dtype="float32")
-    first, second = (
-        prune_model(model, corpus_of(), method, 0.5, iterations=4).table for model in (half, single)
-    )
-    assert half.hf.dtype == torch.bfloat16
-    assert (first["dense_bytes"] * 2 == second["dense_bytes"]).all()
-    np.testing.assert_allclose(first["error_scaled"], second["error_scaled"], rtol=0.05, atol=0.01)
-
-
 def test_an_expert_that_no_token_reaches_is_pruned_all_the_same(anew):
     """Oracle: magnitude by output, which is what Wanda does when all inputs count alike."""
     model = anew("gpt_oss")

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from theodolite.accumulate.marked import Marked, marked_places
-from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.measure.outliers import outliers_table
 from theodolite.models import open_model
 from theodolite.passes.run import Run
 from theodolite.sinks.exclusions import Exclusions, Rule
@@ -93,22 +91,6 @@ def test_massive_activations_are_rules_from_the_least_share_on():
     shares = [(rule.layer, rule.first, rule.share) for rule in Exclusions.of(run).rules]
     assert shares == [(1, False, 0.75), (2, True, 0.5), (2, False, 0.25)]
     assert [rule.share for rule in Exclusions.of(run, 0.6).rules] == [0.75]
-
-
-def test_a_context_full_of_massive_activations_is_one_of_a_hundred():
-    """Oracle: planted, 100 contexts of which one has 100 massive values in a dimension after position 0."""
-    hidden = torch.full((100, 101, 8), 0.05)
-    hidden[7, 1:, 3] = 500.0
-    counts = OutlierCounts(1, 8, contexts=100)
-    counts.update(0, hidden, 0)
-    contexts = torch.full((1, 8), 100 / 8, dtype=torch.float64)
-    means = {"contexts": contexts, "readers": contexts[:, :, None].expand(1, 8, 101)}
-    table, _ = outliers_table(counts.state(), means)
-    corpus = PROVENANCE["corpus"] | {"contexts": 100, "length": 101}
-    run = replace(SURVEYED, sinks=SINKS[:0], outliers=table, provenance=PROVENANCE | {"corpus": corpus})
-    assert table["massive"].tolist() == [100]
-    rules = [rule for rule in Exclusions.of(run).rules if rule.kind == "massive activation"]
-    assert rules == [Rule("massive activation", 0, dimension=3, first=False, share=0.01)]
 
 
 def test_rules_of_outliers(tmp_path):

@@ -274,31 +274,3 @@ def test_position_0_is_one_row_a_dimension():
     for some in (rows[:1], []):
         unchanged = pd.DataFrame(some, columns=columns).astype({"first": bool})
         pd.testing.assert_frame_equal(position_0_as_one(unchanged), unchanged)
-
-
-def test_every_pass_has_its_bar_and_can_be_stopped(planted, corpus):
-    """Oracle: every forward pass of the model, with what was shown last."""
-    model, shown = planted("gpt2", 1.0), []
-    read = []
-
-    def show(what, done, total):
-        shown.append((what, done, total))
-
-    handle = model.structure.blocks[0].register_forward_pre_hook(lambda *_: read.append(shown[-1][0]))
-    try:
-        table = find_outliers(model, corpus, show_progress=show).growth
-    finally:
-        handle.remove()
-    assert len(table)
-    titles = ["sizing layers", "counting outliers", "following massive activations"]
-    assert list(dict.fromkeys(read)) == titles == list(dict.fromkeys(what for what, _, _ in shown))
-    for title in titles:
-        total = next(total for what, _, total in shown if what == title)
-        assert {(title, 0, total), (title, total, total)} <= set(shown)
-
-        def stop(what, done, total, title=title):
-            if what == title and done:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            find_outliers(model, corpus, show_progress=stop)

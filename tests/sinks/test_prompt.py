@@ -9,7 +9,6 @@ import transformers
 from tests import checkpoints
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.models.prompts import shipped_prompt
 from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
 
 LENGTH = 24
@@ -119,9 +118,3 @@ def test_refusals(model):
         trace_prompt(model, IDS, 0, 7)
     with pytest.raises(UsageError, match="longer than the 32"):
         trace_prompt(model, torch.zeros(40, dtype=torch.int64), 0, 0)
-
-
-def test_prompts_are_shipped():
-    twice = [f"{name}{more}" for name in ("chain-of-thought", "step-by-step") for more in ("", "-2")]
-    for name in ("few-shot", "passage", "inference", *twice):
-        assert len(shipped_prompt(name)) > 100

@@ -169,14 +169,8 @@ def prune_command(
                 if done == total:
                     show(WRITING, 0, 1)
 
-            pruned = prune_model(
-                opened,
-                corpus,
-                **vars(options),
-                write_extras=lambda done, folder: write_page(done, folder / "report"),
-                show_progress=show_progress,
-            )
-            if not page_at(out / "report").is_file():  # pruned in Python, which writes none
+            pruned = prune_model(opened, corpus, **vars(options), show_progress=show_progress)
+            if not page_at(out / "report").is_file():
                 write_page(pruned, out / "report")
             if is_done:
                 say_dimly(f"{out} holds this pruning already: nothing is pruned again")

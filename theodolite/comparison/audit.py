@@ -134,8 +134,8 @@ class Audit:
             for part in self.parts
         ]
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
-        own = {part.name.replace(" ", "_"): part.table for part in self.parts}
-        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | own
+        of_parts = {part.name.replace(" ", "_"): part.table for part in self.parts}
+        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | of_parts
 
     @property
     def overview(self) -> pd.DataFrame:
@@ -164,7 +164,7 @@ class Audit:
 
 
 def _cells(moved: Change) -> tuple[str, float, float, str]:
-    """Return the cells of a part's number: its name, before and after, and the change with its error."""
+    """Return a number's cells in the overview: its name, before, after, and the change with its error."""
     change = moved.after - moved.before
     shown = with_error(change, moved.error) if math.isfinite(change) else ""
     return moved.name, moved.before, moved.after, shown
@@ -201,7 +201,7 @@ def compare(
     outputs_of: tuple[Run, Run] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Audit:
-    """Say which sinks, tags, outliers, positions, head outputs, entropies, head types and spectra another model has.
+    """Compare two models: which sinks, tags, outliers, positions, head outputs, entropies, roles and spectra survive.
 
     Of models that differ in shape or tokenizer, heads are matched by what they do (`parts.matched_heads`), and
     compared; nothing else is.
@@ -274,7 +274,7 @@ def _name_of(run: Run) -> str:
 def _check(
     names: tuple[str, str], surveys: Sequence[Run], traces: Sequence[Run], written: Sequence[Run]
 ) -> None:
-    """Refuse what cannot be compared."""
+    """Raise `UsageError` for runs that cannot be compared, and say why."""
     first, second = (survey.provenance for survey in surveys)
     pair = f"{names[1]} and {names[0]}"
     no_survey = {
@@ -312,7 +312,7 @@ def _check(
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Refuse models, by name, whose contexts differ in length: what heads do depends on it."""
+    """Raise `UsageError` unless the contexts of all models, by name, have one length, on which heads depend."""
     if len(set(lengths.values())) > 1:
         each = listed([f"{name} {length}" for name, length in lengths.items()], 4)
         raise UsageError(

@@ -55,7 +55,6 @@ class Candidate:
     source: str  # path or hub name
     intervention: Intervention = lambda model: nullcontext()
     against: int = 0  # place of the candidate that it is compared with
-    layer: int | None = None  # of the intervention
 
 
 @dataclass(frozen=True)
@@ -190,14 +189,13 @@ def without_term(place: int, candidate: Candidate, layer: int, rank: int | None)
             candidate.source,
             functools.partial(intervention, control=seed),
             place,
-            layer,
         )
         for what, folder, seed in ((term, "low-rank", None), ("a random part", "random", CONTROL_SEED))
     ]
 
 
 def _check(candidates: Sequence[Candidate], work: Work, focus: Focus, layer: int | None) -> None:
-    """Open each candidate, and refuse (`UsageError`) what cannot be done before anything that takes long."""
+    """Open each candidate, and raise `UsageError` for what cannot be done, before anything that takes long."""
     shapes: list[object] = []
     lengths: dict[str, int] = {}
 

@@ -59,8 +59,8 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
     generator = torch.Generator().manual_seed(SEED)
     chosen = torch.tensor(evenly(contexts, TOKENS))
     positions = [
-        1 + torch.randperm(own - 1, generator=generator)[:per_context].sort().values
-        for own in lengths[chosen].tolist()
+        1 + torch.randperm(tokens - 1, generator=generator)[:per_context].sort().values
+        for tokens in lengths[chosen].tolist()
     ]
     return chosen.repeat_interleave(per_context), torch.cat(positions)
 

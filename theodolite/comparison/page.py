@@ -1,6 +1,6 @@
-"""The page of a comparison: one table of all parts, verdicts, figures before and after, one head in every model.
+"""Write the page of a comparison and `comparison.json`, and print the comparison in a terminal.
 
-And what else is told of it: `comparison.json`, and what the command prints.
+The page has one table of all parts, the verdicts, figures before and after, and one head in every model.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def _draw_side_by_side(page: Outcome, on_prompt: HeadOnPrompt) -> None:
     )
     if any((trace.sinks >= 0).any() for trace in on_prompt.traces.values()):
         look_for = "a strong column in one model that is weak or missing in another."
-    told = {
+    texts = {
         "sinks": "; ".join(listed_by_model),
         "prompt": visible(on_prompt.prompt, PROMPT_SHOWN),
         "look_for": look_for,
     }
-    page.show("compare", "maps", drawing.parallel_map(attention, square=True), head=head, **told)
+    page.show("compare", "maps", drawing.parallel_map(attention, square=True), head=head, **texts)
     dimensions = figures_prompt.DIMENSIONS
     page.show("compare", "outputs", drawing.parallel_map(output), head=head, dimensions=dimensions)
 
@@ -215,8 +215,8 @@ def as_json(compared: Compared) -> dict[str, Any]:
         for audit in compared.audits
     ]
     page = result(compared.experiment, compared.outcome, compared.run.provenance)
-    told = {"schema_version": SCHEMA_VERSION, "comparisons": comparisons}
-    return told | {name: page[name] for name in of_page}
+    content = {"schema_version": SCHEMA_VERSION, "comparisons": comparisons}
+    return content | {name: page[name] for name in of_page}
 
 
 def write(compared: Compared, out: Path) -> Path:

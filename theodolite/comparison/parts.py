@@ -28,15 +28,15 @@ from theodolite.comparison.survival import (
     UNDECIDED,
     Change,
     Flags,
+    Joined,
     Survival,
-    by_group,
+    Units,
+    by_halves,
     decided,
     established,
     expected_by_chance,
     join,
     margins,
-    shown,
-    sides_of,
     status_of,
     statuses,
 )
@@ -50,7 +50,6 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
 from theodolite.measure.position import DIRECTIONS
-from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.passes.run import Run
 from theodolite.report.data import column, entropy_share, need, provenance, value_of
 from theodolite.report.findings import ENTROPY_COLLAPSE
@@ -58,7 +57,7 @@ from theodolite.sinks.exclusions import LEAST_SHARE
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.outliers import Thresholds, outlier_features
 from theodolite.theory.outliers import outlier_dimensions as large_dimensions
-from theodolite.theory.unbiased import Jackknifed, combined, product, ratio
+from theodolite.theory.unbiased import Jackknifed, combined, product, ratio, stacked
 
 HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id"]
 """What a head, and a sink, is found again by; which token comes first does not matter."""
@@ -68,7 +67,6 @@ ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
 TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
-RANGES = np.array(["collapsed", "", "uniform"])  # below `ENTROPY_COLLAPSE`, above `UNIFORM_ATTENTION`
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
 OUTPUTS, MATCHED = "head outputs", "matched heads"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
@@ -82,20 +80,18 @@ def mean_of(table: str, name: str) -> str:
     return f"mean {declaration.title}" + (f" in {declaration.unit}" if declaration.unit else "")
 
 
-def without(run: Run, name: str) -> Tensor | None:
-    """Return what a column, TABLE.COLUMN, is without each group of contexts: (groups, rows); None: it is not known."""
-    return run.arrays.get(f"{name}{WITHOUT}")
+def number_of(run: Run, table: str, name: str) -> Jackknifed:
+    """Return a column with what it is without each group of contexts; NaN where the run lacks one or the other."""
+    frame = getattr(run, table)
+    values, groups = column(frame, name), run.arrays.get(f"{table}.{name}{WITHOUT}")
+    unknown = torch.full((GROUPS, len(frame)), torch.nan, dtype=torch.float64)
+    value = unknown[0] if values is None else torch.tensor(values)
+    return Jackknifed(value, unknown if groups is None else groups.double())
 
 
 def mean_change(reference: Run, other: Run, table: str, name: str) -> Change | None:
     """Compare the mean of a column over the rows that have it in both runs; None where there are none."""
-    sides = []
-    for run in (reference, other):
-        values, groups = column(getattr(run, table), name), without(run, f"{table}.{name}")
-        if values is None:
-            return None
-        groups = torch.full((GROUPS, len(values)), torch.nan) if groups is None else groups
-        sides.append(Jackknifed(torch.tensor(values), groups.double()))
+    sides = [number_of(run, table, name) for run in (reference, other)]
     known = torch.stack([side.value.isfinite() for side in sides]).all(dim=0)
     return (
         Change.of(mean_of(table, name), lambda values: values[known].nanmean(), *sides)
@@ -115,16 +111,20 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
             then judged by the share of sinks that the other model has at the same place, paired by context.
     """
-    shares = []
+    sides = []
     for run in (reference, other):
         rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
         rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-        rows = by_group(rows, rows["share"], without(run, "sinks.share"))
-        sums = rows.filter(regex=r"^value").columns
-        shares.append(rows.groupby(SINK, as_index=False).agg({"token": "first"} | dict.fromkeys(sums, "sum")))
-    joined = _joined_sinks(shares[0], shares[1], ["value"])
-    table = _strongest_first(statuses(joined, LEAST_SHARE, _contexts(reference)), *SIDES)
-    rarer = [number(joined[side].sum() - table[side].sum()) for side in SIDES]
+        groups, shares = rows.groupby(SINK, sort=False), number_of(run, "sinks", "share")
+        place = torch.from_numpy(groups.ngroup().to_numpy(copy=True))
+        sums = (
+            part.new_zeros(*part.shape[:-1], groups.ngroups).index_add_(-1, place, part)
+            for part in (shares.value, shares.without)
+        )
+        sides.append(Units(groups["token"].first().reset_index(), {"value": Jackknifed(*sums)}))
+    joined = _joined_sinks(*sides)
+    table, every = by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
+    rarer = [number(every[side].sum() - table[side].sum()) for side in SIDES]
     paired = None if places is None else kept_places(*places)
     together = "; all of them together by the share that is at the same place of the same context"
     return Survival(
@@ -132,12 +132,11 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         "sink",
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
         f"{'' if paired is None else together}",
-        shown(table),
-        Change.of("sinks per context", torch.sum, *sides_of(joined)),
-        lambda row: f"({percent(row['before'])} → {percent(row['after'])} of contexts)",
+        _strongest_first(table, *SIDES),
+        Change.of("sinks per context", torch.sum, *joined.numbers["value"]),
         details=(
             *([] if paired is None else [f"at the same place of the same context: {paired}"]),
-            *([f"rarer ones {rarer[0]} → {rarer[1]} per context"] if len(table) < len(joined) else []),
+            *([f"rarer ones {rarer[0]} → {rarer[1]} per context"] if len(table) < len(every) else []),
         ),
         weight="before",
         least=LEAST_SHARE,
@@ -168,10 +167,12 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     return Estimate(float(share.value), float(share.error), contexts, "contexts").floored()
 
 
-def _joined_sinks(before: pd.DataFrame, after: pd.DataFrame, values: list[str]) -> pd.DataFrame:
-    table = join(before, after, SINK, values, texts=["token"])
-    table.insert(len(SINK), "token", table.pop("token_before").fillna(table.pop("token_after")))
-    return table
+def _joined_sinks(before: Units, after: Units) -> Joined:
+    joined = join(before, after, SINK)
+    joined.rows.insert(
+        len(SINK), "token", joined.rows.pop("token_before").fillna(joined.rows.pop("token_after"))
+    )
+    return joined
 
 
 def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
@@ -181,57 +182,41 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Compare tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after it."""
-    traces = []
-    for run in (reference, other):
-        rows = run.traces.assign(row=np.arange(1.0, len(run.traces) + 1))
+    runs, sides = (reference, other), []
+    for run in runs:
+        rows = run.traces[[*SINK, "token", "tagged"]].assign(row=np.arange(len(run.traces)))
+        writes, numbers = (rows["kind"] != "learned").to_numpy(), {}
         for name, column_name in {"value": "tag", "released": "released", "share": "share"}.items():
-            rows = by_group(rows, rows[column_name], without(run, f"traces.{column_name}"), name)
+            of_sinks = number_of(run, "traces", column_name)[torch.from_numpy(writes)]
             # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
-            absent = rows[name].isna()
-            rows.loc[absent, [column for column in rows if column.split(".")[0] == name]] = 0.0
-        rows["tagged"] = rows["tagged"].fillna(0.0)
-        traces.append(rows[rows["kind"] != "learned"])
-    table = _joined_sinks(traces[0], traces[1], ["value", "released", "share", "row", "tagged"])
+            parts = (of_sinks.value, of_sinks.without)
+            numbers[name] = Jackknifed(*(part.masked_fill(of_sinks.value.isnan(), 0.0) for part in parts))
+        sides.append(Units(rows[writes], numbers))
+    joined = _joined_sinks(*sides)
     is_unit = [
         established(tag, TAGGED) & established(share, LEAST_SHARE)
-        for tag, share in zip(sides_of(table), sides_of(table, "share"), strict=True)
+        for tag, share in zip(joined.numbers["value"], joined.numbers["share"], strict=True)
     ]
-    table = table[is_unit[0] | is_unit[1]].reset_index(drop=True)
+    joined = joined.where(is_unit[0] | is_unit[1])
     directions, groups = (
-        [
-            _rows(run.arrays[name], table[f"row_{side}"])
-            for run, side in zip((reference, other), SIDES, strict=True)
-        ]
+        [_rows(run.arrays[name], joined.rows[f"row_{side}"]) for run, side in zip(runs, SIDES, strict=True)]
         for name in ("tag_direction", "tag_by_group")
     )
     cosine = directions_kept(groups[0], groups[1])
     plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
+    kept, turned, margin = decided(ALONG, cosine)
+    table = joined.table().fillna({"tagged_before": 0.0, "tagged_after": 0.0})
     table["cosine"] = torch.where(cosine.value.isfinite(), cosine.value, plain).numpy()
-    kept, turned, table["cosine_margin"] = decided(ALONG, cosine)
-    table = statuses(table, TAGGED, _contexts(reference), every=True)
+    table["cosine_margin"] = margin
+    table = table.assign(**statuses(joined.numbers["value"], TAGGED, _contexts(reference)))
     status = table["status"].to_numpy()
-    is_gone = table["cosine"].notna() | (
-        statuses(table, LEAST_SHARE, name="share", every=True)["status"] == LOST
-    )
+    is_gone = table["cosine"].notna() | (statuses(joined.numbers["share"], LEAST_SHARE)["status"] == LOST)
     table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
     table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
     table = _strongest_first(table, "tagged_before", "tagged_after")
-    own = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
-
-    def mean(name: str, value: str) -> Change:
-        weights = own["tagged_before"]
-        ends = (
-            np.average(own[end], weights=weights) if len(own) else 0.0
-            for end in (f"{value}before", f"{value}after")
-        )
-        return Change(name, *map(float, ends))
-
-    def change(row: pd.Series) -> str:
-        if row["status"] == LOST and row["after"] >= HALF * row["before"]:
-            return f"(rotated, cosine {number(row['cosine'])})"
-        return f"(η² {number(row['before'])} → {number(row['after'])})"
-
-    cosine = own["cosine"].median()
+    tagging = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
+    weights = tagging["tagged_before"]
+    means = (float(np.average(tagging[side], weights=weights)) if len(tagging) else 0.0 for side in SIDES)
     columns = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
     columns += [
         *(f"released_{end}" for end in ENDS),
@@ -249,12 +234,7 @@ def tags(reference: Run, other: Run) -> Survival:
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
         "that is gone, if the sink is lost",
         table[columns],
-        mean("mean η² in the head's output", ""),
-        change,
-        details=(
-            mean("largest η² in later layers", "released_"),
-            *([f"median cosine of the directions {number(cosine)}"] if np.isfinite(cosine) else []),
-        ),
+        Change("mean η² in the head's output", *means),
         weight="tagged_before",
         directions="cosine",
         least=TAGGED,
@@ -271,16 +251,15 @@ def directions_kept(
     directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
     """
     u, v = (sums.double().transpose(0, 1) for sums in (before, after))
-    own, others = product(u), product(v)
-    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), own, others)
-    return cosine.where(own.above_noise() & others.above_noise())
+    square, other_square = product(u), product(v)
+    cosine = combined(lambda uv, uu, vv: uv / (uu * vv).sqrt(), product(u, v), square, other_square)
+    return cosine.where(square.above_noise() & other_square.above_noise())
 
 
 def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
-    """Take rows of an array, counted from 1; NaN for row 0, and beyond the end."""
-    padded = torch.cat([stored.double().new_full((1, *stored.shape[1:]), torch.nan), stored.double()])
-    numbers = torch.from_numpy(rows.to_numpy().astype(np.int64))
-    return padded[torch.where(numbers < len(padded), numbers, 0)]
+    """Take rows of an array; NaN beyond its end, and where there is no row."""
+    padded = torch.cat([stored.double(), stored.double().new_full((1, *stored.shape[1:]), torch.nan)])
+    return padded[torch.tensor(rows.fillna(np.inf).clip(upper=len(stored)).to_numpy(np.int64))]
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
@@ -290,27 +269,18 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     a model with a large stream have.
     """
     runs, level = (reference, other), Thresholds().level
-    sizes = []
+    marked, sizes = [], []
     for run in runs:
         size = torch.from_numpy(need(run, "typical_magnitude")).double()
-        groups = run.arrays[f"typical_magnitude{WITHOUT}"].double()
-        sizes.append(
-            (size, *(values / values.median(dim=-1, keepdim=True).values for values in (size, groups)))
-        )
-    marked = [large_dimensions(size, level)[1] for size, _, _ in sizes]
-    layer, dimension = torch.nonzero(marked[0] | marked[1], as_tuple=True)
-    sides = [
-        by_group(
-            pd.DataFrame({"layer": layer, "dimension": dimension}),
-            value[layer, dimension].numpy(),
-            groups[:, layer, dimension],
-        )
-        for _, value, groups in sizes
-    ]
-    table = join(sides[0], sides[1], ["layer", "dimension"], ["value"])
+        marked.append(large_dimensions(size, level)[1])
+        parts = (size, run.arrays[f"typical_magnitude{WITHOUT}"].double())
+        sizes.append(Jackknifed(*(part / part.median(dim=-1, keepdim=True).values for part in parts)))
+    at = layer, dimension = torch.nonzero(marked[0] | marked[1], as_tuple=True)
+    pair = sizes[0][at], sizes[1][at]
     # An outlier of one model is so many times the median there; in the other it may be as any dimension.
     least = np.where(marked[0][layer, dimension], 0.0, np.inf)
-    table = statuses(table, least, _contexts(reference), every=True)
+    rows = pd.DataFrame({"layer": layer.numpy(), "dimension": dimension.numpy()})
+    table = Joined(rows, {"value": pair}).table().assign(**statuses(pair, least, _contexts(reference)))
     new = table["status"].eq(NEW) & marked[1][layer, dimension].numpy()
     table["status"] = np.where(least == 0, table["status"], np.where(new, NEW, UNDECIDED))
     published = [
@@ -323,7 +293,7 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
         "a dimension of a residual layer whose typical size, exp E ln |x| over the tokens past the first, stands out "
         f"from the layer's own dimensions ({percent(level)} of layers have one by chance); of its size over that of "
         f"the median dimension, it {BY_HALVES}",
-        shown(table.assign(least=least)),
+        table.assign(least=least),
         Change("outlier dimensions, summed over layers", *(int(of_run.sum()) for of_run in marked)),
         details=(f"by the published rule (|x| ≥ 6) {published[0]} → {published[1]}",),
         contexts=_contexts(reference),
@@ -334,26 +304,21 @@ def massive_activations(reference: Run, other: Run) -> Survival:
     """Compare massive activations by residual layer, dimension, and place: their number before and after."""
     sides = []
     for run in (reference, other):
-        places = [
-            by_group(
-                run.outliers[["layer", "dimension"]].assign(position=position),
-                run.outliers[name],
-                without(run, f"outliers.{name}"),
-            )
-            for name, position in (("massive_first", "first"), ("massive", "later"))
-        ]
-        side = pd.concat(places, ignore_index=True).query("value > 0")
-        sides.append(side.astype({"layer": int, "dimension": int}))
-    joined = join(sides[0], sides[1], ["layer", "dimension", "position"], ["value"])
-    table = statuses(joined, 1, _contexts(reference)).reset_index(drop=True)
+        dimensions = run.outliers[["layer", "dimension"]].astype(int)
+        rows = pd.concat([dimensions.assign(position=position) for position in ("first", "later")])
+        by_position = stacked([number_of(run, "outliers", name) for name in ("massive_first", "massive")])
+        counts = Jackknifed(by_position.value.flatten(), by_position.without.flatten(1))
+        some = counts.value > 0
+        sides.append(Units(rows[some.numpy()], {"value": counts[some]}))
+    joined = join(*sides, ["layer", "dimension", "position"])
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
         f"median, {ABOVE_NOISE}; it survives where it has at least half as many, and is lost where it has fewer, each "
         "with the whole 95 % interval",
-        shown(table),
-        Change.of("massive activations, summed over layers", torch.sum, *sides_of(joined)),
+        by_halves(joined, 1, _contexts(reference)),
+        Change.of("massive activations, summed over layers", torch.sum, *joined.numbers["value"]),
         least=1,
         contexts=_contexts(reference),
     )
@@ -362,29 +327,27 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
     names = {"rank": "rank", "value": "relative_norm", "pp_low_frequency_10": "pp_low_frequency_10"}
-    sides = []
-    for run in (reference, other):
-        side = run.layers[["layer"]]
-        for name, column_name in names.items():
-            side = by_group(side, value_of(run, column_name), without(run, f"layers.{column_name}"), name)
-        sides.append(side)
-    table = join(sides[0], sides[1], ["layer"], list(names))
+    sides = [
+        Units(run.layers[["layer"]], {name: number_of(run, "layers", of) for name, of in names.items()})
+        for run in (reference, other)
+    ]
+    joined = join(*sides, ["layer"])
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
     overlaps, owed = overlap(reference, other, by_energy=True), overlap_bias(reference, other)
-    kept, turned, table["overlap_margin"] = decided(A_HALF, overlaps, bias=owed)
-    table["overlap"] = overlaps.value.numpy()
+    kept, turned, margin = decided(A_HALF, overlaps, bias=owed)
+    table = joined.table().assign(overlap_margin=margin, overlap=overlaps.value.numpy())
     table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
-    table = statuses(table, floors[0], _contexts(reference), every=True)
+    table = table.assign(**statuses(joined.numbers["value"], floors[0], _contexts(reference)))
     norms, is_unit = table["status"], np.isfinite(table["least"])
     status = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
     table["status"] = np.where(is_unit, status, norms)
     norm, rank = (
-        Change.of(mean_of("layers", column_name), torch.nanmean, *sides_of(table, name))
+        Change.of(mean_of("layers", column_name), torch.nanmean, *joined.numbers[name])
         for name, column_name in (("value", "relative_norm"), ("rank", "rank"))
     )
     table = table.rename(columns={end: f"relative_norm_{end}" for end in ENDS})
     has_basis = is_unit | (table["relative_norm_after"] >= floors[1])
-    table = shown(table)[has_basis].reset_index(drop=True)
+    table = table[has_basis].reset_index(drop=True)
     return Survival(
         "positional basis",
         "layer",
@@ -417,8 +380,8 @@ def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
 
 def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
     """Compute linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
-    crossed, own, others = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
-    return float(crossed.square() / (own * others))
+    crossed, of_p, of_q = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
+    return float(crossed.square() / (of_p * of_q))
 
 
 def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
@@ -468,7 +431,7 @@ def _overlaps(
     two: Float[Tensor, "layers most width"],
     shares: Float[Tensor, "layers more"],
 ) -> Float[Tensor, " layers"]:
-    """Add up the squared length of each of one's directions along all of two's."""
+    """Sum the squared lengths of the directions `one` along those of `two`, each by its share."""
     return ((one @ two.mT).square().sum(dim=2) * shares[:, : one.shape[1]]).sum(dim=1)
 
 
@@ -513,13 +476,6 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         status=np.where(writes, status_of(survives, lost), NEW),
     )
     table = table[writes | (after > 0)].reset_index(drop=True)
-
-    def change(row: pd.Series) -> str:
-        if row["norm_after"] == 0:
-            return "(no longer writes anything)"
-        retained = percent(row["after"]) if row["after"] > 0 else "nothing"
-        return f"(retains {retained}; norm {number(row['norm_before'])} → {number(row['norm_after'])})"
-
     what = "‖new − old‖/‖old‖, mean over heads"
     # ‖new − old‖/‖old‖ over all tokens, mean over the heads that write.
     relative = combined(
@@ -534,9 +490,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         "whole 95 % interval (over contexts)",
         table,
         Change("mean norm of the outputs", before.mean(), after.mean()),
-        change,
         verb=("keeps its output", "keep their output"),
-        details=(f"median relative difference {number(table['relative_difference'].median())}",),
         least=1.0,
         contexts=contexts,
         further=(judge("heads write nearly the same", what, change_of_outputs, ALIKE),),
@@ -544,41 +498,29 @@ def head_outputs(reference: Run, other: Run) -> Survival:
 
 
 def entropies(reference: Run, other: Run) -> Survival:
-    """Compare mean attention entropy of every head, its share of the maximum, and propagation."""
+    """Compare the mean attention entropy of every head, and its share of the maximum."""
     heads = []
     for run in (reference, other):
-        rows = by_group(run.heads, _values(run, "entropy"), without(run, "heads.entropy"))
-        share = _share(run)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            maximum = torch.from_numpy(rows["value"].to_numpy() / share)
-        groups = without(run, "heads.entropy")
-        heads.append(by_group(rows, share, None if groups is None else groups / maximum, "share"))
-    table = join(heads[0], heads[1], HEAD, ["value", "share", "propagation"])
-    table = table[table["difference"].notna()].reset_index(drop=True)
-    sides = sides_of(table, "share")
+        entropy, share = number_of(run, "heads", "entropy"), torch.from_numpy(_share(run))
+        shares = Jackknifed(share, entropy.without / (entropy.value / share))
+        heads.append(Units(run.heads[HEAD], {"value": entropy, "share": shares}))
+    joined = join(*heads, HEAD)
+    joined = joined.where(joined.table()["difference"].notna().to_numpy())
+    sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
     similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
     kept, lost = same_range(
         (similar, changed), first, second, *(margins(side.error, len(side.without)) for side in sides)
     )
-    left = np.where(range_of(first) != range_of(second), RANGES[range_of(second)], "")
-    moved = Change.of(mean_of("heads", "entropy"), torch.mean, *sides_of(table))
-    table = shown(table).drop(columns=["share_difference", "share_se"], errors="ignore")
-    table = table.assign(left_range=left, status=status_of(kept, lost))
-
-    def change(row: pd.Series) -> str:
-        entered = f", now {row['left_range']}" if row["left_range"] else ""
-        return f"({number(row['before'])} → {number(row['after'])}{entered})"
-
+    table = joined.table().drop(columns=["share_difference", "share_se"])
     return Survival(
         "entropies",
         "head",
         f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
-        table,
-        moved,
-        change,
+        table.assign(status=status_of(kept, lost)),
+        Change.of(mean_of("heads", "entropy"), torch.mean, *joined.numbers["value"]),
         verb=("keeps its entropy", "keep their entropy"),
         by_chance=expected_by_chance(_similar(first[:, None], second)),
         contexts=_contexts(reference),
@@ -588,7 +530,7 @@ def entropies(reference: Run, other: Run) -> Survival:
 def same_range(
     similar: tuple[Flags, Flags], before: Floats, after: Floats, error: Floats, error_after: Floats
 ) -> tuple[Flags, Flags]:
-    """Decide whether entropies survive or are lost: by whether they are similar, and by their place in `RANGES`.
+    """Decide whether entropies survive or are lost: by whether they are similar, and by `range_of`.
 
     `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
     """
@@ -606,7 +548,7 @@ def _similar(before: Floats, after: Floats) -> Flags:
 
 
 def range_of(share: Floats) -> np.ndarray:
-    """Find the place in `RANGES` of each entropy, as a share of the maximum."""
+    """Classify entropies, as shares of the maximum: 0 collapsed, 2 uniform, 1 neither."""
     return np.digitize(share, [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
 
 
@@ -634,24 +576,15 @@ def head_types(reference: Run, other: Run) -> Survival:
     for role in ROLES:
         if not any(role.column in run.heads for run in runs):
             continue
-        one, two = (
-            by_group(
-                run.heads[HEAD],
-                np.nan_to_num(_values(run, role.column)),
-                without(run, f"heads.{role.column}"),
-            )
-            for run in runs
-        )
-        table = join(one, two, HEAD, ["value"])
-        table.insert(len(HEAD), "type", role.title)
-        units += (table[list(SIDES)] >= role.threshold).sum().to_numpy()
-        tables.append(shown(statuses(table, role.threshold, _contexts(reference))).reset_index(drop=True))
+        scores = [number_of(run, "heads", role.column) for run in runs]
+        known = [Jackknifed(score.value.nan_to_num(), score.without) for score in scores]
+        sides = [Units(run.heads[HEAD], {"value": of}) for run, of in zip(runs, known, strict=True)]
+        joined = join(*sides, HEAD)
+        units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
+        of_role = by_halves(joined, role.threshold, _contexts(reference))
+        of_role.insert(len(HEAD), "type", role.title)
+        tables.append(of_role)
     table = pd.concat(tables, ignore_index=True)
-
-    def change(row: pd.Series) -> str:
-        scores = f"{number(row['before'], 2)} → {number(row['after'], 2)}"
-        return f"as {row['type'].removesuffix(' head')} ({scores})"
-
     thresholds = "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
     return Survival(
         "head types",
@@ -659,7 +592,6 @@ def head_types(reference: Run, other: Run) -> Survival:
         f"{thresholds}; it {BY_HALVES}",
         table,
         Change("roles of heads", *units),
-        change,
         contexts=_contexts(reference),
     )
 
@@ -671,27 +603,22 @@ def independent_scores(run: Run, role: HeadRole) -> int:
 
 def spectra(reference: Run, other: Run) -> Survival:
     """Compare W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
+    runs = (reference, other)
+    columns = [
+        name for name in ("trace", "r", "regime", "regime_data") if all(name in run.heads for run in runs)
+    ]
     one, two = (
-        run.heads.assign(frobenius=np.sqrt(_values(run, "frobenius_squared"))) for run in (reference, other)
+        run.heads[[*HEAD, *columns]].assign(frobenius=np.sqrt(_values(run, "frobenius_squared")))
+        for run in runs
     )
-    titles = {"regime": "regime", "regime_data": "regime with the covariance of what the head reads"}
-    regimes = [name for name in titles if name in one and name in two]
-    table = join(one, two, HEAD, ["frobenius", "trace", "r"], texts=regimes)
+    table = one.merge(two, on=HEAD, suffixes=("_before", "_after"))
+    table["frobenius_difference"] = table["frobenius_after"] - table["frobenius_before"]
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     before, after = first.to_numpy()[:, None], second.to_numpy()
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
     holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
     table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
-    zero = int((first == 0).sum())
-    median = round((second / first.where(first > 0)).median() - 1, 4) + 0.0  # no −0 %
-    same = {name: int((table[f"{name}_before"] == table[f"{name}_after"]).sum()) for name in regimes}
-
-    def change(row: pd.Series) -> str:
-        old, new = row["regime_before"], row["regime_after"]
-        norms = f"{number(row['frobenius_before'])} → {number(row['frobenius_after'])}"
-        return f"({norms})" if old == new else f"({norms}, {old} → {new})"
-
     return Survival(
         "spectra",
         "head",
@@ -699,13 +626,7 @@ def spectra(reference: Run, other: Run) -> Survival:
         "the weights alone) is the same",
         table,
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
-        change,
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
-        details=(
-            f"median change of the norm {percent(median)}"
-            + (f" (without {counted(zero, 'head')} of norm 0 before)" if zero else ""),
-            *(f"same {titles[name]} in {count}" for name, count in same.items()),
-        ),
         by_chance=expected_by_chance(holds),
         certain=True,
     )
@@ -750,15 +671,9 @@ def matched_heads(reference: Run, other: Run) -> Survival:
         table.loc[places, f"{name}_after"] = after[name].to_numpy()
     table["status"] = LOST
     table.loc[places, "status"] = status_of(*_do_the_same(before, after, *errors))
-    details = []
-    blocks = [run.heads["layer"].to_numpy(np.float64) for run in runs]
-    if np.isfinite(rank := float(rank_correlation(blocks[0][places], blocks[1][partners]))):
-        details.append(f"rank correlation of the blocks of partners {number(rank)}")
+    details = [f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))]
     if unmatched := len(second) - len(partners):
-        details.append(f"{counted(unmatched, 'head')} of the other model without a partner")
-    details += [
-        f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))
-    ]
+        details.insert(0, f"{counted(unmatched, 'head')} of the other model without a partner")
     return Survival(
         MATCHED,
         "head",
@@ -827,12 +742,12 @@ def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _do_the_same(before: pd.DataFrame, after: pd.DataFrame, *errors: pd.DataFrame) -> tuple[Flags, Flags]:
-    """Decide whether heads do what their partners do, and whether not: by entropy and every role that the first has.
+    """Decide for which heads the partner has the same entropy and roles, and for which not.
 
     `errors`: half the widths of the intervals of both.
     """
-    old, new, *own = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
-    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*own)), old, new, *own)
+    old, new, *margins_of = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
+    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*margins_of)), old, new, *margins_of)
     for role in (role for role in ROLES if role.column in before):
         old, new, *margins_of = (frame[role.column].to_numpy() for frame in (before, after, *errors))
         enough, too_little = LEFT.decided(new - HALF * old, np.hypot(*margins_of))

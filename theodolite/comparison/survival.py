@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,77 +36,70 @@ SIDES = ("before", "after")
 ENDS = (*SIDES, "difference", "se")
 
 Flags = npt.NDArray[np.bool_]
+Pair = tuple[Jackknifed, Jackknifed]
+"""A number of every unit before and after, and what it is without each group of contexts, the same in both runs."""
 
 
-def by_group(
-    frame: pd.DataFrame, value: npt.ArrayLike, without: Tensor | None, name: str = "value"
-) -> pd.DataFrame:
-    """Add a number of each row as `name`, and what it is without each group of contexts as `name.0`, `name.1`, …
+@dataclass(frozen=True)
+class Units:
+    """The units of a run: a row each, and numbers of all by name."""
+
+    rows: pd.DataFrame
+    numbers: dict[str, Jackknifed]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The units of two runs, joined by key: a row each, and numbers of all by name."""
+
+    rows: pd.DataFrame
+    numbers: dict[str, Pair]
+
+    def where(self, chosen: Flags) -> Joined:
+        """Choose some of the units."""
+        index = torch.from_numpy(np.flatnonzero(chosen))
+        numbers = {name: (before[index], after[index]) for name, (before, after) in self.numbers.items()}
+        return Joined(self.rows[chosen].reset_index(drop=True), numbers)
+
+    def table(self) -> pd.DataFrame:
+        """Tabulate the numbers: `NAME_before`, `NAME_after`, `NAME_difference`, `NAME_se`; of `value` without the name.
+
+        `se` is the standard error of the difference.
+        """
+        columns = {}
+        for name, (before, after) in self.numbers.items():
+            difference = combined(torch.sub, after, before)
+            ends = (before.value, after.value, difference.value, difference.error)
+            prefix = "" if name == "value" else f"{name}_"
+            columns |= {f"{prefix}{end}": of.numpy() for end, of in zip(ENDS, ends, strict=True)}
+        return self.rows.assign(**columns)
+
+
+def join(before: Units, after: Units, key: Sequence[str]) -> Joined:
+    """Join the units of two runs by key: every key of either. Numbers are 0 where a run lacks the key.
 
     Args:
-        without: of the run, (groups, rows); None: it is not known.
+        key: columns of both; all others become `COLUMN_before` and `COLUMN_after`.
     """
-    groups = np.full((GROUPS, len(frame)), np.nan) if without is None else without.double().numpy()
-    columns = {f"{name}.{group}": values for group, values in enumerate(groups)}
-    return frame.assign(**{name: np.asarray(value, dtype=np.float64)}, **columns)
-
-
-def join(
-    before: pd.DataFrame,
-    after: pd.DataFrame,
-    key: Sequence[str],
-    values: Sequence[str],
-    texts: Sequence[str] = (),
-) -> pd.DataFrame:
-    """Join two tables by key: every key of either, with its values in both and the errors of their differences.
-
-    Args:
-        key: columns that both have.
-        values: columns that become `VALUE_before`, `VALUE_after`, `VALUE_difference` and, where `by_group` made them,
-            `VALUE_se`, the standard error of the difference over the same groups; of the one called `value` without the
-            name. They are 0 where a table lacks the key, and NaN where it lacks the column.
-        texts: columns that become `TEXT_before` and `TEXT_after`.
-
-    Returns:
-        Also `VALUE.GROUP_before` and so on, which `jackknifed` reads and `shown` drops.
-    """
-    groups = [name for name in dict.fromkeys([*before, *after]) if name.rpartition(".")[0] in values]
-    numbers = [*values, *groups]
-    sides = []
-    for frame in (before, after):
-        side = frame.reindex(columns=[*key, *numbers, *texts]).astype(dict.fromkeys(numbers, np.float64))
+    frames = []
+    for units in (before, after):
         # Columns of pyarrow's texts cannot be merged where one of them is empty.
-        sides.append(side.astype(dict.fromkeys(side.select_dtypes(exclude="number"), object)))
-    suffixes = tuple(f"_{side}" for side in SIDES)
-    table = sides[0].merge(sides[1], "outer", list(key), suffixes=suffixes, indicator=True, sort=True)
-    for side, missing in zip(SIDES, ("right_only", "left_only"), strict=True):
-        columns = [f"{name}_{side}" for name in numbers]
-        table[columns] = table[columns].mask(table["_merge"] == missing, 0.0)
-    columns = list(key)
-    for name in values:
-        table[f"{name}_difference"] = table[f"{name}_after"] - table[f"{name}_before"]
-        columns += [f"{name}_{end}" for end in ENDS[:3]]
-        if f"{name}.0" in groups:
-            table[f"{name}_se"] = combined(torch.sub, *sides_of(table, name)).error.numpy()
-            columns.append(f"{name}_se")
-    columns += [f"{name}_{side}" for name in [*texts, *groups] for side in SIDES]
-    return table[columns].rename(columns=lambda name: name.removeprefix("value_"))
+        texts = dict.fromkeys(units.rows.select_dtypes(exclude="number"), object)
+        frames.append(units.rows.astype(texts).assign(place=np.arange(len(units.rows))))
+    rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
+    places = [torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES]
+    numbers = {
+        name: (_taken(number_before, places[0]), _taken(after.numbers[name], places[1]))
+        for name, number_before in before.numbers.items()
+    }
+    return Joined(rows, numbers)
 
 
-def sides_of(table: pd.DataFrame, name: str = "value") -> tuple[Jackknifed, Jackknifed]:
-    """Read a number of each unit in both runs off a joined table, with what it is without each group of contexts."""
-    sides = []
-    for side in SIDES:
-        own = f"{name}_{side}" if f"{name}_{side}" in table else side
-        without = [column for column in table if re.fullmatch(rf"{re.escape(name)}\.\d+_{side}", column)]
-        values = (table[own].to_numpy(np.float64), table[without].to_numpy(np.float64).T)
-        sides.append(Jackknifed(*map(torch.tensor, values)))
-    return sides[0], sides[1]
-
-
-def shown(table: pd.DataFrame) -> pd.DataFrame:
-    """Drop what numbers are without each group of contexts."""
-    return table[[name for name in table if not re.search(r"\.\d+_", name)]]
+def _taken(of_units: Jackknifed, places: Tensor) -> Jackknifed:
+    """Take the numbers at some places; 0 at place −1."""
+    parts = (of_units.value, of_units.without)
+    value, without = (torch.cat([part, part.new_zeros(*part.shape[:-1], 1)], dim=-1) for part in parts)
+    return Jackknifed(value[places], without[:, places])
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ class Change:
 
     @classmethod
     def of(cls, name: str, reduce: Callable[[Tensor], Tensor], *sides: Jackknifed) -> Change:
-        """Take a sum or mean over units before and after, the error over the groups that both runs read."""
+        """Compute a sum or mean over units before and after, with the error of the difference."""
         before, after = (combined(reduce, side) for side in sides)
         return cls(
             name, float(before.value), float(after.value), float(combined(torch.sub, before, after).error)
@@ -141,9 +134,8 @@ class Survival:
     criterion: str  # what makes a unit, and when it survives
     table: (
         pd.DataFrame
-    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` where it has them
+    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them
     moved: Change  # the part in one number
-    describe: Callable[[pd.Series], str] | None = None  # what the sentence says of a lost or new head or sink
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
     details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
     weight: str = ""  # the column by which units count; empty: each counts once
@@ -153,9 +145,7 @@ class Survival:
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
     contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
     certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    directions: str = (
-        ""  # the column that is 1 where a unit's directions are as they were; empty: it has none
-    )
+    directions: str = ""  # the column that is 1 where a unit's directions are as they were
 
     def count(self, status: str) -> int:
         """Count the units with this status."""
@@ -184,7 +174,7 @@ class Survival:
 
     @property
     def family(self) -> Estimate:
-        """The share of the whole that is left, of all units of the reference: `paired`, or from what each unit says.
+        """The share of the reference's units that is left, over all: `paired`, or counted from their statuses.
 
         Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
         would keep is taken off both the units and those that survive. Where units have weights, which ones there are
@@ -210,7 +200,7 @@ class Survival:
         return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
 
     def of_one_model(self) -> Survival:
-        """Make the part where both runs are of one model: if no number differs, all survives, on any text."""
+        """Return the part for a model compared with itself: if no number differs, all survives, on any text."""
         table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
         part = replace(self, table=table, certain=True)
         return part if part.exact else self
@@ -259,7 +249,7 @@ class Survival:
         return "; ".join(clauses) + "."
 
     def _named(self, rows: pd.DataFrame) -> list[str]:
-        """Name lost or new units: dimensions, layers, or heads and sinks with what `describe` says of them."""
+        """Name lost or new units: dimensions, layers, or heads and sinks with their numbers before and after."""
         if "dimension" in rows:
             layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
             return [
@@ -267,11 +257,14 @@ class Survival:
             ]
         if "head" not in rows:
             return [f"layer {layer}" for layer in rows["layer"]]
-        return [
-            f"{sink_name(row) if 'kind' in row else head_name(row['layer'], row['head'])} {self.describe(row)}"
-            for _, row in rows.iterrows()
-            if self.describe
-        ]
+        names = []
+        for _, row in rows.iterrows():
+            name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+            name += f" as {row['type'].removesuffix(' head')}" if "type" in row else ""
+            ends = [number(row[side]) for side in SIDES if side in row]
+            turned = f", {self.directions} {number(row[self.directions])}" if self.directions else ""
+            names.append(f"{name} ({' → '.join(ends)}{turned})" if ends else name)
+        return names
 
     @property
     def needed(self) -> str:
@@ -287,7 +280,7 @@ class Survival:
         )
 
     def counts(self) -> str:
-        """Word the counts: `31 of 34 sinks survive`, and how many are new or undecided."""
+        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided."""
         survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
@@ -342,15 +335,8 @@ def established(numbers: Jackknifed, least: float | Floats) -> Flags:
     return ((numbers.value >= torch.as_tensor(least)) & ~(numbers.value <= 2 * numbers.error)).numpy()
 
 
-def statuses(
-    table: pd.DataFrame,
-    least: float | Floats,
-    contexts: int = 0,
-    name: str = "value",
-    *,
-    every: bool = False,
-) -> pd.DataFrame:
-    """Add the `status` of each unit of a joined table by the rule of halves, and `contexts_needed` to decide it.
+def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, npt.NDArray[Any]]:
+    """Decide by the rule of halves which units survive.
 
     A unit of the reference has at least `least` before, which is above twice its standard error. It survives where at
     least half of that is left, and is lost where less is, each with the whole interval of after − before/2; else it is
@@ -360,14 +346,12 @@ def statuses(
     Args:
         least: what makes a unit.
         contexts: that both runs read.
-        name: of the number.
-        every: keep the rows of what is a unit of neither run.
 
     Returns:
-        The rows that are units, with their index; `least` is infinite where it is none of the reference.
+        the columns `status`, `contexts_needed` to decide it, and `least`, infinite where it is none of the reference.
     """
-    before, after = sides_of(table, name)
-    is_unit, is_unit_after = (established(side, least) for side in (before, after))
+    before, after = pair
+    is_unit = established(before, least)
     left, beyond = (
         combined(lambda one, other: one - HALF * other, *sides)
         for sides in ((after, before), (before, after))
@@ -378,13 +362,18 @@ def statuses(
     # Of a number within a standard error of the limit nobody knows on which side it will be.
     distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
     needed = np.where(is_unit & (status == UNDECIDED), contexts * np.square(margin / distance), np.nan)
-    columns = {
+    return {
         "status": status,
         "contexts_needed": np.ceil(needed),
         "least": np.where(is_unit, least, np.inf),
     }
-    table = table.assign(**columns)
-    return table if every else table[is_unit | is_unit_after]
+
+
+def by_halves(joined: Joined, least: float, contexts: int) -> pd.DataFrame:
+    """Tabulate the units of either run, what has at least `least` as its `value`, with their `statuses`."""
+    before, after = pair = joined.numbers["value"]
+    table = joined.table().assign(**statuses(pair, least, contexts))
+    return table[established(before, least) | established(after, least)].reset_index(drop=True)
 
 
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:

@@ -8,7 +8,7 @@ masks and angles anew each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,44 @@ class Sweep:
         blocks: in the order of the layers, each a module of its own.
         folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
             memory.
+        beside: hand on what blocks give the next ones beside hidden states (T5's biases of position), too.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], folder: Path | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], folder: Path | None = None, *, beside: bool = False
+    ) -> None:
         self.carried: dict[int, Tensor] = {}
         self.others: int | None = None
         self._blocks, self._folder = blocks, folder
         self._number = 0
         self._entered: Tensor | None = None
         self._beside: Sequence[Any] = ()
+        self._handed_on: dict[tuple[int, int], Sequence[Any]] | None = {} if beside else None
 
     @contextmanager
-    def block(self, layer: int) -> Iterator[None]:
+    def block(
+        self,
+        layer: int,
+        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        keep: bool = True,
+    ) -> Iterator[None]:
         """Let every pass run this block alone while open, the same passes as at the block before.
+
+        Args:
+            layer: of the block.
+            inside: is open while the block runs, and may swallow an exception by which it is left.
+            keep: whether passes go on from here; else they may be made again.
 
         Raises:
             WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden
                 states.
         """
         self._number, self._beside = 0, ()
+        alone = self._alone(layer, inside, keep)
         for number, block in enumerate(self._blocks):
             # As `Module.compile` does: called in place of the module and its hooks.
-            block._compiled_call_impl = self._alone(layer) if number == layer else self._given_back(number)
+            block._compiled_call_impl = alone if number == layer else self._given_back(number)
         try:
             yield
         finally:
@@ -68,11 +84,16 @@ class Sweep:
                 self._entered = hidden
             if any(value is other for value in (*args, *kwargs.values()) for other in self._beside):
                 raise WorkError("its blocks pass on more than hidden states")
-            return hidden if self.others is None else (hidden, *[None] * self.others)
+            if self.others is None:
+                return hidden
+            handed_on = (self._handed_on or {}).get((self._number, number), [None] * self.others)
+            return (hidden, *handed_on)
 
         return give_back
 
-    def _alone(self, layer: int) -> Callable[..., Any]:
+    def _alone(
+        self, layer: int, inside: Callable[[], AbstractContextManager[object]], keep: bool
+    ) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             number, hidden = self._number, first_tensor(args, kwargs)
             self._number += 1
@@ -80,13 +101,20 @@ class Sweep:
                 raise WorkError("the model computes something between its blocks")
             if number in self.carried:
                 args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
-            output = self._blocks[layer]._call_impl(*args, **kwargs)
+            output: Any = None
+            with inside():
+                output = self._blocks[layer]._call_impl(*args, **kwargs)
+            if output is None:  # it was left
+                return hidden if self.others is None else (hidden, *[None] * self.others)
             several = isinstance(output, tuple | list)
-            self._beside = [part for part in output[1:] if isinstance(part, Tensor)] if several else ()
             self.others = len(output) - 1 if several else None
-            self.carried[number] = kept(
-                output[0] if several else output, self.carried.get(number), self._folder
-            )
+            if self._handed_on is None:
+                self._beside = [part for part in output[1:] if isinstance(part, Tensor)] if several else ()
+            elif keep:
+                self._handed_on[number, layer] = output[1:] if several else ()
+            if keep:
+                left = output[0] if several else output
+                self.carried[number] = kept(left, self.carried.get(number), self._folder)
             return output
 
         return run

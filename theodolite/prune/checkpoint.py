@@ -224,9 +224,9 @@ def write_block(
     matrices: Sequence[Matrix], pruned: Sequence[PrunedMatrix], *, sparse_alone: bool = False
 ) -> None:
     """Write the pruned matrices of a block that is present into it; `sparse_alone`: without what an adapter holds."""
-    for own, approximation in zip(matrices, pruned, strict=True):
+    for matrix, approximation in zip(matrices, pruned, strict=True):
         alone = sparse_alone and _in_adapter(approximation)
-        own.write(approximation.sparse if alone else approximation.merged(own.holder.device))
+        matrix.write(approximation.sparse if alone else approximation.merged(matrix.holder.device))
 
 
 class UnfinishedPruning(Unfinished):
@@ -324,12 +324,7 @@ class UnfinishedPruning(Unfinished):
                 write(layer, False)
 
     def finish(
-        self,
-        model: OpenModel,
-        matrices: Sequence[Sequence[Matrix]],
-        pruned: Pruned,
-        form: str,
-        write_extras: Callable[[Pruned, Path], object],
+        self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
     ) -> Pruned:
         """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
         sums: dict[str, str] = {}
@@ -375,7 +370,6 @@ class UnfinishedPruning(Unfinished):
             write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
-            write_extras(pruned, folder)
         self.remove()
         low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
         return replace(pruned, low_rank=low_rank, folder=self.out)
@@ -397,7 +391,7 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         place = source if model.revision is None else model.id
-        if not paths or _known_by(load_tokenizer(place, model.revision)) != _known_by(tokenizer):
+        if not paths or _content_of(load_tokenizer(place, model.revision)) != _content_of(tokenizer):
             left += OF_TOKENIZER
     for path in paths:
         name = path.relative_to(source)
@@ -406,11 +400,11 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def _known_by(tokenizer: Any) -> tuple[Any, ...]:
-    """Return what is the same of tokenizers that are: all that they are made of."""
+def _content_of(tokenizer: Any) -> tuple[Any, ...]:
+    """Return all that a tokenizer is made of: equal for equal tokenizers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    own = (getattr(tokenizer, name, None) for name in ("chat_template", "padding_side"))
-    return repr(tokenizer), *own, None if backend is None else backend.to_str()
+    settings = (getattr(tokenizer, name, None) for name in ("chat_template", "padding_side"))
+    return repr(tokenizer), *settings, None if backend is None else backend.to_str()
 
 
 def _name(layer: int) -> str:

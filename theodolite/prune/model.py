@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -95,7 +95,6 @@ def prune_model(
     form: str = "merged",
     batch: int | None = None,
     errors: bool = False,
-    write_extras: Callable[[Pruned, Path], object] = lambda pruned, folder: None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -130,7 +129,6 @@ def prune_model(
         batch: contexts per forward pass; None: 1024 tokens' worth.
         errors: of "magnitude", which weighs no inputs: run the text all the same, for the errors of outputs in the
             table; else these are of the weights alone.
-        write_extras: writes further files, given the result and the temporary folder that becomes `out`.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
@@ -148,7 +146,7 @@ def prune_model(
         written = unfinished.finished(options.form)
         if written is None:
             pruned = pruning.run(unfinished)
-            return unfinished.finish(model, pruning.matrices, pruned, options.form, write_extras)
+            return unfinished.finish(model, pruning.matrices, pruned, options.form)
         if model.streamed is None:
             pruning.restore(Path(options.out))
         return written
@@ -316,7 +314,7 @@ class _Pruning:
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
     ) -> tuple[list[PrunedMatrix], TableRows]:
-        """Prune a block's matrices on their inputs (no text: all alike), after `before` others; with their rows."""
+        """Return a block's matrices, pruned, with their rows of the table; `before`: how many came before."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
             text.read(layer, moments)
@@ -325,13 +323,13 @@ class _Pruning:
         for matrix in matrices:
             # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
             self.show_progress(before + len(rows), len(self.every))
-            one, row = self.prune(matrix, moments.of(matrix))
-            pruned.append(one)
+            approximation, row = self.prune(matrix, moments.of(matrix))
+            pruned.append(approximation)
             rows.append(row)
         return pruned, rows
 
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
-        """Prune one matrix of a block in memory, in its own dtype; it and its row of the table, or `WorkError`."""
+        """Return one matrix, pruned in its own dtype, and its row of the table; `WorkError` if nothing entered it."""
         options = self.options
         if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
             raise WorkError(
@@ -352,7 +350,7 @@ class _Pruning:
             for lost, whole in zip(losses, wholes, strict=True)
         )
         nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
-        kept = nonzeros + sum(factor.numel() for factor in low_rank)
+        parameters = nonzeros + sum(factor.numel() for factor in low_rank)
         row_numbers = 0 if matrix.rows is None else matrix.rows.nbytes
         return pruned, {
             "layer": matrix.layer,
@@ -363,11 +361,11 @@ class _Pruning:
             "inputs": matrix.shape[1],
             "method": options.method,
             "asked": math.nan if share is None else share,
-            "sparsity": 1 - kept / sparse.numel(),
+            "sparsity": 1 - parameters / sparse.numel(),
             "rank": len(low_rank[1]) if low_rank else 0,
             "nonzeros": nonzeros,
             "dense_bytes": sparse.numel() * size,
-            "compact_bytes": kept * size + -(-sparse.numel() // 8) + row_numbers,
+            "compact_bytes": parameters * size + -(-sparse.numel() // 8) + row_numbers,
             "error": error,
             "error_scaled": error_scaled,
             "damping": damping,
@@ -378,7 +376,7 @@ class _Pruning:
     def _approximated(
         self, weight: Tensor, moments: Moments, sparsity: float | None, ratio: float
     ) -> tuple[tuple[Tensor, ...], float, str]:
-        """Prune a weight: its sparse and, if any, low-rank parts; the damping; what deviates from the method."""
+        """Return the parts of a pruned weight, sparse and if any low-rank, the damping, and what else was done."""
         options, pattern = self.options, self.options.pattern
         if options.method == "magnitude":
             return (magnitude(weight, sparsity, pattern),), math.nan, ""
@@ -495,14 +493,14 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
-    """Write one value where all matrices agree, one a block where those of each block do, else all by name."""
+    """Return one value if all matrices agree, one per block if those of each block do, else all by name."""
     by_block: dict[int, set[float | None]] = {}
     for (layer, _), value in values.items():
         by_block.setdefault(layer, set()).add(value)
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
-    if list(by_block) == list(range(len(by_block))) and all(len(found) == 1 for found in by_block.values()):
-        return [found.pop() for found in by_block.values()]
+    if list(by_block) == list(range(len(by_block))) and all(len(shares) == 1 for shares in by_block.values()):
+        return [shares.pop() for shares in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}
 
 

@@ -45,7 +45,7 @@ Ablate = Callable[[slice], AbstractContextManager[object]]
 
 
 class _HeadTap(Hooks):
-    """Record of one batch a head's catches in each context, later sinks behind it, and η² of a grouping by layer."""
+    """Record a head's catches in each context of a batch, later sinks behind it, and η² of a grouping by layer."""
 
     def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
         self.layer, self.head = layer, head
@@ -241,7 +241,7 @@ def _of_head(catches: Catches, head: int) -> Catches:
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
-    """Average over the contexts that have a value, with the standard error."""
+    """Return the mean over the contexts that have a value, and its standard error."""
     known = values[values.isfinite()]
     if not len(known):
         return float("nan"), float("nan")

@@ -145,8 +145,7 @@ class Exclusions:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Bool[Tensor, ...]:
-        """Flag the tokens that a rule about tokens names: True is to be left out. Rules of every token, or of
-        every later one, name none.
+        """Flag the tokens to leave out (True): those that a rule names by id, or as the first of their context.
 
         Args:
             ids: token ids, position 0 first.
@@ -243,10 +242,10 @@ def _token_rules(
     """Make a rule of each token that is a sink of a head, or massive in a dimension, nearly wherever it stands."""
     texts = dict(zip(table["token_id"], table["token"], strict=True))
     of_token = places[places["position"] > 0].groupby(["layer", "part", "token_id"], as_index=False)
-    found = of_token.agg(
+    counts = of_token.agg(
         contexts=("context", "nunique"), places=("position", "size"), occurrences=("occurrences", "first")
     )
-    for row in found.itertuples():
+    for row in counts.itertuples():
         share, of_occurrences = row.contexts / contexts, row.places / row.occurrences
         if share >= least_share and of_occurrences >= NEARLY_ALL:
             yield Rule(

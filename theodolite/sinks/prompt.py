@@ -33,8 +33,6 @@ class PromptPass:
     """One forward pass of a prompt of T tokens.
 
     Attributes:
-        ids: of the tokens (T).
-        tokens: their text.
         trailing: how many of the last ones are special tokens that the tokenizer puts behind a text.
         streams: the residual stream by layer, (T, width) each, as the model has it.
         layers: of each block that attends its attention inputs, its heads' outputs before W_O (1, T, H, value width),
@@ -75,8 +73,6 @@ class HeadView:
     """A head's attention and sinks on a prompt of T tokens.
 
     Attributes:
-        layer, head: which.
-        tokens: their text.
         attention: (T, T), queries by keys; NaN where the query does not see the key.
         learned: (T) what each query pays to a learned sink column; zeros where the model has none.
         received: (T) mean attention from the queries that see the key; NaN where too few see it for a sink.
@@ -104,12 +100,9 @@ class PromptTrace:
     """One head's attention, output and sinks on a prompt of T tokens, and the residual stream.
 
     Attributes:
-        ids: of the tokens.
-        layer, head: which.
         attention: of the head; a row sums to less than 1 where a learned column takes the rest.
         output: of the head in the residual stream, through W_O.
         value: of every key in the residual stream, through W_O.
-        streams: the residual stream by layer.
         received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer; 0
             where too few queries see it for a sink.
         sinks: positions of the head's sinks, local ones among them; −1 for a learned column.
