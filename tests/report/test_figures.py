@@ -289,3 +289,17 @@ def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
     scores.loc[place, "previous_token"] = 0.44
     scores.loc[scores.index[0], "induction"] = 0.2
     assert first_head(replace(run, heads=scores)) == "1,2"
+
+
+def test_a_role_has_one_colour_whichever_roles_a_model_has(run: Run) -> None:
+    """Oracle: the bars of a run with all of its roles, against those without previous-token heads."""
+
+    def colours(shown: Run) -> dict[str, str]:
+        return {bar.name: bar.marker.color for bar in figures.at_stake(shown).data}
+
+    fewer = replace(run, heads=run.heads.assign(previous_token=0.0))
+    assert (
+        colours(fewer)
+        == {name: colour for name, colour in colours(run).items() if name != "previous token"}
+        != colours(run)
+    )

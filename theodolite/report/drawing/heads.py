@@ -62,6 +62,7 @@ REGIME_COLOURS = {
     "uniform": style.REFERENCE,
     "vanishing": style.VERMILLION,
 }
+ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = {
@@ -156,10 +157,9 @@ def _robust(grid: Floats) -> float:
 
 
 def _role_colours(run: Run) -> dict[str, str]:
-    """Give each role that some head has a colour."""
+    """Return the roles that some head has, each with its colour, which is the same in every report."""
     present = {role.name for roles in roles_of_heads(run) for role in roles}
-    names = [role.name for role in ROLES if role.name in present]
-    return dict(zip(names, style.CATEGORIES, strict=False))
+    return {name: colour for name, colour in ROLE_COLOURS.items() if name in present}
 
 
 @exhibit()
