@@ -83,11 +83,7 @@ def test_the_most_unusual_comes_first_and_what_is_named_is_linked(run: Run) -> N
     """Oracle: Llama 2's relative norm is 14 % and its rank 9.38; by hand here it is 5.0 and 1.07 times that."""
     run = with_layers(run, relative_norm=0.7, relative_norm_se=0.0, rank_screenot=10.0, rank_screenot_se=0.01)
     run = replace(run, provenance=run.provenance | {"model": {"family": "llama"}})
-    flagged, told = (
-        [Finding("L1H2 is dead.", "dead heads", FAILS), Finding("Fine.", "", HOLDS)],
-        summarise(run),
-    )
-    sentences = unusual(run, flagged, told)
+    sentences = unusual(run, [Finding("L1H2 is dead.", "dead heads", FAILS), Finding("Fine.", "", HOLDS)])
     assert len(sentences) == 5
     assert sentences[0] == ("L1H2 is dead.", "heads")
     assert sentences[1][0] == (

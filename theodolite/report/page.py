@@ -141,7 +141,7 @@ def render(run: Run) -> str:
             "health": findings.in_a_line(checks),
             **by_answer(checks),
             "unusual": [
-                (text, section if section in shown else "") for text, section in unusual(run, checks, told)
+                (text, section if section in shown else "") for text, section in unusual(run, checks)
             ],
             "topics": topics,
             "linked": linked(run, sinks[1]),

@@ -18,7 +18,7 @@ from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import AT_FLOOR, at_floor, evenly, records
-from theodolite.report.findings import checks, massive_line, summarise
+from theodolite.report.findings import checks, massive_line
 from theodolite.report.outcome import MARKS, Heading, Outcome
 from theodolite.report.unusual import unusual
 from theodolite.system.wording import harmless, rounded_with_error
@@ -37,7 +37,7 @@ def show_run(run: Run, console: Console) -> None:
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run))
-    for number, (sentence, _) in enumerate(unusual(run, checks(run), summarise(run)), 1):
+    for number, (sentence, _) in enumerate(unusual(run, checks(run)), 1):
         console.print(f"{number}. {harmless(sentence)}", markup=False, highlight=False)
 
 

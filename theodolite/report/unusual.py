@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from markupsafe import Markup, escape
 
@@ -12,7 +13,15 @@ from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.content import Table
 from theodolite.report.data import grid_of, head_labels, layer_mean
-from theodolite.report.findings import CHECKS, ENTANGLEMENT, MASSIVE, POSITIONS, SMOOTHNESS, Finding
+from theodolite.report.findings import (
+    CHECKS,
+    ENTANGLEMENT,
+    MASSIVE,
+    POSITIONS,
+    SMOOTHNESS,
+    TOPICS,
+    Finding,
+)
 from theodolite.system.wording import number, percent_with_error, with_error
 
 MOST = 5
@@ -43,19 +52,18 @@ USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization"
 _NAMED = re.compile(r"\bL\d+H\d+\b|\blayer \d+\b|‘[^‘’]+’")
 
 
-def unusual(
-    run: Run, checks: Sequence[Finding], told: Mapping[str, Sequence[Finding]]
-) -> list[tuple[str, str]]:
+def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
     """Choose the sentences that a reader should know first, the most unusual first, each with its section of the page.
 
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
-    than their error allows; then what every model has. `told`: all sentences by topic.
+    than their error allows; then what every model has.
     """
     flagged = [(one.text, SECTION_OF_CHECK.get(one.about, "")) for one in checks if one.answer == FAILS]
     beside = [(text, "position") for _, text in sorted(_beside_published(run), reverse=True)]
-    usual = [(told[topic][0].text, SECTION_OF_TOPIC[topic]) for topic in USUAL if topic in told]
-    known = {text for text, _ in flagged}
-    return [*flagged, *beside, *(one for one in usual if one[0] not in known)][:MOST]
+    firsts = [
+        (str(first), SECTION_OF_TOPIC[topic]) for topic in USUAL for first in islice(TOPICS[topic](run), 1)
+    ]
+    return list(dict.fromkeys([*flagged, *beside, *firsts]))[:MOST]
 
 
 def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
