@@ -4,13 +4,11 @@ The strings of a page come from untrusted files: the template escapes all of the
 `script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes. A
 notebook gets a summary without scripts.
 
-Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each), and
-cosine heat maps as hundredths in a byte each, which the page's script turns back.
+Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each).
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
@@ -45,7 +42,6 @@ TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
 FLAGGED = 4  # flagged health checks that a notebook shows; the report has all
-COSINE_STEPS, MISSING_BYTE = 100, -128
 
 # What could close the script element, open a comment, or end a line inside a string.
 _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
@@ -276,24 +272,4 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
     """
     content = figure.to_plotly_json()
     content["layout"].pop("template", None)
-    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
-
-    def packed(traces: list[Patch]) -> list[Patch]:
-        pairs = zip(traces, cosines, strict=True)
-        return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
-
-    patches = {key: packed(traces) for key, traces in variants.items()}
-    return script_json(content | {"data": packed(content["data"]), "variants": patches})
-
-
-def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
-    """Pack the trace's z in steps of 1/100, a byte a cell."""
-    cosines = np.frombuffer(base64.b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
-    steps = np.rint(np.clip(cosines, -1, 1) * COSINE_STEPS)
-    cells = np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8)
-    packed = {
-        "dtype": "i1",
-        "bdata": base64.b64encode(cells.tobytes()).decode("ascii"),
-        "steps": COSINE_STEPS,
-    }
-    return trace | {"z": trace["z"] | packed}
+    return script_json(content | {"variants": variants})
