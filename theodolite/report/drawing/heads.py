@@ -47,7 +47,7 @@ from theodolite.report.drawing.grammar import (
 )
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
 from theodolite.report.findings import regime_agreement
-from theodolite.system.wording import for_plotly, head_name, number, shown_token
+from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
@@ -71,15 +71,6 @@ KIND_NAMES = {
     "learned": "learned column",
     "local": "local sink",
 }
-NOTE_COLUMNS = (
-    "entropy",
-    "propagation",
-    *(role.column for role in COMMON_ROLES),
-    "trace",
-    "xi_symmetric",
-    "eta_symmetric",
-    "regime",
-)
 
 
 def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
@@ -97,21 +88,6 @@ def head_measures(run: Run) -> list[Column]:
         return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
 
     return [described for name, described in offered(run).items() if is_there(name, described)]
-
-
-def head_notes(run: Run) -> list[list[str]]:
-    """List the other main numbers of every head of the (L, H) grid, as the lines of a hover text."""
-    notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
-    described = columns_of(run, "heads")
-    names = [name for name in NOTE_COLUMNS if name in run.heads]
-    for row in run.heads[["layer", "head", *names]].to_dict("records"):
-        parts = [
-            f"{described[name].title} {row[name] if name == 'regime' else number(row[name])}"
-            for name in names
-        ]
-        lines = [" · ".join(map(for_plotly, parts[start : start + 3])) for start in range(0, len(parts), 3)]
-        notes[int(row["layer"])][int(row["head"])] = "<br>".join(lines)
-    return notes
 
 
 def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
@@ -202,10 +178,10 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 @exhibit(
     picker=_by_measure,
     when=lambda run: bool(head_measures(run)),
-    given={"measure": lambda run: head_measures(run)[0].name, "notes": head_notes},
+    given={"measure": lambda run: head_measures(run)[0].name},
 )
-def head_map(run: Run, measure: str, notes: list[list[str]] | None = None) -> go.Figure:
-    """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
+def head_map(run: Run, measure: str) -> go.Figure:
+    """Map one head measure over blocks × heads; hovering tells what it means."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
     value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
@@ -213,10 +189,10 @@ def head_map(run: Run, measure: str, notes: list[list[str]] | None = None) -> go
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
-        f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
+        f"<i>{meaning}</i><extra></extra>"
     )
     entries = (_of_regimes if is_name else _of_amounts)(run, described)
-    return head_cells(**entries, hover=hover, customdata=notes or head_notes(run))
+    return head_cells(**entries, hover=hover)
 
 
 @exhibit()
