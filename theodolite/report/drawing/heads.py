@@ -6,7 +6,6 @@ Blocks are counted from 0. Curves are thinned to a bounded number of positions, 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +44,7 @@ from theodolite.report.drawing.grammar import (
     reference,
     rows_down,
 )
-from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
-from theodolite.report.findings import regime_agreement
+from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
@@ -215,21 +213,8 @@ def entropy_by_position(run: Run) -> go.Figure:
     return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)
 
 
-def _beside_measured(key: str, suffix: str) -> Callable[[Run], str]:
-    """Say what a plane of predicted regimes shows, and how well these agree with the measured curves of this run."""
-
-    def shows(run: Run) -> str:
-        agreement = regime_agreement(run, suffix)
-        measured = f" Agreement with the regimes of the measured curves: {agreement}." if agreement else ""
-        return f"{CAPTIONS[key]['shows']}{measured}"
-
-    return shows
-
-
-@exhibit(
-    "regime-plane-data", given={"suffix": "_data"}, describes=_beside_measured("regime-plane-data", "_data")
-)
-@exhibit(describes=_beside_measured("regime-plane", ""))
+@exhibit("regime-plane-data", given={"suffix": "_data"})
+@exhibit()
 def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     """Draw every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
 
