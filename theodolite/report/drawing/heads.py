@@ -71,41 +71,32 @@ KIND_NAMES = {
 }
 
 
-def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Number the regimes by their place in `REGIME_COLOURS`; −1 for none of them."""
-    return pd.Index(list(REGIME_COLOURS)).get_indexer_for(names)
-
-
 def head_measures(run: Run) -> list[Column]:
     """Return the columns that pickers offer and that this run has for at least one head, in their order."""
 
     def is_there(name: str, described: Column) -> bool:
         if described.kind == "name":
-            return name in run.heads and bool((regime_codes(run.heads[name]) >= 0).any())
+            return name in run.heads and any(regime in REGIME_COLOURS for regime in run.heads[name])
         values = column(run.heads, name)
         return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
 
     return [described for name, described in offered(run).items() if is_there(name, described)]
 
 
-def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
-    """Return the entries of a map of regimes: a colour each, by name."""
-    codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
-    return _of_names(run, codes[codes >= 0], REGIME_COLOURS, "undefined")
-
-
-def _of_names(run: Run, codes: pd.Series, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
-    """Return the entries of a map of names, by number in `colours`; heads without a number are called `otherwise`."""
+def _of_names(run: Run, names: Any, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
+    """Return the entries of a map of names, one a row of the table; those without a colour are called `otherwise`."""
+    known, count = list(colours), len(colours)
+    codes = [known.index(name) if name in colours else np.nan for name in names]
     grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes)), "code")
-    assert grid is not None
-    names, count = list(colours), len(colours)
+    if grid is None:
+        raise UsageError("this run has no head with a role, or a regime, to show")
     return {
         "z": grid,
         "low": -0.5,
         "high": count - 0.5,
         "scale": [[edge / count, colour] for i, colour in enumerate(colours.values()) for edge in (i, i + 1)],
-        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=names, ticks=""),
-        "text": [[otherwise if np.isnan(code) else names[int(code)] for code in row] for row in grid],
+        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=known, ticks=""),
+        "text": [[otherwise if np.isnan(code) else known[int(code)] for code in row] for row in grid],
     }
 
 
@@ -139,11 +130,8 @@ def _role_colours(run: Run) -> dict[str, str]:
 @exhibit()
 def roles(run: Run) -> go.Figure:
     """Map every head's clearest role over blocks × heads."""
-    colours = _role_colours(run)
-    if not colours:
-        raise UsageError("this run has no head with a role")
-    clearest = [list(colours).index(of[0].name) if of else np.nan for of in roles_of_heads(run)]
-    entries = _of_names(run, pd.Series(clearest, run.heads.index, dtype=float), colours, "no role")
+    clearest = [of[0].name if of else None for of in roles_of_heads(run)]
+    entries = _of_names(run, clearest, _role_colours(run), "no role")
     return head_cells(**entries, hover="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>")
 
 
@@ -189,7 +177,10 @@ def head_map(run: Run, measure: str) -> go.Figure:
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><extra></extra>"
     )
-    entries = (_of_regimes if is_name else _of_amounts)(run, described)
+    if is_name:
+        entries = _of_names(run, run.heads[measure], REGIME_COLOURS, "undefined")
+    else:
+        entries = _of_amounts(run, described)
     return head_cells(**entries, hover=hover)
 
 
@@ -223,12 +214,13 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     xi, eta = column(run.heads, f"xi_symmetric{suffix}"), column(run.heads, f"eta_symmetric{suffix}")
     if xi is None or eta is None:
         raise UsageError("this run has no ξ and η of any head")
-    codes = regime_codes(run.heads.get(f"regime{suffix}", [None] * len(xi)))
+    predicted = run.heads.get(f"regime{suffix}", [None] * len(xi))
+    regimes = np.array([name if name in REGIME_COLOURS else "no regime" for name in predicted])
     names = np.array(head_labels(run))
     hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
     traces: list[Any] = []
-    for code, (name, colour) in enumerate({"no regime": style.SKY, **REGIME_COLOURS}.items(), -1):
-        in_regime = (codes == code) & np.isfinite(xi) & (eta > 0)
+    for name, colour in {"no regime": style.SKY, **REGIME_COLOURS}.items():
+        in_regime = (regimes == name) & np.isfinite(xi) & (eta > 0)
         if in_regime.any():
             traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], name, colour, hover))
     largest = float(np.nanmax(np.abs(xi))) or 1.0
