@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -104,55 +104,39 @@ class Finding:
         return self.text
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The answer to one question about a run, `open`: what follows where there is none; `of`: which layers it is of."""
+def of_layers(
+    run: Run,
+    about: str,
+    name: str,
+    claims: tuple[str, str, str],
+    numbers: Callable[[Estimate], str],
+    criterion: Criterion | None = None,
+) -> Finding | None:
+    """Judge the mean of a column over the layers that have it, by what is healthy; None where no layer has.
 
-    about: str
-    answer: Answer
-    estimate: Estimate
-    open: str = ""
-    of: str = ""
+    A layer has none where noise hides it.
 
-    @property
-    def value_and_error(self) -> tuple[float, float]:
-        """The number, and its standard error."""
-        return self.estimate.value, self.estimate.error
-
-    def finding(self, holds: str, fails: str, whether: str, what: str) -> Finding:
-        """Choose the claim that the answer allows, or say what would decide it; `what`: the numbers, in words."""
-        claim = {HOLDS: holds, FAILS: fails}.get(self.answer, f"{whether} is {self.open}")
-        numbers = f": {what}{self.of}" if math.isfinite(self.estimate.value) else ""
-        return Finding(f"{claim}{numbers}.", self.about, self.answer)
-
-
-def judged(run: Run, about: str, estimate: Estimate, criterion: Criterion) -> Judged | None:
-    """Judge a number of the text by a criterion; None where the run has no such number."""
-    if not math.isfinite(estimate.value):
-        return None
-    verdict = judge("", "", estimate, criterion)
+    Args:
+        claims: what holds, what fails, and what is open, a clause that begins with "Whether".
+        numbers: words the mean.
+    """
+    known, hidden = np.isfinite(value_of(run, name)), int(at_floor(run, name).sum())
+    holds, fails, whether = claims
+    if not known.any():
+        text = f"{whether} is not judged: it is {AT_FLOOR} in every layer."
+        return Finding(text, about, UNDECIDED) if hidden else None
+    estimate, _ = layer_average(run, name)
+    verdict = judge("", "", estimate, criterion or limit_of("layers", name))
     if verdict.answer != UNDECIDED:
-        return Judged(about, verdict.answer, estimate)
-    if math.isnan(estimate.margin):
-        return Judged(about, UNDECIDED, estimate, "not decided, since its standard error is not known")
-    more = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
-    reason = more or "it is within an error of its limit, and how many contexts would is not known"
-    return Judged(about, UNDECIDED, estimate, f"not decided; {reason}")
-
-
-def of_layers(run: Run, about: str, name: str, criterion: Criterion | None = None) -> Judged | None:
-    """Judge the mean of a column over the layers that have it, by what is healthy: it is empty where noise hides it."""
-    estimate, known = layer_average(run, name)[0], np.isfinite(value_of(run, name))
-    if not known.any() and at_floor(run, name).any():
-        return Judged(about, UNDECIDED, estimate, f"not judged: it is {AT_FLOOR} in every layer")
-    answer = judged(run, about, estimate, criterion or limit_of("layers", name))
-    hidden = int(at_floor(run, name).sum())
-    of = (
-        f" (mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR})"
-        if hidden
-        else ""
-    )
-    return answer and replace(answer, of=of)
+        claim = holds if verdict.answer == HOLDS else fails
+    elif math.isnan(estimate.margin):
+        claim = f"{whether} is not decided, since its standard error is not known"
+    else:
+        unknown = "it is within an error of its limit, and how many contexts would is not known"
+        needed = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
+        claim = f"{whether} is not decided; {needed or unknown}"
+    layers = f"mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR}"
+    return Finding(f"{claim}: {numbers(estimate)}{f' ({layers})' if hidden else ''}.", about, verdict.answer)
 
 
 @dataclass(frozen=True)
@@ -371,54 +355,50 @@ def _massive(run: Run) -> Outcome:
 
 def _positional(run: Run) -> Outcome:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
-    singular_values, judged = (
+    claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
+    rank = "mean rank of the positional basis {}"
+    encoded, singular_values = (
+        of_layers(run, POSITIONS, "rank", claims, rank.format),
         array(run, "singular_values"),
-        of_layers(run, POSITIONS, "rank"),
     )
-    if judged is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
+    if encoded is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
-    rank = f"mean rank of the positional basis {judged.estimate}"
-    smooth = _smoothness(run)
-    if judged.answer != HOLDS and smooth and smooth.answer == FAILS:
-        text = f"No positional structure beyond noise: {rank}, and it is rough. The model looks untrained."
-        return Finding(text, judged.about, FAILS)
-    whether = "Whether positions are encoded"
-    return judged.finding("Positions are encoded", "Positions are not encoded", whether, rank)
+    smooth = _smooth(run)
+    if encoded.answer != HOLDS and smooth and smooth.answer == FAILS:
+        beyond = f"beyond noise: {rank.format(layer_average(run, 'rank')[0])}, and it is rough"
+        return Finding(f"No positional structure {beyond}. The model looks untrained.", POSITIONS, FAILS)
+    return encoded
 
 
-def of_plane(run: Run) -> str:
-    """Word the frequencies of patches, which lie in rows and columns."""
-    return " of rows and of columns" if grid_of(run) else ""
-
-
-def _smoothness(run: Run) -> Judged | None:
+def _smooth(run: Run) -> Finding | None:
     grid = grid_of(run)
     if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
-    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10")
+    of_plane = " of rows and of columns" if grid else ""
 
+    def numbers(share: Estimate) -> str:
+        shown = seen_above(share.value, percent_with_error(share.value, share.error))
+        return f"the ten lowest frequencies{of_plane} hold {shown} of the energy of its Gram matrix"
 
-def _smooth(run: Run) -> Outcome:
-    if (judged := _smoothness(run)) is None:
-        return None
-    share = seen_above(judged.estimate.value, percent_with_error(*judged.value_and_error))
-    return judged.finding(
+    claims = (
         "The positional basis is smooth",
         "The positional basis is rough, and neighbouring positions have unrelated vectors",
         "Whether the positional basis is smooth",
-        f"the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram matrix",
     )
+    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10", claims, numbers)
 
 
-def _entangled(run: Run) -> Outcome:
-    if (judged := of_layers(run, ENTANGLEMENT, "incoherence_mean")) is None:
-        return None
-    return judged.finding(
+def _entangled(run: Run) -> Finding | None:
+    claims = (
         "Position and context are not entangled",
         "Position and context are entangled",
         "Whether position and context are entangled",
-        f"root mean square cosine {seen_above(judged.estimate.value, with_error(*judged.value_and_error))}",
     )
+
+    def numbers(cosine: Estimate) -> str:
+        return f"root mean square cosine {seen_above(cosine.value, with_error(cosine.value, cosine.error))}"
+
+    return of_layers(run, ENTANGLEMENT, "incoherence_mean", claims, numbers)
 
 
 def _missing(run: Run) -> Outcome:
@@ -513,14 +493,18 @@ def _position(run: Run) -> Iterator[str | Finding]:
 
 def _context(run: Run) -> Iterator[str | Finding]:
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
-    if (clusters := of_layers(run, CLUSTERS, "cluster_ari", CLUSTERED)) is not None:
-        yield clusters.finding(
-            "Contexts cluster clearly by label",
-            "Contexts do not cluster clearly by label",
-            "Whether contexts cluster clearly by label",
-            "k-means finds the labels with an adjusted Rand index of "
-            f"{_mean(clusters.value_and_error)} (1: perfect, 0: chance)",
-        )
+    claims = (
+        "Contexts cluster clearly by label",
+        "Contexts do not cluster clearly by label",
+        "Whether contexts cluster clearly by label",
+    )
+
+    def index(ari: Estimate) -> str:
+        shown = _mean((ari.value, ari.error))
+        return f"k-means finds the labels with an adjusted Rand index of {shown} (1: perfect, 0: chance)"
+
+    if clusters := of_layers(run, CLUSTERS, "cluster_ari", claims, index, CLUSTERED):
+        yield clusters
     elif column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
     if within is not None and between is not None:
