@@ -36,7 +36,6 @@ from theodolite.report.data import (
     offered,
     opening_head,
     roles_of_heads,
-    seen_above,
 )
 from theodolite.report.findings import measured_regimes
 from theodolite.system.run_folders import UNTRAINED, is_run
@@ -306,39 +305,10 @@ def massive_table(run: Run) -> Table | None:
     tokens = massive_tokens(run).head(MASSIVE_ROWS)
     if not len(tokens):
         return None
-    described = declared("massive")
-    shown = ("token", "context", "position", "dimension", "value")
-    headings = [*(heading(name, described) for name in shown), ("layers", described["layer"].meaning)]
-    rows = [
-        [
-            Cell(shown_token(row.token)),
-            *(_cell(getattr(row, name)) for name in shown[1:]),
-            Cell(spans(row.layers)),
-        ]
-        for row in tokens.itertuples()
-    ]
-    return Table(headings, rows)
-
-
-def with_massive_table(run: Run) -> Table | None:
-    """Tabulate the main numbers of the layers with massive tokens: without them, and what they would be with them."""
-    if run.with_massive is None or not len(run.with_massive):
-        return None
-    described = declared("layers")
-    shown = [name for name in (*OVER_LAYERS, "similarity_between", "cluster_ari") if name in run.with_massive]
-    without = run.layers.set_index("layer").reindex(run.with_massive["layer"])
-
-    def words(name: str, value: float) -> str:
-        return seen_above(value, number(value)) if described[name].range[0] == 0 else number(value)
-
-    rows = [
-        [
-            _cell(layer),
-            *(Cell(f"{words(name, without[name][layer])} → {words(name, row[name])}") for name in shown),
-        ]
-        for layer, row in run.with_massive.set_index("layer").iterrows()
-    ]
-    return Table([heading(name, described) for name in ("layer", *shown)], rows)
+    shown = tokens.assign(token=tokens["token"].map(shown_token), layer=tokens["layers"].map(spans))
+    return frame_table(
+        shown[["token", "context", "position", "dimension", "value", "layer"]], declared("massive")
+    )
 
 
 def _cell(value: Any) -> Cell:
