@@ -19,7 +19,6 @@ from theodolite.explore.panels import (
     evidence,
     hidden_keys,
     roles_of,
-    shares_line,
     spectrum_line,
 )
 from theodolite.explore.subject import (
@@ -131,15 +130,10 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     assert "<td>0.4</td>" in said
 
 
-def test_lines_on_spectrum_and_shares(subject):
+def test_what_is_said_of_a_spectrum(subject):
     plain = subject("gpt2").run
     row = plain.heads.iloc[0]
     assert str(row["regime_data"]) in spectrum_line(plain, 0, 0)
-    assert shares_line(plain, 0, 0) == ""  # a brief survey has none
-    shares = {"share_position": 0.5, "share_context": 0.25, "share_cross": 0.2, "share_constant": 0.05}
-    told = shares_line(replace(plain, heads=plain.heads.assign(**shares)), 0, 0)
-    shown = "position 50 %, context 25 %, position with context 20 %, constant 5 %"
-    assert told.replace("\u00a0", " ") == f"Variance of its logits on the text: {shown}."
     assert "before the norm" in spectrum_line(subject("qwen3").run, 0, 0)
     assert "no query-key matrix" in spectrum_line(
         replace(plain, heads=plain.heads.assign(spectrum_of="none")), 0, 0

@@ -45,7 +45,7 @@ from theodolite.report import style
 from theodolite.report.content import flowing
 from theodolite.report.data import columns_of, entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
-from theodolite.report.drawing.constituents import SHARES, qk_panels
+from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
 from theodolite.report.findings import measured_regimes, regime_agreement
 from theodolite.report.page import environment, write_page
@@ -431,28 +431,14 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
     )
 
 
-def shares_line(run: Run, layer: int, head: int) -> str:
-    """Say which constituents the head's logits have on the surveyed text; empty where they are not known."""
-    shares = _row(run, layer, head).reindex(SHARES).astype(float).fillna({"share_additive": 0.0})
-    if shares.isna().any():
-        return ""
-    known = [
-        f"{SHARES[name]} {percent(share)}"
-        for name, share in shares.items()
-        if share or name != "share_additive"
-    ]
-    return f"Variance of its logits on the text: {', '.join(known)}."
-
-
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
-    """Show the head's name, its roles with the evidence, and what its spectrum and its logits say."""
+    """Show the head's name, its roles with the evidence, and what its spectrum says."""
     found, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
         for row in found
     ]
-    lines = [shares_line(run, *place), spectrum_line(run, *place)]
-    return html("head", head_name(*place), roles_of(found), rows, lines)
+    return html("head", head_name(*place), roles_of(found), rows, spectrum_line(run, *place))
 
 
 def sinks_html(view: HeadView, most: float) -> str:
