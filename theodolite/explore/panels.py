@@ -28,7 +28,6 @@ from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, NextTokens, Subject, Tags, ids_of_text, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
-    END_TOKEN_SINK,
     LEARNED_SINK,
     PREVIOUS_TOKEN,
     ROLES,
@@ -118,14 +117,7 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
     described = columns_of(subjects[0].run, "heads")
     on_text = [name for name in described if all(name in of_model for of_model in measured)]
-    learned = LEARNED_SINK.column
-    present = {
-        learned: any(
-            subject.run.heads[learned].any() for subject in subjects if learned in subject.run.heads
-        ),
-        END_TOKEN_SINK.column: END_TOKEN_SINK.column in on_text,
-    }
-    on_prompt = [name for name in ON_PROMPT if present.get(name, True)]
+    on_prompt = [name for name in ON_PROMPT if name in on_text]
     return [
         (f"{label} · {described[name].title}", f"{where}:{name}")
         for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))

@@ -9,6 +9,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +116,12 @@ class Subject:
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
         self.name, self.model, self.provenance = name, model, survey.provenance
-        self._survey = survey
-        self._surveying: threading.Thread | None = None
-        self._failure: TheodoliteError | None = None
         self.progress = ""
         self._lock = threading.RLock()
+        self._survey: Future[Run] = Future()
+        self._planned = survey if isinstance(survey, PlannedSurvey) else None  # and not begun
+        if isinstance(survey, Run):
+            self._survey.set_result(survey)
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
         )
@@ -134,29 +136,25 @@ class Subject:
     @property
     def is_surveyed(self) -> bool:
         """False as long as `run` would have to read the text first."""
-        return isinstance(self._survey, Run)
+        return not self.is_pending and self._survey.exception() is None
 
     @property
     def run(self) -> Run:
         """The survey, waited for if it is only planned; raises what kept it from being made."""
         self.begin()
-        self.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert isinstance(self._survey, Run)
-        return self._survey
+        return self._survey.result()
 
     @property
     def is_pending(self) -> bool:
         """True while the survey is still to come: neither made nor given up."""
-        return not self.is_surveyed and self._failure is None
+        return not self._survey.done()
 
     def begin(self) -> None:
         """Begin the survey in a thread of its own, if it is planned and has not begun."""
         with self._lock:
-            if isinstance(self._survey, PlannedSurvey) and self._surveying is None:
-                self._surveying = threading.Thread(target=self._make, args=[self._survey.make], daemon=True)
-                self._surveying.start()
+            if self._planned is not None:
+                threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+            self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
         def note(what: str, done: int, total: int) -> None:
@@ -164,18 +162,17 @@ class Subject:
 
         try:
             with _ONE_SURVEY:
-                self._survey = make(note)
+                self._survey.set_result(make(note))
         except TheodoliteError as error:
-            self._failure = error
+            self._survey.set_exception(error)
         except BaseException as error:  # nobody else would hear of it
-            self._failure = WorkError(
-                f"the survey of {self.name} ended: {first_line(error) or type(error).__name__}"
-            )
+            reason = first_line(error) or type(error).__name__
+            self._survey.set_exception(WorkError(f"the survey of {self.name} ended: {reason}"))
 
     def wait(self) -> None:
         """Wait for the survey, if it has begun."""
-        if self._surveying is not None:
-            self._surveying.join()
+        if self._planned is None:
+            wait([self._survey])
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
