@@ -101,7 +101,7 @@ def keys_of(run: Run) -> set[str]:
 
 def test_what_a_run_lacks_is_left_out(run: Run) -> None:
     few = make_run()
-    later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
+    later = {"head-shares", "constituents", "clusters"}
     later |= {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
     assert keys_of(run) - keys_of(few) == later
     for name in ("rank", "incoherence", "massive_activations"):  # no standard errors, no whiskers
@@ -227,7 +227,6 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
             lambda run: figures.attribution(run, "any"),
             "no pattern 'any': there are 'induction', 'previous' and",
         ),
-        (lambda run: figures.inherited_smoothness(run, 7), "no cutoff 7: there are 10, 5, 3 and 1"),
         (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': did you mean _data"),
         (
             lambda run: figures.spiral("runs/first"),
@@ -247,7 +246,6 @@ PICKED: dict[str, Callable[[Run, str], go.Figure]] = {
     "head-shares": lambda run, key: figures.head_shares(run, int(key)),
     "spectrum-data": lambda run, key: figures.spectrum(run, *map(int, key.split(",")), "spectrum_data"),
     "propagation": lambda run, key: figures.propagation(run, *map(int, key.split(","))),
-    "inherited-smoothness": lambda run, key: figures.inherited_smoothness(run, int(key)),
 }
 
 

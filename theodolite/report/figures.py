@@ -43,7 +43,6 @@ for _exhibit in EXHIBITS:
 
 _CHOICES: dict[str, Sequence[object]] = {
     "pattern": tuple(ATTENTION_PATTERNS),
-    "cutoff": split.CUTOFFS,
     "suffix": ("", "_data"),
     "name": ("spectrum", "spectrum_data"),
 }
@@ -64,8 +63,6 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
         subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
         subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
-    elif "cutoff" in arguments:
-        subject = f"K = {arguments['cutoff']}"
     of = _OF_FUNCTION[name]
     exhibit = next((one for one in of if one.given and one.given.items() <= arguments.items()), of[0])
     return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"

@@ -28,19 +28,17 @@ from theodolite.measure.head_matrices import (
 )
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import (
     Panel,
     bars,
     heat,
-    level,
-    line,
     panels,
     saturation,
 )
 from theodolite.report.drawing.prompt import token_axis, token_names
-from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
+from theodolite.report.exhibit import by_block, by_head, exhibit
 from theodolite.system.wording import head_name, number, percent
 
 GROUP_COLOURS = {
@@ -80,13 +78,6 @@ COLUMNS = (
 
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
 LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
-
-CUTOFFS = (10, 5, 3, 1)
-INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2
-    "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
-    "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
-    "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
-}
 
 
 @exhibit(picker=by_block)
@@ -270,41 +261,6 @@ for _name in ATTENTION_PATTERNS:
         when=lambda run, pattern=_name: bool(standing_out(run, pattern)),
         given={"pattern": _name},
     )(attribution)
-
-
-def _by_cutoff(run: Run, draw: Draw) -> Choice:
-    options = [Option(str(cutoff), str(cutoff)) for cutoff in CUTOFFS]
-    return Choice("K", options, lambda key: draw(cutoff=int(key)))
-
-
-@exhibit(picker=_by_cutoff)
-def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
-    """Draw the share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and QK logits over a layer's heads.
-
-    Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
-    """
-    need_column(run.heads, f"pwp_low_frequency_{cutoff}")
-    layers = blocks(run)
-    traces: list[dict[str, Any]] = []
-    for name, (table, prefix, colour, paper) in INHERITED.items():
-        frame = getattr(run, table)
-        values = column(frame, f"{prefix}{cutoff}")
-        if values is None:
-            continue
-        of_layer = pd.Series(values).groupby(frame["layer"].to_numpy(dtype=int))
-        medians, spans = of_layer.median(), zip(of_layer.min(), of_layer.max(), strict=True)
-        spread = "<br>%{customdata} by head" if table == "heads" else ""
-        hover = f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>"
-        told = [f"{number(low)} to {number(high)}" for low, high in spans]
-        published_at = level(
-            [0, layers], paper[cutoff], "GPT-2", f"{name}, Table 3", colour, showlegend=not traces
-        )
-        index = medians.index.to_numpy(dtype=np.int32)
-        traces += line(index, medians, name, colour, width=2.2, marker=5, hover=hover, customdata=told)
-        traces += published_at
-    axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
-    layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
-    return style.figure(traces, "layer", "share of energy", layout=layout)
 
 
 def qk_panels(
