@@ -399,9 +399,6 @@ def text_line(provenance: dict[str, Any]) -> str:
     corpus = provenance.get("corpus")
     if provenance.get("grid"):
         return "measured by the training runs on their own held-out text"
-    for source, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
-        if provenance.get(source):
-            return f"models from a folder of training runs, measured on {text}"
     if (provenance.get("model") or {}).get("layers") == 0:
         return "no model or text was read"
     if provenance.get("reads"):
