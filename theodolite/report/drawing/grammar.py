@@ -112,11 +112,6 @@ def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> l
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
 
 
-def noise_floor(x: Any, y: Any, name: str = "noise floor") -> list[dict[str, Any]]:
-    """Return the traces of what noise or chance alone gives: a dashed grey line; `y` may be one number."""
-    return reference(x, y, name, dash="dash")
-
-
 def level(
     ends: Sequence[float], y: float, model: str, what: str, colour: str, **more: Any
 ) -> list[dict[str, Any]]:

@@ -34,7 +34,6 @@ from theodolite.report.drawing.grammar import (
     level,
     line,
     map_height,
-    noise_floor,
     reference,
     rows_down,
     sentence,
@@ -86,10 +85,11 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
         trace
         for floor in sorted(floors)
         if (values := column(run.layers, floor)) is not None
-        for trace in noise_floor(
+        for trace in reference(
             layer_numbers(run),
             values,
             "noise floor" if floor.endswith("_floor") else described[floor].title,
+            dash="dash",
         )
     ]
 
