@@ -25,7 +25,6 @@ GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
 SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
 MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
-SENTENCE_HEIGHT = 120  # pixels: of a figure of words alone
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
 
@@ -156,15 +155,6 @@ def saturation(values: Sequence[Floats]) -> float:
     """Return the `SATURATED` percentile of the magnitudes in all maps; 1 where there are none."""
     magnitudes = np.abs(np.concatenate([of_map[np.isfinite(of_map)] for of_map in values]))
     return float(np.percentile(magnitudes, SATURATED)) if magnitudes.size and magnitudes.any() else 1.0
-
-
-def sentence(text: str) -> go.Figure:
-    """Make a figure of one sentence, where there is nothing to draw."""
-    hidden = {"visible": False}
-    note = {"text": for_plotly(text), "showarrow": False, "font": {"size": 13}}
-    place = {"xref": "paper", "yref": "paper", "x": 0, "y": 0.5, "xanchor": "left"}
-    layout = {"xaxis": hidden, "yaxis": hidden, "annotations": [note | place]}
-    return style.figure([], height=SENTENCE_HEIGHT, layout=layout)
 
 
 def rows_down(count: int) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from theodolite.report.drawing.grammar import (
     map_height,
     reference,
     rows_down,
-    sentence,
 )
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, exhibit
 from theodolite.system.wording import for_plotly, harmless, with_error
@@ -273,13 +272,13 @@ def largest_columns(values: Floats) -> list[int]:
 
 @exhibit()
 def outlier_shares(run: Run) -> go.Figure:
-    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest; a sentence where it is 0 in all.
+    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest.
 
     Colours run to the highest share: outliers in one token of a hundred are seen, too.
     """
     shares = np.nan_to_num(need(run, "outlier_share"))
     if not shares.any():
-        return sentence("No dimension has |x| ≥ 6 in any token past the first.")
+        raise UsageError("this run has no dimension with |x| ≥ 6 in any token past the first")
     dimensions = [dimension for dimension in largest_columns(shares) if shares[:, dimension].any()]
     cells = heat(
         shares[:, dimensions],
