@@ -65,9 +65,11 @@ def test_cells_of_a_head_are_its_constituents_by_query_and_key(run: Run) -> None
 
 def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     biased = with_bias(run)
-    cell = figures.constituents(biased, 1, 2).data[1]
-    assert (float(cell.z[0][0]), cell.text[0][0]) == (pytest.approx(0.1), "10")
-    assert len(figures.constituents(biased, 0, 0).data) == 2
+    (cells,) = figures.constituents(biased, 1, 2).data
+    assert cells.y[5] == cells.hovertext[5][0] == "additive"
+    assert (float(cells.z[5][0]), cells.text[5][0]) == (pytest.approx(0.1), "10")
+    assert np.isnan(cells.z[5][1:]).all()
+    assert len(figures.constituents(biased, 0, 0).data[0].z) == 6
     assert figures.head_shares(biased, 1).data[-1].name == "additive bias"
 
 

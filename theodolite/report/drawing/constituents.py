@@ -139,47 +139,37 @@ def _percentage(share: float) -> str:
 def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
     """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
 
-    A bias on logits, where there is one, is the bar below. Hovering gives the standard errors.
+    A bias on logits, where there is one, is a row of one cell. Hovering gives the standard errors.
     """
     every_share = need_column(run.constituents, "share")
     reach = float(np.nanmax(np.abs(every_share))) or 1.0
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
+    has_bias = bool(every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any())
+    rows = [*PARTS, ADDITIVE] if has_bias else list(PARTS)
     has_errors = column(run.constituents, "standard_error") is not None
     error = " ± %{customdata:.2g}" if has_errors else ""
-
-    def cells(block: tuple[slice, slice], labels: list[list[str]], **more: Any) -> dict[str, Any]:
-        drawn: dict[str, Any] = heat(
-            shares[block],
-            -reach,
-            reach,
-            f"%{{hovertext}}<br>share %{{z:.4f}}{error}<extra></extra>",
-            scale=style.SIGNED,
-            cells=True,
-            text=[[_percentage(share) for share in row] for row in shares[block]],
-            texttemplate="%{text}",
-            customdata=errors[block].astype(np.float32),
-            hovertext=labels,
-            **more,
-        )
-        return drawn
-
-    count = len(PARTS)
-    ticks: list[float] = list(range(count))
-    row_ticks, row_names = ticks, list(PARTS)
-    pairs = [[f"{query} · {key}" for key in PARTS] for query in PARTS]
-    traces = [cells(np.s_[:-1, :], pairs, x=ticks, y=ticks, bar=style.colour_bar("share", tickformat=".0%"))]
-    if every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any():
-        edges = {"x": [-0.5, count - 0.5], "y": [count - 0.2, count + 0.6]}
-        traces.append(cells(np.s_[-1:, :1], [[ADDITIVE]], **edges))
-        row_ticks, row_names = [*ticks, count + 0.2], [*PARTS, ADDITIVE]
-    axis = {"ticks": "", "tickmode": "array", "constrain": "domain"}
-    rows = {"tickvals": row_ticks, "ticktext": row_names, "autorange": "reversed", "scaleanchor": "x"}
+    cells = heat(
+        shares[: len(rows)],
+        -reach,
+        reach,
+        f"%{{hovertext}}<br>share %{{z:.4f}}{error}<extra></extra>",
+        scale=style.SIGNED,
+        bar=style.colour_bar("share", tickformat=".0%"),
+        cells=True,
+        x=list(PARTS),
+        y=rows,
+        text=[[_percentage(share) for share in row] for row in shares[: len(rows)]],
+        texttemplate="%{text}",
+        customdata=errors[: len(rows)].astype(np.float32),
+        hovertext=[[row if row == ADDITIVE else f"{row} · {key}" for key in PARTS] for row in rows],
+    )
+    axis = {"type": "category", "ticks": "", "constrain": "domain"}
     layout = {
-        "xaxis": axis | {"tickvals": ticks, "ticktext": list(PARTS), "side": "top"},
-        "yaxis": axis | rows,
+        "xaxis": axis | {"side": "top"},
+        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"},
         "margin": {"t": 56, "b": 16},
     }
-    return style.figure(traces, "part of the key", "part of the query", height=380, layout=layout)
+    return style.figure([cells], "part of the key", "part of the query", height=380, layout=layout)
 
 
 def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
