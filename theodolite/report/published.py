@@ -91,9 +91,3 @@ def closest(run: Run) -> str:
         if any(part in family for part in parts):
             return model
     return {"rotary": "Llama 2", "alibi": "BLOOM"}.get(positions, "GPT-2")
-
-
-def layer_range(rows: tuple[tuple[float, ...], ...]) -> tuple[list[float], list[float]]:
-    """Return the lowest and highest of the texts at each of the 13 layers."""
-    layers = list(zip(*rows, strict=True))
-    return list(map(min, layers)), list(map(max, layers))

@@ -83,7 +83,12 @@ LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: m
 @exhibit(picker=by_block)
 def head_shares(run: Run, layer: int = 0) -> go.Figure:
     """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
-    grids = _share_grids(run)
+    need_column(run.heads, "share_position")
+    grids = {
+        name: grid
+        for name in SHARES
+        if (grid := head_grid(run, name)) is not None and np.nan_to_num(grid).any()
+    }
     heads = np.arange(heads_per_block(run), dtype=np.int32)
     traces = [
         bars(
@@ -108,15 +113,6 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
         "shapes": [all_of_it | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
     }
     return style.figure(traces, "head", "share of the logits' variance", height=340, layout=layout)
-
-
-def _share_grids(run: Run) -> dict[str, Floats]:
-    grids = {name: grid for name in SHARES if (grid := head_grid(run, name)) is not None}
-    if not grids:
-        raise UsageError("this run has no 'share_position'; survey the model on a text to get it")
-    if "share_additive" in grids and not np.nan_to_num(grids["share_additive"]).any():
-        del grids["share_additive"]
-    return grids
 
 
 def _parts_of_heads(run: Run) -> Floats:

@@ -139,9 +139,9 @@ def _band(
 def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
     """Shade the published models' ranges of a measure: at each depth, or where only averages are printed at all."""
     if table := BY_LAYER.get(name):
+        ends = {model: np.sort(table[model], axis=0)[[0, -1]].tolist() for model in published.MODELS}
         return [
-            _band(run, model, *published.layer_range(table[model]), what, **more)
-            for model in published.MODELS
+            _band(run, model, *lowest_and_highest, what, **more) for model, lowest_and_highest in ends.items()
         ]
     bands = []
     for model, average in published.AVERAGES.items():
@@ -202,18 +202,6 @@ def low_frequency(run: Run) -> go.Figure:
         )
     curves = {f"low_frequency_{size}": (f"K = {size}", "solid", colour) for size, colour in colours.items()}
     return _chart(run, "share of energy", curves, SHARES, levels)
-
-
-@exhibit()
-def clusters(run: Run) -> go.Figure:
-    """Draw the silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
-    curves = {
-        "silhouette": ("silhouette of the labels",),
-        "cluster_ari": ("k-means against labels (ARI)", "dash"),
-    }
-    if all(column(run.layers, name) is None for name in curves):
-        raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
-    return _chart(run, "agreement", curves, {"zeroline": True})
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
