@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
-from theodolite.explore.subject import MOST_TOKENS, NextTokens, Subject, Tags, ids_of_text, tag_colours
+from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
     LEARNED_SINK,
@@ -187,18 +187,17 @@ def attention(shown: Shown) -> Figures:
 
 def next_tokens(shown: Shown) -> list[str]:
     """Show what the model says next, and what it would say without the head."""
-    told, reasons = _tried(lambda each: each.next_tokens(*shown[1:4]), shown)
+    tables, reasons = _tried(lambda each: each.next_tokens(*shown[1:4]), shown)
     return [
-        html("next_tokens", list(of.columns), _next_rows(of))
-        if of
-        else html("line", f"Cannot be shown: {reason}.")
-        for of, reason in zip(told, reasons, strict=True)
+        html("line", f"Cannot be shown: {reason}.")
+        if table is None
+        else html(
+            "next_tokens",
+            list(table),
+            [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()],
+        )
+        for table, reason in zip(tables, reasons, strict=True)
     ]
-
-
-def _next_rows(told: NextTokens) -> list[tuple[str, list[str]]]:
-    rows = zip(told.tokens, *(of.tolist() for of in told.columns.values()), strict=True)
-    return [(shown_token(token), [percent(share) for share in shares]) for token, *shares in rows]
 
 
 def block(shown: Shown) -> Figures:

@@ -81,19 +81,6 @@ class Tags:
 
 
 @dataclass(frozen=True)
-class NextTokens:
-    """What the model says next, and what it would say without the head: probabilities in three columns.
-
-    Attributes:
-        tokens: the most probable ones in any column.
-        columns: by what was changed; "without its sinks" only where the head has sinks.
-    """
-
-    tokens: tuple[str, ...]
-    columns: dict[str, Float[Tensor, " tokens"]]
-
-
-@dataclass(frozen=True)
 class PlannedSurvey:
     """A survey that is made once a prompt is shown, or when its run is asked for.
 
@@ -190,8 +177,12 @@ class Subject:
         with self._lock:
             return head_view(self.read(ids), layer, head)
 
-    def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> NextTokens:
+    def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
+
+        Returns:
+            Probabilities of the most probable tokens in any column, a row each by its text, in three columns by what
+            was changed; "without its sinks" only where the head has sinks.
 
         Raises:
             UsageError: the model predicts no next tokens.
@@ -207,9 +198,9 @@ class Subject:
                 with attention_knockout(self.model, layer, head, sinks):
                     columns["without its sinks"] = self._next(ids)
         best = torch.stack(list(columns.values())).topk(NEXT_TOKENS).indices.unique()
-        best = best[columns["as it is"][best].argsort(descending=True)]
-        tokens = tuple(map(token_text(self.model), best.tolist()))
-        return NextTokens(tokens, {name: of[best] for name, of in columns.items()})
+        texts = list(map(token_text(self.model), best.tolist()))
+        table = pd.DataFrame({name: of[best].numpy() for name, of in columns.items()}, texts)
+        return table.sort_values("as it is", ascending=False, kind="stable")
 
     def _next(self, ids: tuple[int, ...]) -> Tensor:
         last = torch.arange(len(ids)) == len(ids) - 1
