@@ -14,7 +14,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.estimates import Floats
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import NAMED
@@ -105,7 +104,8 @@ def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     grid = head_grid(run, measure.name)
     if grid is None:
         raise UsageError(f"this run has no head measure {measure.name!r}")
-    title, robust, (low, high) = measure.unit, _robust(grid), measure.range
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    title, (low, high) = measure.unit, measure.range
     scale = style.SIGNED if low < 0 else style.MAGNITUDE
     if measure.decades:
         grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
@@ -115,10 +115,6 @@ def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
         high = float(entropy_limits(run).mean(axis=1).max())
     low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
-
-
-def _robust(grid: Floats) -> float:
-    return float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
 
 
 def _role_colours(run: Run) -> dict[str, str]:
