@@ -21,7 +21,7 @@ from theodolite.report.data import AT_FLOOR, at_floor, evenly, records
 from theodolite.report.findings import checks, massive_line
 from theodolite.report.outcome import MARKS, Heading, Outcome
 from theodolite.report.unusual import unusual
-from theodolite.system.wording import harmless, rounded_with_error
+from theodolite.system.wording import harmless, number, rounded_with_error
 
 STRONGEST, MOST_LAYERS = 3, 13
 MARK_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
@@ -36,8 +36,8 @@ def show_run(run: Run, console: Console) -> None:
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run))
-    for number, (sentence, _) in enumerate(unusual(run, checks(run)), 1):
-        console.print(f"{number}. {harmless(sentence)}", markup=False, highlight=False)
+    for place, (sentence, _) in enumerate(unusual(run, checks(run)), 1):
+        console.print(f"{place}. {harmless(sentence)}", markup=False, highlight=False)
 
 
 def show_outcome(
@@ -134,8 +134,4 @@ def _spectra(run: Run) -> Table:
 
 
 def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return escape(value)
-    if math.isnan(value):
-        return "–"
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e6 else f"{value:.3g}"
+    return escape(value) if isinstance(value, str) else number(value)
