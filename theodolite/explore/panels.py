@@ -46,7 +46,7 @@ from theodolite.report.data import columns_of, entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
-from theodolite.report.findings import measured_regimes, regime_agreement
+from theodolite.report.findings import measured_regimes
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
@@ -412,14 +412,10 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
     xi, eta = (number(row[f"{name}_symmetric{suffix}"]) for name in ("xi", "eta"))
     margin = number(row[f"regime_margin{suffix}"], 2)
     predicted = f"{regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)"
-    agreement, regimes = regime_agreement(run, suffix), measured_regimes(run)
-    if agreement is None or regimes is None:
+    if (regimes := measured_regimes(run)) is None:
         return f"Predicted regime, not measured here: {predicted}."
-    return (
-        f"Predicted regime: {predicted}. Measured on the text: {regimes[row.name]}, ρ {number(row['propagation'], 2)}. "
-        f"Over all heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
-        f"({agreement})."
-    )
+    measured = f"{regimes[row.name]}, ρ {number(row['propagation'], 2)}"
+    return f"Predicted regime: {predicted}. Measured on the text: {measured}."
 
 
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
