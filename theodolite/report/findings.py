@@ -139,24 +139,6 @@ def of_layers(
     return Finding(f"{claim}: {numbers(estimate)}{f' ({layers})' if hidden else ''}.", about, verdict.answer)
 
 
-@dataclass(frozen=True)
-class RegimeAgreement:
-    """How well the regimes that a spectrum predicts agree with the heads' measured curves, over heads.
-
-    Attributes:
-        kappa: of predicted and measured names; 0 is chance. correlation: of the ranks of mean ρ.
-        holds: whether κ is above chance.
-    """
-
-    kappa: Estimate
-    correlation: Estimate
-    holds: bool
-
-    def __str__(self) -> str:
-        kappa, correlation = (with_error(one.value, one.error) for one in (self.kappa, self.correlation))
-        return f"κ {kappa}, where 0 is chance; rank correlation with the measured ρ {correlation}"
-
-
 def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
     """Name the regime of every head by its measured curve; None where there is none."""
     curves = array(run, "propagation_by_position")
@@ -165,8 +147,12 @@ def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
     return regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
 
 
-def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
-    """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves; None without these."""
+def regime_agreement(run: Run, suffix: str = "") -> tuple[Estimate, Estimate] | None:
+    """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves, over heads.
+
+    Returns:
+        κ of predicted and measured names, 0 by chance, and the rank correlation of mean ρ; None without these.
+    """
     names, measured = measured_regimes(run), column(run.heads, "propagation")
     predicted = array(run, f"propagation_predicted{suffix}")
     if names is None or predicted is None or measured is None or f"regime{suffix}" not in run.heads:
@@ -175,9 +161,7 @@ def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
     regimes = run.heads[f"regime{suffix}"].fillna(UNDEFINED).astype(str).to_numpy()
     with np.errstate(invalid="ignore"):
         expected = np.asarray(predicted[layers, heads], dtype=np.float64).mean(axis=1)
-    kappa = agreement(regimes, names, layers)[0]
-    correlation = rank_correlation_of_heads(expected, measured, layers)
-    return RegimeAgreement(kappa, correlation, judge("", "", kappa, BY_CHANCE).answer == HOLDS)
+    return agreement(regimes, names, layers)[0], rank_correlation_of_heads(expected, measured, layers)
 
 
 def in_a_line(checks: Sequence[Finding]) -> str:
@@ -547,20 +531,21 @@ def regimes_line(run: Run, suffix: str, matrix: str) -> str:
     counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
     if not len(counts):
         return ""
-    agreement = regime_agreement(run, suffix)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
     of = f"{matrix}, of {counted(len(run.heads), 'head')}"
-    if agreement is None:
+    if (compared := regime_agreement(run, suffix)) is None:
         return f"Regimes predicted from {of}, not measured here: {regimes}."
-    if not agreement.holds:
-        ranked_alike = judge("", "", agreement.correlation, BY_CHANCE).answer == HOLDS
+    kappa, correlation = (with_error(estimate.value, estimate.error) for estimate in compared)
+    numbers = f"κ {kappa}, where 0 is chance; rank correlation with the measured ρ {correlation}"
+    agree, ranked_alike = (judge("", "", estimate, BY_CHANCE).answer == HOLDS for estimate in compared)
+    if not agree:
         but = ", though they rank the heads above chance" if ranked_alike else ""
         return (
             f"The regimes that theory predicts from {matrix} are not those of this model's heads: their agreement with "
-            f"the measured curves is not above chance{but} ({agreement})."
+            f"the measured curves is not above chance{but} ({numbers})."
         )
-    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({agreement})."
+    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({numbers})."
 
 
 def ranked_heads(run: Run, role: HeadRole) -> list[tuple[float, str]]:
