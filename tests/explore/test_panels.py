@@ -14,7 +14,7 @@ from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import panels
 from theodolite.explore.panels import (
-    Shown,
+    Selection,
     attention_map,
     evidence,
     hidden_keys,
@@ -35,8 +35,8 @@ from theodolite.report.data import opening_head
 from theodolite.sinks.prompt import Sink
 
 
-def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Shown:
-    return Shown(subjects, prompt_ids(subjects, prompt), layer, head)
+def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Selection:
+    return Selection(subjects, prompt_ids(subjects, prompt), layer, head)
 
 
 def test_the_attention_map_and_its_switches(sharp):

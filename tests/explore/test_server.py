@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from theodolite.errors import WorkError
-from theodolite.explore.panels import PANELS, Shown, measures_of
+from theodolite.explore.panels import PANELS, Selection, measures_of
 from theodolite.explore.subject import PlannedSurvey, Subject, prompt_ids
 from theodolite.passes.run import Run
 
@@ -117,7 +117,7 @@ def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
+    at = Selection([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
     for names in ON_PROMPT:
         for name in names:
             PANELS[name](at)

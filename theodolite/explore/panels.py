@@ -71,7 +71,7 @@ LIGHT = 0.179  # relative luminance of a colour on which black and white have th
 WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
-class Shown(NamedTuple):
+class Selection(NamedTuple):
     """The page's choices: a head of every model on a prompt, and how it is shown.
 
     `measure`: of the map, as `prompt:entropy`. `first`: the first position of which constituents are drawn.
@@ -133,11 +133,11 @@ def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
     ]
 
 
-def head_map(shown: Shown) -> Figures:
+def head_map(at: Selection) -> Figures:
     """Draw the map of all heads by the measure, with the head framed; none where no head has the measure."""
-    where, _, column = shown.measure.partition(":")
-    runs = [each.run if where == TEXT else each.measured(shown.ids) for each in shown.subjects]
-    x, y = shown.head, shown.layer
+    where, _, column = at.measure.partition(":")
+    runs = [each.run if where == TEXT else each.measured(at.ids) for each in at.subjects]
+    x, y = at.head, at.layer
     frame = {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "layer": "above"}
     try:
         drawn = [heads.head_map(run, column) for run in runs]
@@ -149,11 +149,11 @@ def head_map(shown: Shown) -> Figures:
     return share_scales(drawn)
 
 
-def head(shown: Shown) -> list[str]:
+def head(at: Selection) -> list[str]:
     """Show the head's name, roles and evidence."""
     return [
-        head_html(view, each.run, each.measured(shown.ids))
-        for each, view in zip(shown.subjects, shown.views, strict=True)
+        head_html(view, each.run, each.measured(at.ids))
+        for each, view in zip(at.subjects, at.views, strict=True)
     ]
 
 
@@ -178,16 +178,14 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
     return drawn.update_layout(height=560, margin={"l": 84, "r": 8, "t": 8, "b": 84})
 
 
-def attention(shown: Shown) -> Figures:
+def attention(at: Selection) -> Figures:
     """Draw the head's attention map."""
-    return share_scales(
-        [attention_map(view, log=shown.log, hide_sinks=shown.hide_sinks) for view in shown.views]
-    )
+    return share_scales([attention_map(view, log=at.log, hide_sinks=at.hide_sinks) for view in at.views])
 
 
-def next_tokens(shown: Shown) -> list[str]:
+def next_tokens(at: Selection) -> list[str]:
     """Show what the model says next, and what it would say without the head."""
-    tables, reasons = _tried(lambda each: each.next_tokens(*shown[1:4]), shown)
+    tables, reasons = _tried(lambda each: each.next_tokens(*at[1:4]), at)
     return [
         html("line", f"Cannot be shown: {reason}.")
         if table is None
@@ -200,14 +198,12 @@ def next_tokens(shown: Shown) -> list[str]:
     ]
 
 
-def block(shown: Shown) -> Figures:
+def block(at: Selection) -> Figures:
     """Draw the attention of all heads of the block side by side, each named; click one to show it."""
-    return share_scales(
-        [_tiles(each.attention(shown.ids, shown.layer).numpy(), shown) for each in shown.subjects]
-    )
+    return share_scales([_tiles(each.attention(at.ids, at.layer).numpy(), at) for each in at.subjects])
 
 
-def _tiles(weights: Floats, shown: Shown) -> go.Figure:
+def _tiles(weights: Floats, at: Selection) -> go.Figure:
     """Draw the maps of the heads (H, T, T) on one pair of axes, each cell the largest weight that falls into it."""
     starts = evenly(weights.shape[-1], TILE)
     small = np.maximum.reduceat(np.maximum.reduceat(weights, starts, axis=1), starts, axis=2)
@@ -216,13 +212,13 @@ def _tiles(weights: Floats, shown: Shown) -> go.Figure:
     traces, names = [], []
     for head, of_head in enumerate(small):
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
-        name, place = head_name(shown.layer, head), np.arange(len(starts))
+        name, place = head_name(at.layer, head), np.arange(len(starts))
         cells = heat(
             of_head, 0, 1, f"{name}: %{{z:.2f}}<extra></extra>", x=left + place, y=top + place, bar=None
         )
         traces.append(cells | {"name": name, "showscale": False})
-        look = {"size": 12, "color": style.PREDICTED if head == shown.head else style.INK}
-        words = f"<b>{name}</b>" if head == shown.head else name
+        look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
+        words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
     rows = -(-len(small) // across)
     bare = {"showticklabels": False, "ticks": "", "showgrid": False, "zeroline": False, "showline": False}
@@ -235,47 +231,47 @@ def _tiles(weights: Floats, shown: Shown) -> go.Figure:
     return style.figure(traces, height=40 + TILE_HEIGHT * rows, layout=layout)
 
 
-def sinks(shown: Shown) -> list[str]:
+def sinks(at: Selection) -> list[str]:
     """Show the tokens with their sinks."""
-    views = shown.views
+    views = at.views
     most = max((float(value) for view in views for value in view.received if value > 0), default=1.0)
     return [sinks_html(view, most) for view in views]
 
 
-def tags(shown: Shown) -> list[str]:
+def tags(at: Selection) -> list[str]:
     """Show the tokens in the colours of what the head writes."""
-    tags, reasons = _tried(lambda each: each.tags(*shown[1:4]), shown)
+    tags, reasons = _tried(lambda each: each.tags(*at[1:4]), at)
     return [
         tags_html(view, of_model, colours) if of_model else html("line", f"Cannot be shown: {reason}.")
-        for view, of_model, colours, reason in zip(shown.views, tags, tag_colours(tags), reasons, strict=True)
+        for view, of_model, colours, reason in zip(at.views, tags, tag_colours(tags), reasons, strict=True)
     ]
 
 
-def constituents(shown: Shown) -> Figures:
+def constituents(at: Selection) -> Figures:
     """Draw the head's constituents, their sum and its attention."""
     drawn = [
-        split and qk_panels(split, shown.head, each.read(shown.ids).tokens, first=shown.first)
-        for each, split in zip(shown.subjects, _splits(shown)[0], strict=True)
+        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=at.first)
+        for each, split in zip(at.subjects, _splits(at)[0], strict=True)
     ]
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
-def not_split(shown: Shown) -> list[str]:
+def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    reasons = _splits(shown)[1]
+    reasons = _splits(at)[1]
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
 
 
-def _splits(shown: Shown) -> tuple[list[Any], list[str]]:
-    return _tried(lambda each: each.constituents(shown.ids, shown.layer), shown)
+def _splits(at: Selection) -> tuple[list[Any], list[str]]:
+    return _tried(lambda each: each.constituents(at.ids, at.layer), at)
 
 
-def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None], list[str]]:
+def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
     """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
     reasons = []
-    for each in shown.subjects:
+    for each in at.subjects:
         try:
             value, reason = work(each), ""
         except TheodoliteError as error:
@@ -285,21 +281,21 @@ def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None]
     return values, reasons
 
 
-def spectrum(shown: Shown) -> Figures:
+def spectrum(at: Selection) -> Figures:
     """Draw the eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
-    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in shown.subjects]
-    place = shown.layer, shown.head
+    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in at.subjects]
+    place = at.layer, at.head
     return share_scales(
-        [heads.spectrum(each.run, *place, name) for each, name in zip(shown.subjects, names, strict=True)]
+        [heads.spectrum(each.run, *place, name) for each, name in zip(at.subjects, names, strict=True)]
     )
 
 
-def propagation(shown: Shown) -> Figures:
+def propagation(at: Selection) -> Figures:
     """Draw the propagation that the spectrum predicts, and the one measured on the text."""
-    return share_scales([heads.propagation(each.run, shown.layer, shown.head) for each in shown.subjects])
+    return share_scales([heads.propagation(each.run, at.layer, at.head) for each in at.subjects])
 
 
-PANELS: dict[str, Callable[[Shown], list[Any]]] = {
+PANELS: dict[str, Callable[[Selection], list[Any]]] = {
     draw.__name__: draw
     for draw in (
         head_map,
@@ -376,10 +372,10 @@ def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
     rows = []
     for role in ROLES:
-        text, here = on_text[role.column], on_prompt[role.column]
-        score = here if math.isnan(text) else text
-        if not math.isnan(score) and (role is not LEARNED_SINK or text or here):
-            rows.append(Evidence(role, text, here, score >= role.threshold))
+        text, prompted = on_text[role.column], on_prompt[role.column]
+        score = prompted if math.isnan(text) else text
+        if not math.isnan(score) and (role is not LEARNED_SINK or text or prompted):
+            rows.append(Evidence(role, text, prompted, score >= role.threshold))
     return sorted(rows, key=lambda row: not row.holds)
 
 
@@ -420,12 +416,12 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
 
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
     """Show the head's name, its roles with the evidence, and what its spectrum says."""
-    found, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
+    of_roles, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
-        for row in found
+        for row in of_roles
     ]
-    return html("head", head_name(*place), roles_of(found), rows, spectrum_line(run, *place))
+    return html("head", head_name(*place), roles_of(of_roles), rows, spectrum_line(run, *place))
 
 
 def sinks_html(view: HeadView, most: float) -> str:
@@ -525,7 +521,7 @@ class HeadFigure:
         sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
         written = f" The last {counted(self.written, 'token')} the model wrote." if self.written else ""
         note = f"{sinks or 'No sink'}.{written}"
-        return style.alone(attention_map(view), title, note).update_layout(width=760)
+        return style.standalone(attention_map(view), title, note).update_layout(width=760)
 
     def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
         return self.figure._repr_mimebundle_(*args, **more)

@@ -84,7 +84,7 @@ class Tags:
 class PlannedSurvey:
     """A survey that is made once a prompt is shown, or when its run is asked for.
 
-    `provenance` is that of its run, known before. `make` is given what is told of its progress.
+    `provenance` is that of its run, known before. `make` is called with the progress.
     """
 
     provenance: dict[str, Any]
@@ -112,7 +112,7 @@ class Subject:
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
         )
-        self._said = functools.lru_cache(KEPT_PROMPTS)(self._next)  # as the model is, whatever head is shown
+        self._unchanged = functools.lru_cache(KEPT_PROMPTS)(self._next)  # whatever head is shown
         self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
             lambda ids, layer: constituents(
@@ -191,7 +191,7 @@ class Subject:
             raise UsageError(f"{self.name} predicts no next tokens")
         sinks = self.view(ids, layer, head).sink_positions
         with self._lock, guarded(self.model.root):
-            columns = {"as it is": self._said(ids)}
+            columns = {"as it is": self._unchanged(ids)}
             with head_knockout(self.model, layer, head):
                 columns["without the head"] = self._next(ids)
             if sinks:

@@ -351,10 +351,10 @@ def _sinks_by_head(run: Run) -> dict[tuple[int, int], list[tuple[str, str]]]:
         return {}
     named = run.sinks["token"].map(shown_token).where(~run.sinks["first"].astype(bool), "the first token")
     shares = run.sinks.groupby(["layer", "head", named], sort=True)["share"].sum()
-    found: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    by_head: dict[tuple[int, int], list[tuple[str, str]]] = {}
     for (layer, head, name), share in shares.sort_values(ascending=False, kind="stable").items():
-        found.setdefault((int(layer), int(head)), []).append((name, percent(share)))
-    return {place: sinks[:HEAD_SINKS] for place, sinks in found.items()}
+        by_head.setdefault((int(layer), int(head)), []).append((name, percent(share)))
+    return {place: sinks[:HEAD_SINKS] for place, sinks in by_head.items()}
 
 
 def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -459,20 +459,20 @@ def untrained_run(run: Run) -> Run | None:
     return Run.load(folder) if folder is not None and is_run(folder) else None
 
 
-def beside_untrained(run: Run, untrained: Run) -> Table:
-    """Tabulate a run's key numbers beside those of the same architecture with random weights, on the same text."""
-    here, there = summary_row(run), summary_row(untrained)
+def compared_with_untrained(run: Run, untrained: Run) -> Table:
+    """Compare a run's key numbers with those of the same architecture with random weights, on the same text."""
+    trained, random = summary_row(run), summary_row(untrained)
     rows = [
         [
             Cell(title),
             *(
                 Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
-                for row in (here, there)
+                for row in (trained, random)
             ),
-            Cell(number(here[name] - there[name]), here[name] - there[name]),
+            Cell(number(trained[name] - random[name]), trained[name] - random[name]),
         ]
         for name, title in measures().items()
-        if math.isfinite(here[name]) and math.isfinite(there[name])
+        if math.isfinite(trained[name]) and math.isfinite(random[name])
     ]
     headings = [("", ""), ("this model", ""), ("untrained", ""), ("difference", "what training made")]
     return Table(headings, rows)

@@ -51,7 +51,9 @@ _CHOICES: dict[str, Sequence[object]] = {
 
 def available(run: Run) -> list[str]:
     """List the figures that this run has the numbers for, in the order of the page."""
-    return [name for name, of in _OF_FUNCTION.items() if any(one.available(run) for one in of)]
+    return [
+        name for name, exhibits in _OF_FUNCTION.items() if any(exhibit.available(run) for exhibit in exhibits)
+    ]
 
 
 def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
@@ -101,7 +103,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         of_block = "head" in bound.arguments or exhibit.picker is by_block
         _check(bound.arguments, of_block=of_block)
         words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
-        return style.alone(go.Figure(draw(*args, **kwargs)), *words)
+        return style.standalone(go.Figure(draw(*args, **kwargs)), *words)
 
     return drawn
 

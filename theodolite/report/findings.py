@@ -175,7 +175,7 @@ def in_a_line(checks: Sequence[Finding]) -> str:
     return ", ".join([first, *others]) + "."
 
 
-Outcome = tuple[str, bool] | Finding | None
+CheckResult = tuple[str, bool] | Finding | None
 """The text of a check and whether it is flagged; or a finding, which may be open; None: not for this run."""
 
 
@@ -192,14 +192,14 @@ def check(run: Run, about: str) -> Finding | None:
     return _as_finding(about, CHECKS[about](run))
 
 
-def _as_finding(about: str, outcome: Outcome) -> Finding | None:
+def _as_finding(about: str, outcome: CheckResult) -> Finding | None:
     if outcome is None or isinstance(outcome, Finding):
         return outcome
     text, flagged = outcome
     return Finding(text, about, FAILS if flagged else HOLDS)
 
 
-def _own(measure: Column, run: Run) -> Outcome:
+def _own(measure: Column, run: Run) -> CheckResult:
     """Run the check that a caller's column declares."""
     frame = getattr(run, measure.table)
     if (values := column(frame, measure.name)) is None or measure.healthy is None:
@@ -228,7 +228,7 @@ def _counted(flags: npt.NDArray[np.bool_]) -> str:
     return counted(int(flags.sum()), "head")
 
 
-def _rank_collapse(run: Run) -> Outcome:
+def _rank_collapse(run: Run) -> CheckResult:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
@@ -242,7 +242,7 @@ def _rank_collapse(run: Run) -> Outcome:
     return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
 
 
-def _entropy_collapse(run: Run) -> Outcome:
+def _entropy_collapse(run: Run) -> CheckResult:
     share = entropy_share(run)
     if share is None:
         return None
@@ -265,7 +265,7 @@ def _entropy_collapse(run: Run) -> Outcome:
     return f"Entropy collapse: {text}", True
 
 
-def _vanishing(run: Run) -> Outcome:
+def _vanishing(run: Run) -> CheckResult:
     propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
     if propagation is not None:
         if (vanished := _unhealthy(healthy, propagation)).any():
@@ -281,7 +281,7 @@ def _vanishing(run: Run) -> Outcome:
     return Finding(text, PROPAGATION, UNDECIDED)
 
 
-def _dead_heads(run: Run) -> Outcome:
+def _dead_heads(run: Run) -> CheckResult:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
@@ -293,7 +293,7 @@ def _dead_heads(run: Run) -> Outcome:
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> Outcome:
+def _constant_logits(run: Run) -> CheckResult:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
     if share is None or provenance(run, "model", "positions") == "rotary":
@@ -315,7 +315,7 @@ def _constant_logits(run: Run) -> Outcome:
     return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
 
 
-def _not_decomposed(run: Run) -> Outcome:
+def _not_decomposed(run: Run) -> CheckResult:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
@@ -324,7 +324,7 @@ def _not_decomposed(run: Run) -> Outcome:
     return f"Logits could not be decomposed in {layers}: {reason}.", True
 
 
-def _massive(run: Run) -> Outcome:
+def _massive(run: Run) -> CheckResult:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
@@ -337,7 +337,7 @@ def _massive(run: Run) -> Outcome:
     return f"Massive activations after the first token {where}: {harm}.", True
 
 
-def _positional(run: Run) -> Outcome:
+def _positional(run: Run) -> CheckResult:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
     claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
     rank = "mean rank of the positional basis {}"
@@ -385,7 +385,7 @@ def _entangled(run: Run) -> Finding | None:
     return of_layers(run, ENTANGLEMENT, "incoherence_mean", claims, numbers)
 
 
-def _missing(run: Run) -> Outcome:
+def _missing(run: Run) -> CheckResult:
     """Check for heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
@@ -393,7 +393,7 @@ def _missing(run: Run) -> Outcome:
     return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
 
 
-def _unknown_tokens(run: Run) -> Outcome:
+def _unknown_tokens(run: Run) -> CheckResult:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
@@ -401,7 +401,7 @@ def _unknown_tokens(run: Run) -> Outcome:
     return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
 
 
-CHECKS: dict[str, Callable[[Run], Outcome]] = {
+CHECKS: dict[str, Callable[[Run], CheckResult]] = {
     "rank collapse": _rank_collapse,
     "entropy collapse": _entropy_collapse,
     PROPAGATION: _vanishing,
@@ -420,8 +420,8 @@ CHECKS: dict[str, Callable[[Run], Outcome]] = {
 
 def summarise(run: Run) -> dict[str, list[Finding]]:
     """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
-    told = {topic: list(map(_finding, sentences(run))) for topic, sentences in TOPICS.items()}
-    return {topic: sentences for topic, sentences in told.items() if sentences}
+    findings = {topic: list(map(_finding, sentences(run))) for topic, sentences in TOPICS.items()}
+    return {topic: sentences for topic, sentences in findings.items() if sentences}
 
 
 def _finding(sentence: str | Finding) -> Finding:

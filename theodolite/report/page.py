@@ -116,14 +116,14 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """Render the page as one string of HTML."""
     blocks = {
-        section: [block_of(drawn) for one in EXHIBITS if one.section == section and (drawn := one.of(run))]
+        section: [block_of(drawn) for each in EXHIBITS if each.section == section and (drawn := each.of(run))]
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)
-    tiles, checks, told = content.tiles(run), findings.checks(run), findings.summarise(run)
+    tiles, checks, summary = content.tiles(run), findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
-    for topic, sentences in told.items():
+    for topic, sentences in summary.items():
         topics[SECTION_OF_TOPIC[topic]].append((topic, [finding.text for finding in sentences]))
     shown = {section for section in SECTIONS if blocks[section] or topics[section]} - {"summary"}
     return rendered(
@@ -143,7 +143,7 @@ def render(run: Run) -> str:
             "topics": topics,
             "linked": linked(run, sinks[1]),
             "tiles": tiles,
-            "untrained": content.beside_untrained(run, untrained) if untrained else None,
+            "untrained": content.compared_with_untrained(run, untrained) if untrained else None,
             "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],

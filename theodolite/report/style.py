@@ -192,7 +192,7 @@ def frame_of(traces: Iterable[dict[str, Any]]) -> dict[str, bool]:
     return {"showline": True, "mirror": True, "showgrid": False, "zeroline": False} if is_map else {}
 
 
-def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
+def standalone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
     header = 46 + 17 * len(lines)  # a legend stands right below

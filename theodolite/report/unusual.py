@@ -58,15 +58,17 @@ def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
     than their error allows; then what every model has.
     """
-    flagged = [(one.text, SECTION_OF_CHECK.get(one.about, "")) for one in checks if one.answer == FAILS]
-    beside = [(text, "position") for _, text in sorted(_beside_published(run), reverse=True)]
+    flagged = [
+        (check.text, SECTION_OF_CHECK.get(check.about, "")) for check in checks if check.answer == FAILS
+    ]
+    differing = [(text, "position") for _, text in sorted(_against_published(run), reverse=True)]
     firsts = [
         (str(first), SECTION_OF_TOPIC[topic]) for topic in USUAL for first in islice(TOPICS[topic](run), 1)
     ]
-    return list(dict.fromkeys([*flagged, *beside, *firsts]))[:MOST]
+    return list(dict.fromkeys([*flagged, *differing, *firsts]))[:MOST]
 
 
-def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
+def _against_published(run: Run) -> Iterator[tuple[float, str]]:
     """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
     if grid_of(run):
         return  # the published models read text
@@ -89,9 +91,9 @@ def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
 
 
 def linked(run: Run, tokens: Table | None) -> Callable[[str], Markup]:
-    """Return what writes a sentence with a link on every head, layer and token that the page has more about.
+    """Return a function that links every head, layer and token named in a sentence to its place on the page.
 
-    Everything else of the sentence is escaped. `tokens`: the table of tokens that are sinks.
+    The rest of the sentence is escaped. `tokens`: the table of tokens that are sinks.
     """
     targets = {name: name for name in head_labels(run)} if len(run.heads) else {}
     targets |= {f"layer {int(layer)}": f"layer-{int(layer)}" for layer in run.layers.get("layer", ())}

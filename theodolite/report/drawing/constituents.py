@@ -320,10 +320,10 @@ def _range(values: Floats) -> tuple[float, float]:
 def _note(matrix: HeadMatrix, raw: bool) -> str:
     """Title a matrix with its share of the variance, and the range of raw logits."""
     share = percent(matrix.share) if math.isfinite(matrix.share) else ""
-    said = ["the model's own logits" if matrix.name == QK else share]
+    notes = ["the model's own logits" if matrix.name == QK else share]
     if raw and matrix.name != ATTENTION:
-        said.append(" to ".join(map(number, _range(matrix.values))))
-    return ", ".join(filter(None, said))
+        notes.append(" to ".join(map(number, _range(matrix.values))))
+    return ", ".join(filter(None, notes))
 
 
 def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, Any]:

@@ -107,9 +107,9 @@ def singular_values(run: Run) -> go.Figure:
             "showlegend": False,
         }
         relative = np.where(of_layer > ROUNDING * largest, of_layer / largest, np.nan)
-        told = of_layer.astype(np.float32)
+        absolute = of_layer.astype(np.float32)
         traces += line(
-            index, relative, f"layer {layer}", colour, width=1.3, hover=hover, customdata=told, **look
+            index, relative, f"layer {layer}", colour, width=1.3, hover=hover, customdata=absolute, **look
         )
     powers = {"type": "log", "dtick": 1, "exponentformat": "power"}
     titles = ("number", "singular value over the largest")

@@ -134,14 +134,14 @@ def roles(run: Run) -> go.Figure:
 @exhibit()
 def at_stake(run: Run) -> go.Figure:
     """Draw how many heads of each block have each role."""
-    colours, found = _role_colours(run), roles_of_heads(run)
+    colours, by_head = _role_colours(run), roles_of_heads(run)
     if not colours:
         raise UsageError("this run has no head with a role")
     layers = run.heads["layer"].to_numpy(dtype=int)
     places = np.arange(blocks(run))
     traces = []
     for name, colour in colours.items():
-        has = [name in {role.name for role in of} for of in found]
+        has = [name in {role.name for role in of} for of in by_head]
         heights = np.bincount(layers[has], minlength=len(places))
         traces.append(bars(places, heights, name, colour, f"block %{{x}}: %{{y}} heads<extra>{name}</extra>"))
     layout = {"barmode": "stack", "yaxis": {"rangemode": "tozero"}}

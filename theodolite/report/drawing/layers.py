@@ -53,11 +53,12 @@ BY_LAYER = {
     "stable_rank": published.STABLE_RANK,
     "relative_norm": published.RELATIVE_NORM,
 }
-Look = tuple[str, ...]  # a curve's name in the legend, and where they are not the model's own: dash, colour
+CurveStyle = tuple[str, ...]
+"""A curve's name in the legend, and where they are not the model's own: dash, colour."""
 
 
 def _chart(
-    run: Run, y: str, curves: Mapping[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
+    run: Run, y: str, curves: Mapping[str, CurveStyle], yaxis: dict[str, Any], below: Sequence[Any] = ()
 ) -> go.Figure:
     """Draw columns of the layer table against the layer, those that the run has, over the traces `below`.
 
@@ -94,8 +95,8 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
 
 
 def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
-    errors, told, hover = _whiskers(run, name, label)
-    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": told}
+    errors, texts, hover = _whiskers(run, name, label)
+    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": texts}
     return line(layer_numbers(run), need_column(run.layers, name), label, colour, errors=errors, **look)
 
 
@@ -105,8 +106,8 @@ def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str]
     if np.nansum(errors) == 0 and not hidden.any():
         return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
     numbers = zip(need_column(run.layers, name), errors, hidden, strict=True)
-    told = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
-    return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
+    texts = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
+    return errors, texts, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
 
 
 def _last(run: Run) -> float:
@@ -147,8 +148,8 @@ def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
     for model, average in published.AVERAGES.items():
         mean, deviation = getattr(average, name)
         low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
-        told = f"{what}, Table 1: {mean:g} ({deviation:g})"
-        bands.append(_band(run, model, [low, low], [high, high], told, legendgroup=model, **more))
+        hover = f"{what}, Table 1: {mean:g} ({deviation:g})"
+        bands.append(_band(run, model, [low, low], [high, high], hover, legendgroup=model, **more))
     return bands
 
 
@@ -244,8 +245,8 @@ def massive_activations(run: Run) -> go.Figure:
     ):
         if (values := column(run.layers, name)) is None:
             continue
-        errors, told, hover = _whiskers(run, name, label)
-        look: dict[str, Any] = {"customdata": told, "error_y": style.error_bars(errors)}
+        errors, texts, hover = _whiskers(run, name, label)
+        look: dict[str, Any] = {"customdata": texts, "error_y": style.error_bars(errors)}
         look["marker"] = {"color": colour, "line": {"width": 1.2, "color": style.MEASURED}}
         drawn.append(bars(layer_numbers(run), values, label, colour, hover, **look))
     layout = {"xaxis": style.layer_axis(layer_numbers(run)), "barmode": "group", "yaxis": FROM_ZERO}
