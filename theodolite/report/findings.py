@@ -70,7 +70,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-from theodolite.theory.regimes import UNDEFINED, VANISHING, regime_of_curve
+from theodolite.theory.regimes import UNDEFINED, regime_of_curve
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
 BY_CHANCE = Criterion(
@@ -85,7 +85,7 @@ LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise lev
 LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
-PROPAGATION, MASSIVE = "signal propagation", "massive activations"
+MASSIVE = "massive activations"
 """Quantities that are judged in more than one place."""
 
 
@@ -267,18 +267,13 @@ def _entropy_collapse(run: Run) -> CheckResult:
 
 def _vanishing(run: Run) -> CheckResult:
     propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
-    if propagation is not None:
-        if (vanished := _unhealthy(healthy, propagation)).any():
-            keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
-            return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
-        lowest = percent(float(np.nanmin(propagation)))
-        return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
-    if "regime" not in run.heads.columns:
+    if propagation is None:
         return None
-    predicted = (run.heads["regime"] == VANISHING).to_numpy()
-    heads = f"for {_counted(predicted)}: {_named(run, predicted)}" if predicted.any() else "for no head"
-    text = f"Whether the signal vanishes is not judged without a text: W_QK alone predicts it {heads}."
-    return Finding(text, PROPAGATION, UNDECIDED)
+    if (vanished := _unhealthy(healthy, propagation)).any():
+        keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
+        return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
+    lowest = percent(float(np.nanmin(propagation)))
+    return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
 
 
 def _dead_heads(run: Run) -> CheckResult:
@@ -404,7 +399,7 @@ def _unknown_tokens(run: Run) -> CheckResult:
 CHECKS: dict[str, Callable[[Run], CheckResult]] = {
     "rank collapse": _rank_collapse,
     "entropy collapse": _entropy_collapse,
-    PROPAGATION: _vanishing,
+    "signal propagation": _vanishing,
     "dead heads": _dead_heads,
     "constant logits": _constant_logits,
     MASSIVE: _massive,
