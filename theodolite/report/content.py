@@ -182,7 +182,7 @@ def flowing(token: object) -> str:
 
 def sink_texts(run: Run) -> list[list[Token]]:
     """Return the example contexts, each a list of tokens in order; empty where the run has none."""
-    if run.examples is None or not len(run.examples) or grid_of(run):
+    if run.examples.empty or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
@@ -206,7 +206,7 @@ def _token(row: dict[Any, Any]) -> Token:
 
 def sink_tokens(run: Run) -> Table | None:
     """Tabulate the tokens most often sinks: contexts summed over heads, how many heads, the strongest one."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return None
     rows = []
     for (token, first), group in run.sinks.groupby(["token", "first"], sort=True):
@@ -240,7 +240,7 @@ def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | No
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
-    if frame is None or not len(frame):
+    if frame is None or frame.empty:
         return None
     described = declared("layers") | declared("heads") if described is None else described
     headings = [heading(str(name), described) for name in frame.columns]
@@ -264,7 +264,7 @@ def run_table(run: Run, name: str) -> Table | None:
     the head's name in place of its layer and number, sorted by both; heads: their roles.
     """
     frame, described = getattr(run, name), columns_of(run, name)
-    if frame is None or not len(frame):
+    if frame.empty:
         return None
     if name == "outliers":
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
@@ -347,7 +347,7 @@ def head_cards(run: Run) -> dict[str, Any]:
 
 def _sinks_by_head(run: Run) -> dict[tuple[int, int], list[tuple[str, str]]]:
     """List what is most often a head's sink, each with its share of the contexts: the first token, and later ones."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return {}
     named = run.sinks["token"].map(shown_token).where(~run.sinks["first"].astype(bool), "the first token")
     shares = run.sinks.groupby(["layer", "head", named], sort=True)["share"].sum()

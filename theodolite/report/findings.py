@@ -583,7 +583,7 @@ def _sinks(run: Run) -> Iterator[str]:
 
 def _later_tokens(run: Run) -> list[str]:
     """List the three tokens past position 0 that were sinks most often, contexts summed over heads."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return []
     grid = grid_of(run)
     apart = grid.leading if grid else 0  # an image's tokens are their positions, its registers no patches

@@ -170,10 +170,9 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
 
 def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
     """List the rows of each head of a pattern in the attribution table, strongest head first."""
-    table = run.attribution
-    if table is None or not len(table):
+    if run.attribution.empty:
         return []
-    rows = table[table["pattern"] == pattern]
+    rows = run.attribution[run.attribution["pattern"] == pattern]
     heads = [of_head for _, of_head in rows.groupby(["layer", "head"], sort=True)]
     return sorted(heads, key=lambda of_head: -float(of_head["score"].iloc[0]))
 
