@@ -236,56 +236,50 @@ def sink_tokens(run: Run) -> Table | None:
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
-    """Show a data frame as a table, numbers short; None where it is empty.
+    """Show a data frame as a table, numbers short, each with its standard error; None where it is empty.
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
     if frame is None or frame.empty:
         return None
     described = declared("layers") | declared("heads") if described is None else described
-    headings = [heading(str(name), described) for name in frame.columns]
-    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
-    return Table(headings, rows)
+    names, unknown = _without_errors(frame), [math.nan] * len(frame)
+    columns = [map(_cell, frame[name], frame.get(f"{name}_se", unknown)) for name in names]
+    return Table(
+        [heading(str(name), described) for name in names], [list(row) for row in zip(*columns, strict=True)]
+    )
+
+
+def _without_errors(frame: pd.DataFrame) -> list[str]:
+    """List the columns but the standard errors of others, which stand in the cells of these."""
+    return [name for name in frame if name not in {f"{value}_se" for value in frame}]
 
 
 def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
     """Return the title of a column and what it means: as declared, or its name with spaces and nothing."""
     if name in described:
         return described[name].title, described[name].meaning
-    if (value := name.removesuffix("_se")) in described:
-        return f"{described[value].title}, standard error", f"By {described[value].error}."
     return name.replace("_", " "), ""
 
 
 def run_table(run: Run, name: str) -> Table | None:
     """Show a table of the run; None where it is empty.
 
-    Each value with its standard error in one cell, sorted by the value. Outliers: the largest. Heads and attribution:
-    the head's name in place of its layer and number, sorted by both; heads: their roles.
+    Outliers: the largest. Heads and attribution: the head's name in place of its layer and number, sorted by both;
+    heads: their roles.
     """
     frame, described = getattr(run, name), columns_of(run, name)
-    if frame.empty:
-        return None
-    if name == "outliers":
+    if name == "outliers" and len(frame):
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
-        return frame_table(
-            frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS), described
-        )
-    hidden = {"layer", "head"} if "head" in frame else set()
-    hidden |= {one for one in frame if one.endswith("_se") and one.removesuffix("_se") in frame}
-    measured = [one for one in frame if one not in hidden]
-    if (table := frame_table(frame[measured], described)) is None:
-        return None
-    for index, one in enumerate(measured):
-        for row, value, error in zip(table.rows, frame[one], frame.get(f"{one}_se", ()), strict=False):
-            if (rounded := row[index].value) is not None:
-                spread = float(f"{error:.3g}") if math.isfinite(error) else None
-                row[index] = Cell(with_error(value, error), rounded, spread)
+        frame = frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
+    values = frame.drop(columns=["layer", "head"]) if "head" in frame else frame
+    table = frame_table(values, described)
+    if table is None or name == "outliers":
+        return table
     if name == "layers":
-        for index, one in enumerate(measured):
-            for row, noise in zip(table.rows, at_floor(run, one), strict=True):
-                if noise:
-                    row[index] = Cell(AT_FLOOR, row[index].value)
+        for index, value in enumerate(_without_errors(frame)):
+            for row in np.flatnonzero(at_floor(run, value)):
+                table.rows[row][index] = Cell(AT_FLOOR, table.rows[row][index].value)
         return replace(table, ids=[f"layer-{int(layer)}" for layer in frame["layer"]])
     headings = [("head", "block and head, both counted from 0")]
     for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
@@ -311,13 +305,17 @@ def massive_table(run: Run) -> Table | None:
     )
 
 
-def _cell(value: Any) -> Cell:
+def _cell(value: Any, error: Any = math.nan) -> Cell:
     if isinstance(value, str):
         return Cell(visible(value, LONG_VALUE))
-    if value is None or pd.isna(value):
-        return Cell(MISSING, None)
-    amount = float(value)
-    return Cell(number(amount), float(f"{amount:.7g}") if math.isfinite(amount) else None)
+    if pd.isna(value):
+        return Cell(MISSING)
+    amount, spread = float(value), math.nan if pd.isna(error) else float(error)
+    return Cell(with_error(amount, spread), _rounded(amount, 7), _rounded(spread, 3))
+
+
+def _rounded(amount: float, digits: int) -> float | None:
+    return float(f"{amount:.{digits}g}") if math.isfinite(amount) else None
 
 
 def head_cards(run: Run) -> dict[str, Any]:
