@@ -26,7 +26,6 @@ from plotly.utils import PlotlyJSONEncoder
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.measure.catalogue import declared
-from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
@@ -42,7 +41,6 @@ from theodolite.system.wording import model_name, visible
 TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
-FLAGGED = 4  # flagged health checks that a notebook shows; the report has all
 
 # What could close the script element, open a comment, or end a line inside a string.
 _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
@@ -171,7 +169,7 @@ def by_answer(checks: Sequence[Finding]) -> dict[str, list[str]]:
     }
 
 
-def _named(run: Run) -> dict[str, str]:
+def _named(run: Run) -> dict[str, Any]:
     """Write the heading of a run: the model, what it is, and the text that it has read."""
     return {
         "title": visible(model_name((run.provenance.get("model") or {}).get("id") or "a model"), 80),
@@ -181,23 +179,11 @@ def _named(run: Run) -> dict[str, str]:
 
 
 def as_html(run: Run) -> str:
-    """Summarise a run for a notebook, without scripts: model, text, health, key numbers, the strongest heads."""
-    checks = findings.checks(run)
-    values = _named(run) | {
-        "health": findings.in_a_line(checks) if checks else "",
-        "flagged": by_answer(checks)["flagged"][:FLAGGED],
-        "tiles": content.tiles(run),
-        "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
-    }
+    """Summarise a run for a notebook, without scripts: model, text, and what is unusual."""
+    values = _named(run) | {"unusual": [text for text, _ in unusual(run, findings.checks(run))]}
     template = environment().get_template("notebook.html.j2")
     digest = hashlib.sha256(template.render(values, box="").encode("utf-8", "surrogatepass")).hexdigest()
     return template.render(values, box=f"theodolite-{digest[:8]}")
-
-
-def strongest(run: Run) -> list[tuple[str, str]]:
-    """Find the head with the highest score for each role: ("previous token", "L3H0 (0.45)")."""
-    ranked = ((role.name, findings.ranked_heads(run, role)) for role in COMMON_ROLES)
-    return [(name, heads[0][1]) for name, heads in ranked if heads and heads[0][0] > 0]
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
