@@ -1,4 +1,4 @@
-"""Contents of the page besides its figures: key numbers, sink texts, tables, provenance; as plain values."""
+"""Contents of the page besides its figures: sink texts, tables, provenance; as plain values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ from theodolite.corpus.patches import grid_described
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
 from theodolite.measure.head_roles import (
-    END_TOKEN_SINK,
-    FIRST_TOKEN_SINK,
-    INDUCTION,
-    LATER_SINK,
-    PREVIOUS_TOKEN,
     UNIFORM_ATTENTION,
 )
 from theodolite.passes.run import Run
-from theodolite.report import published
 from theodolite.report.data import (
     AT_FLOOR,
     at_floor,
@@ -46,7 +40,6 @@ from theodolite.system.wording import (
     listed,
     number,
     percent,
-    rounded_with_error,
     shown_token,
     spans,
     tokens_of,
@@ -67,7 +60,6 @@ TEXT, ROLES_CARD, SINKS_CARD = (
     "Roles and their scores",
     "Its sinks, in how many contexts",
 )
-TILE_DIGITS = 2
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
@@ -77,12 +69,11 @@ CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
 
 @dataclass(frozen=True)
 class Tile:
-    """A key number with its name and a line of context, such as a published value."""
+    """A key number with its name and a line of context."""
 
     label: str
     value: str
     note: str
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,57 +113,6 @@ class Table:
         """True for each column that holds words, which are aligned on the left."""
         columns = zip(*self.rows, strict=True)
         return [{cell.value is None for cell in of if cell.shown != MISSING} == {True} for of in columns]
-
-
-def tiles(run: Run) -> list[Tile]:
-    """Return the key numbers that this run has."""
-    model = published.closest(run)
-    reference = published.AVERAGES[model]
-    numbers = []
-    norm = f"{model} {percent(reference.relative_norm[0])}"
-    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}; not published for other models"
-    screenot = layer_mean(run, "rank_screenot")
-    here = f" {number(screenot[0], 2)}," if screenot else ":"
-    published_rank = f"as published (ScreeNOT){here} {model} {reference.rank[0]:g}"
-    for name, label, note in (
-        ("rank", "replicated positional rank", published_rank),
-        ("relative_norm", "relative norm of the positional basis", norm),
-        ("pp_low_frequency_10", "smoothness of the positional basis", smooth),
-        ("incoherence_mean", "incoherence", f"{model} {reference.incoherence[0]:g} (mean |cosine|)"),
-        (
-            "similarity_within",
-            "within-label cosine similarity",
-            f"{model} {reference.within[0]:g} (mean |cosine|)",
-        ),
-    ):
-        mean_and_error = layer_mean(run, name)
-        if mean_and_error is None or mean_and_error[0] < 0:
-            if at_floor(run, name).any():
-                numbers.append(Tile(label, AT_FLOOR, note))
-            continue
-        mean, error = mean_and_error
-        in_percent = name in ("relative_norm", "pp_low_frequency_10")
-        value, spread = rounded_with_error(*((100 * mean, 100 * error) if in_percent else mean_and_error))
-        if not spread:
-            value = percent(mean) if in_percent else number(mean, TILE_DIGITS)
-        numbers.append(Tile(label, value, note, f"{spread}\u00a0%" if spread and in_percent else spread))
-    share = entropy_share(run)
-    if share is not None:
-        numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
-    total = f"of {len(run.heads)} heads"
-    for role in (FIRST_TOKEN_SINK, LATER_SINK, END_TOKEN_SINK, PREVIOUS_TOKEN, INDUCTION):
-        values = column(run.heads, role.column)
-        if values is not None:
-            numbers.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))
-    if share is None:
-        numbers.append(Tile("heads", str(len(run.heads)), "read from weights alone"))
-        if (trace := column(run.heads, "trace")) is not None:
-            positive = str(int((trace > 0).sum()))
-            numbers.append(Tile("positive trace", positive, "heads whose queries prefer similar keys"))
-        if (xi := column(run.heads, "xi_symmetric")) is not None:
-            median = number(float(np.nanmedian(np.abs(xi))))
-            numbers.append(Tile("median |ξ|", median, "concentration of the spectrum"))
-    return numbers
 
 
 def flowing(token: object) -> str:

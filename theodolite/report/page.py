@@ -118,7 +118,7 @@ def render(run: Run) -> str:
         for section in SECTIONS
     }
     untrained = content.untrained_run(run)
-    tiles, checks, summary = content.tiles(run), findings.checks(run), findings.summarise(run)
+    checks, summary = findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
     for topic, sentences in summary.items():
@@ -140,7 +140,6 @@ def render(run: Run) -> str:
             ],
             "topics": topics,
             "linked": linked(run, sinks[1]),
-            "tiles": tiles,
             "untrained": content.compared_with_untrained(run, untrained) if untrained else None,
             "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
@@ -152,7 +151,6 @@ def render(run: Run) -> str:
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             **{name: content.run_table(run, name) for name in TABLES},
-            "errors": any(tile.error for tile in tiles),
             "first_head": content.first_head(run),
             "cards": script_json(content.head_cards(run)),
             "provenance": content.provenance_rows(run.provenance),

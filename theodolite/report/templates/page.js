@@ -121,7 +121,7 @@ document.addEventListener("DOMContentLoaded", () => {
   function print(now) {
     printing = now;
     if (now) open = folds.filter((fold) => fold.open);
-    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .tiles") !== null : open.includes(fold); });
+    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .health") !== null : open.includes(fold); });
     if (now) all("table[data-sortable]").forEach((table) => table.dispatchEvent(new Event("all")));
     document.documentElement.classList.toggle("printing", now);
     (now ? all(".plot") : [...drawn]).forEach((div) => {
