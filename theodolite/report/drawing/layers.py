@@ -206,21 +206,13 @@ def low_frequency(run: Run) -> go.Figure:
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
-    options = [Option(one.name, one.title, one.group, one.meaning) for one in caller_columns(run, "layers")]
+    options = [Option(c.name, c.title, c.group, harmless(c.meaning)) for c in caller_columns(run, "layers")]
     return Choice("column", options, lambda name: draw(name=name))
-
-
-def _meanings(run: Run) -> str:
-    """Say what the caller's columns mean, as they declared it."""
-    columns = caller_columns(run, "layers")
-    each = [f"{one.title}: {one.meaning}" if len(columns) > 1 else one.meaning for one in columns]
-    return harmless(" ".join(each))
 
 
 @exhibit(
     "own-columns",
     picker=_by_own,
-    describes=_meanings,
     when=lambda run: bool(caller_columns(run, "layers")),
     alone=False,
     given={"name": lambda run: caller_columns(run, "layers")[0].name},
