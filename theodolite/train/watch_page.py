@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 from theodolite.estimates import Floats
 from theodolite.report import page, style
 from theodolite.report.content import Tile
-from theodolite.report.drawing.grammar import Panel, dots, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import Panel, band, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
@@ -202,8 +202,8 @@ def loss_panel(steps: Steps, losses: Floats) -> Panel:
     x, groups = _grouped(steps, losses, ["loss"], POINTS)
     means = _mean(groups)
     shown = np.isfinite(means)  # a band must not have gaps
-    band = tuple(ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
-    drawn = line(x[shown], means[shown], "", style.MEASURED, band=band)[:-1]
+    low, high = (ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
+    drawn = band(x[shown], low, high, style.MEASURED, legendgroup="")
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
     drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
     return Panel("Loss", drawn, "step", "loss")

@@ -29,6 +29,7 @@ from theodolite.report.data import (
     need_column,
 )
 from theodolite.report.drawing.grammar import (
+    band,
     bars,
     heat,
     level,
@@ -116,40 +117,34 @@ def _last(run: Run) -> float:
 
 def _band(
     run: Run, model: str, low: Sequence[float], high: Sequence[float], what: str, **more: Any
-) -> dict[str, Any]:
+) -> list[Any]:
     """Shade a published range over relative depth: its layers are stretched onto this model's."""
-    x = np.linspace(0, _last(run), len(low)).round(4).tolist()
     edge = style.translucent(style.REFERENCE, style.BAND_EDGE)
-    return {
-        "type": "scatter",
-        "x": x + x[::-1],
-        "y": [*high, *low[::-1]],
+    own: dict[str, Any] = {
         "name": model,
-        "mode": "lines",
-        "fill": "toself",
-        "fillcolor": style.translucent(style.REFERENCE, style.BAND),
         "line": {"width": 0.8, "color": edge, "dash": _DASHES[model]},
         "hoveron": "fills",
         "text": f"{model}: {what}",
         "hoverinfo": "text",
         "legendrank": 2000,
+        "showlegend": True,
         "visible": True if model == published.closest(run) else "legendonly",
-    } | more
+    }
+    return band(np.linspace(0, _last(run), len(low)), low, high, style.REFERENCE, **own | more)
 
 
 def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
     """Shade the published models' ranges of a measure: at each depth, or where only averages are printed at all."""
-    if table := BY_LAYER.get(name):
-        ends = {model: np.sort(table[model], axis=0)[[0, -1]].tolist() for model in published.MODELS}
-        return [
-            _band(run, model, *lowest_and_highest, what, **more) for model, lowest_and_highest in ends.items()
-        ]
     bands = []
     for model, average in published.AVERAGES.items():
+        if table := BY_LAYER.get(name):
+            low, high = np.sort(table[model], axis=0)[[0, -1]].tolist()
+            bands += _band(run, model, low, high, what, **more)
+            continue
         mean, deviation = getattr(average, name)
-        low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
+        low, high = [max(mean - deviation, 0.0)] * 2, [min(mean + deviation, 1.0)] * 2
         hover = f"{what}, Table 1: {mean:g} ({deviation:g})"
-        bands.append(_band(run, model, [low, low], [high, high], hover, legendgroup=model, **more))
+        bands += _band(run, model, low, high, hover, legendgroup=model, **more)
     return bands
 
 
@@ -164,8 +159,8 @@ def _declare(key: str, curves: dict[str, Any]) -> None:
 
     def draw(run: Run) -> go.Figure:
         below: list[Any] = []
-        for place, band in enumerate(curves.get("bands", ())):
-            below += _bands(run, *band, **hidden if place else {})
+        for place, published_range in enumerate(curves.get("bands", ())):
+            below += _bands(run, *published_range, **hidden if place else {})
         if "limit" in curves:
             ends, limit = [-0.3, _last(run) + 0.3], limit_of("layers", next(iter(columns))).limit
             below += reference(ends, limit, curves["limit"], dash="dash")
