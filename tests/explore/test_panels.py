@@ -31,7 +31,6 @@ from theodolite.explore.subject import (
 )
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
-from theodolite.report.data import opening_head
 from theodolite.sinks.prompt import Sink
 
 
@@ -119,9 +118,6 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     assert by_name["previous-token head"].on_prompt == row["previous_token"]
     assert roles_of(found).startswith("previous-token head")
     assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
-    assert opening_head(
-        replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
-    ) == (1, 1)
     assert roles_of([one for one in found if not one.holds]) == "no named role"
     said = panels.head_html(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said

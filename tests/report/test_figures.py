@@ -17,7 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
-from theodolite.report.content import first_head
+from theodolite.report.data import opening_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
@@ -283,7 +283,7 @@ def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
     place = scores[(scores["layer"] == 1) & (scores["head"] == 2)].index[0]
     scores.loc[place, "previous_token"] = 0.44
     scores.loc[scores.index[0], "induction"] = 0.2
-    assert first_head(replace(run, heads=scores)) == "1,2"
+    assert opening_head(replace(run, heads=scores)) == (1, 2)
 
 
 def test_a_role_has_one_colour_whichever_roles_a_model_has(run: Run) -> None:

@@ -28,7 +28,6 @@ from theodolite.report.data import (
     layer_mean,
     massive_tokens,
     offered,
-    opening_head,
     roles_of_heads,
 )
 from theodolite.report.findings import measured_regimes
@@ -358,11 +357,6 @@ def _short_count(amount: float) -> str:
         if amount >= size:
             return f"{number(amount / size)} {suffix}"
     return number(amount)
-
-
-def first_head(run: Run) -> str:
-    """Find the head that the page opens with, `layer,head`: the one with the clearest role."""
-    return "{},{}".format(*opening_head(run)) if len(run.heads) else ""
 
 
 def measures() -> dict[str, str]:

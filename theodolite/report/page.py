@@ -29,10 +29,10 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
+from theodolite.report.data import opening_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
-from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
 from theodolite.report.unusual import SECTION_OF_TOPIC, linked, unusual
 from theodolite.system.files import disk_errors, write_text
@@ -134,7 +134,9 @@ def render(run: Run) -> str:
                 ("#provenance", "Provenance"),
             ],
             "health": findings.in_a_line(checks),
-            **by_answer(checks),
+            "flagged": [check for check in checks if check.answer == FAILS],
+            "undecided": [check for check in checks if check.answer == UNDECIDED],
+            "passed": [check for check in checks if check.answer == HOLDS],
             "unusual": [
                 (text, section if section in shown else "") for text, section in unusual(run, checks)
             ],
@@ -151,20 +153,12 @@ def render(run: Run) -> str:
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             **{name: content.run_table(run, name) for name in TABLES},
-            "first_head": content.first_head(run),
+            "first_head": "{},{}".format(*opening_head(run)) if len(run.heads) else "",
             "cards": script_json(content.head_cards(run)),
             "provenance": content.provenance_rows(run.provenance),
             "plotly": PLOTLY,
         },
     )
-
-
-def by_answer(checks: Sequence[Finding]) -> dict[str, list[str]]:
-    """Sort the texts of health checks: what is flagged, what is not decided, and what passed."""
-    names = {"flagged": FAILS, "undecided": UNDECIDED, "passed": HOLDS}
-    return {
-        name: [check.text for check in checks if check.answer == answer] for name, answer in names.items()
-    }
 
 
 def _named(run: Run) -> dict[str, Any]:
