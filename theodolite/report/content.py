@@ -385,15 +385,12 @@ def summary_row(run: Run) -> dict[str, float]:
     return row
 
 
-def untrained_run(run: Run) -> Run | None:
-    """Read the survey of the untrained baseline in the run's own folder; None where there is none."""
+def compared_with_untrained(run: Run) -> Table | None:
+    """Compare a run's key numbers with those of random weights, where its folder has the survey of such a model."""
     folder = None if run.folder is None else run.folder / UNTRAINED
-    return Run.load(folder) if folder is not None and is_run(folder) else None
-
-
-def compared_with_untrained(run: Run, untrained: Run) -> Table:
-    """Compare a run's key numbers with those of the same architecture with random weights, on the same text."""
-    trained, random = summary_row(run), summary_row(untrained)
+    if folder is None or not is_run(folder):
+        return None
+    trained, random = summary_row(run), summary_row(Run.load(folder))
     rows = [
         [
             Cell(title),

@@ -117,7 +117,6 @@ def render(run: Run) -> str:
         section: [block_of(drawn) for each in EXHIBITS if each.section == section and (drawn := each.of(run))]
         for section in SECTIONS
     }
-    untrained = content.untrained_run(run)
     checks, summary = findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
@@ -142,7 +141,7 @@ def render(run: Run) -> str:
             ],
             "topics": topics,
             "linked": linked(run, sinks[1]),
-            "untrained": content.compared_with_untrained(run, untrained) if untrained else None,
+            "untrained": content.compared_with_untrained(run),
             "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
