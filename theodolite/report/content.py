@@ -394,11 +394,8 @@ def compared_with_untrained(run: Run) -> Table | None:
     rows = [
         [
             Cell(title),
-            *(
-                Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
-                for row in (trained, random)
-            ),
-            Cell(number(trained[name] - random[name]), trained[name] - random[name]),
+            *(_cell(row[name], row.get(f"{name}_se")) for row in (trained, random)),
+            _cell(trained[name] - random[name]),
         ]
         for name, title in measures().items()
         if math.isfinite(trained[name]) and math.isfinite(random[name])
