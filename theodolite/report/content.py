@@ -27,9 +27,9 @@ from theodolite.report.data import (
     grid_of,
     layer_mean,
     massive_tokens,
-    offered,
     roles_of_heads,
 )
+from theodolite.report.drawing.heads import head_measures
 from theodolite.report.findings import measured_regimes
 from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
@@ -262,23 +262,18 @@ def head_cards(run: Run) -> dict[str, Any]:
 
     Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
     """
-    heads = {}
-    measures = [
-        measure
-        for name, measure in offered(run).items()
-        if name in run.heads and (not measure.rare or run.heads[name].any())
-    ]
+    heads, measures = {}, head_measures(run)
     regimes, roles = measured_regimes(run), roles_of_heads(run)
     sinks = _sinks_by_head(run)
     for place, row in enumerate(run.heads.to_dict("records")):
         layer, head = int(row["layer"]), int(row["head"])
-        does = [(role.name, number(row[role.column])) for role in roles[place]]
+        scores = [(role.name, number(row[role.column])) for role in roles[place]]
         if regimes is not None:
-            does.append(("measured regime", str(regimes[place])))
-        own = {ROLES_CARD: does, SINKS_CARD: sinks.get((layer, head), [])}
+            scores.append(("measured regime", str(regimes[place])))
+        groups = {ROLES_CARD: scores, SINKS_CARD: sinks.get((layer, head), [])}
         values = [row[measure.name] for measure in measures]
         shown = [visible(value) if isinstance(value, str) else number(value) for value in values]
-        heads[f"{layer},{head}"] = [[group for group in own.items() if group[1]], shown]
+        heads[f"{layer},{head}"] = [[group for group in groups.items() if group[1]], shown]
     return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}
 
 
