@@ -67,15 +67,6 @@ CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
 
 
 @dataclass(frozen=True)
-class Tile:
-    """A key number with its name and a line of context."""
-
-    label: str
-    value: str
-    note: str
-
-
-@dataclass(frozen=True)
 class Token:
     """A token of an example."""
 
