@@ -67,17 +67,6 @@ CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token of an example."""
-
-    text: str
-    breaks: str  # the line ends that follow it, kept apart so that its mark does not reach into the next line
-    received: float | None  # attention, 0 to 1; None: unknown
-    sink: bool
-    hint: str
-
-
-@dataclass(frozen=True)
 class Cell:
     """A table cell: what is shown, the number that sorting goes by (None: sort by what is shown), and its error."""
 
@@ -110,8 +99,11 @@ def flowing(token: object) -> str:
     return "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
 
 
-def sink_texts(run: Run) -> list[list[Token]]:
-    """Return the example contexts, each a list of tokens in order; empty where the run has none."""
+def sink_texts(run: Run) -> list[list[dict[str, Any]]]:
+    """Return the example contexts, each a list of tokens in order; empty where the run has none.
+
+    The line ends of a token stand apart as its `breaks`, so that its mark does not reach into the next line.
+    """
     if run.examples.empty or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
@@ -121,7 +113,7 @@ def sink_texts(run: Run) -> list[list[Token]]:
     return texts
 
 
-def _token(row: dict[Any, Any]) -> Token:
+def _token(row: dict[Any, Any]) -> dict[str, Any]:
     received = float(row["received"]) if row["received"] is not None else math.nan
     has_attention = math.isfinite(received)
     hint = f"position {int(row['position'])}"
@@ -131,7 +123,8 @@ def _token(row: dict[Any, Any]) -> Token:
     sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
     text = flowing(row["token"])
     line = text.rstrip("\n")
-    return Token(line, text[len(line) :], shade, sink, hint + (" · sink" if sink else ""))
+    hint += " · sink" if sink else ""
+    return {"text": line, "breaks": text[len(line) :], "received": shade, "sink": sink, "hint": hint}
 
 
 def sink_tokens(run: Run) -> Table | None:
