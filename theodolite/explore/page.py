@@ -24,7 +24,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panels
-from theodolite.explore.panels import PANELS, Selection, html
+from theodolite.explore.panels import Selection, html
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
@@ -37,8 +37,15 @@ CONSTITUENTS = (
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
-ON_PROMPT = ("head_map", "attention"), ("next_tokens", "block", "sinks", "tags")
-WITH_TEXT = ("head", "spectrum", "propagation"), ("constituents", "not_split")
+Draw = Callable[[Selection], list[Any]]
+ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
+    (panels.head_map, panels.attention),
+    (panels.next_tokens, panels.block, panels.sinks, panels.tags),
+)
+WITH_TEXT: tuple[tuple[Draw, ...], ...] = (
+    (panels.head, panels.spectrum, panels.propagation),
+    (panels.constituents, panels.not_split),
+)
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
 SURVEYING = "Reading a text, for the panels that need one."
@@ -114,21 +121,21 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 raise UsageError("no prompt has been run yet: run one first")
             return Selection(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
 
-        def drawn(at: Selection, *names: str) -> Update:
+        def drawn(at: Selection, *draws: Draw) -> Update:
             """Draw new content of these panels, of every model."""
             return {
-                side[name]: value
-                for name in names
-                for side, value in zip(sides, PANELS[name](at), strict=True)
+                side[draw.__name__]: value
+                for draw in draws
+                for side, value in zip(sides, draw(at), strict=True)
             }
 
-        def only(*names: str) -> Callable[..., Iterator[Update]]:
-            """Draw these panels anew, as when a setting that they follow has changed."""
+        def only(draw: Draw) -> Callable[..., Iterator[Update]]:
+            """Draw this panel anew, as when a setting that it follows has changed."""
 
             def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
                 at = selected(prompt_text, *values)
-                waits = "constituents" in names and any(subject.is_pending for subject in subjects)
-                yield ({} if waits else drawn(at, *names)) | {address: _address(prompt_text, at)}
+                waits = draw is panels.constituents and any(subject.is_pending for subject in subjects)
+                yield ({} if waits else drawn(at, draw)) | {address: _address(prompt_text, at)}
 
             return redraw
 
@@ -145,8 +152,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 yield from with_text(at)
 
         def with_text(at: Selection) -> Iterator[Update]:
-            for names in WITH_TEXT:
-                yield drawn(at, *names)
+            for draws in WITH_TEXT:
+                yield drawn(at, *draws)
 
         def ask(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             """Say how far the survey is; when it is made, show what needs it."""
@@ -224,10 +231,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(preset.input, pick, preset)
         on(head.input, show, text)
         on(clicks.select, choose, text)
-        on(measure.input, only("head_map"), text)
-        on(log.input, only("attention"), text)
-        on(hide.input, only("attention"), text)
-        on(window.input, only("constituents"), text)
+        on(measure.input, only(panels.head_map), text)
+        on(log.input, only(panels.attention), text)
+        on(hide.input, only(panels.attention), text)
+        on(window.input, only(panels.constituents), text)
         on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
         copy_link.click(None, None, None, js=_COPY_ADDRESS)

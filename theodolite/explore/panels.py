@@ -295,24 +295,6 @@ def propagation(at: Selection) -> Figures:
     return share_scales([heads.propagation(each.run, at.layer, at.head) for each in at.subjects])
 
 
-PANELS: dict[str, Callable[[Selection], list[Any]]] = {
-    draw.__name__: draw
-    for draw in (
-        head_map,
-        head,
-        attention,
-        block,
-        next_tokens,
-        sinks,
-        spectrum,
-        propagation,
-        constituents,
-        not_split,
-        tags,
-    )
-}
-
-
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
     for figure in drawn:
