@@ -415,12 +415,11 @@ CHECKS: dict[str, Callable[[Run], CheckResult]] = {
 
 def summarise(run: Run) -> dict[str, list[Finding]]:
     """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
-    findings = {topic: list(map(_finding, sentences(run))) for topic, sentences in TOPICS.items()}
+    findings = {
+        topic: [each if isinstance(each, Finding) else Finding(each) for each in sentences(run)]
+        for topic, sentences in TOPICS.items()
+    }
     return {topic: sentences for topic, sentences in findings.items() if sentences}
-
-
-def _finding(sentence: str | Finding) -> Finding:
-    return Finding(sentence) if isinstance(sentence, str) else sentence
 
 
 def _range(values: Floats, show: Callable[[float], str]) -> str:

@@ -182,7 +182,8 @@ def rendered(template: str, values: dict[str, Any]) -> str:
 
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
-    css, *js = map(static_text, STATIC)
+    folder = resources.files("theodolite.report") / "templates"
+    css, *js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
     shared = {"css": style.css() + css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
@@ -191,11 +192,6 @@ def rendered(template: str, values: dict[str, Any]) -> str:
         return page
     digest = hashlib.sha256(page.encode("utf-8", "surrogatepass")).hexdigest()
     return jinja_template.render(context, nonce=digest[:32])
-
-
-def static_text(name: str) -> str:
-    """Read the style or a script of the pages."""
-    return (resources.files("theodolite.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
