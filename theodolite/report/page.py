@@ -184,7 +184,9 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     """
     folder = resources.files("theodolite.report") / "templates"
     css, *js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
-    shared = {"css": style.css() + css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
+    templates = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
+    themes = script_json(templates | {"swaps": style.dark_swaps()})
+    shared = {"css": style.css() + css, "js": "".join(js), "themes": themes, "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
     page = jinja_template.render(context, nonce="")
@@ -222,15 +224,6 @@ def block_of(exhibit: Exhibit) -> Block:
     return Block(
         exhibit, figure_json(figure, choice.variants()), height, broad, list(groups.items()), chosen, small
     )
-
-
-def themes() -> dict[str, Any]:
-    """Return the figures' light and dark templates, and which colours change between them."""
-    return {
-        "light": style.template().to_plotly_json(),
-        "dark": style.template(dark=True).to_plotly_json(),
-        "swaps": style.dark_swaps(),
-    }
 
 
 def script_json(value: Any) -> str:
