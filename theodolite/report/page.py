@@ -14,7 +14,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ PLOTLY = "plotly.min.js"
 
 # What could close the script element, open a comment, or end a line inside a string.
 _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
-
-
-@dataclass(frozen=True)
-class Block:
-    """One exhibit as the template needs it: its caption, its data, its pickers; `broad`: panels side by side."""
-
-    exhibit: Exhibit
-    json: str
-    height: int
-    broad: bool
-    options: list[tuple[str, list[Option]]]
-    chosen: Option | None
-    small: list[Option]
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
@@ -208,22 +194,23 @@ def environment() -> jinja2.Environment:
     )
 
 
-def block_of(exhibit: Exhibit) -> Block:
-    """Prepare an exhibit for a template: its figure as JSON, and the choices of its picker."""
+def block_of(exhibit: Exhibit) -> dict[str, Any]:
+    """Return an exhibit as templates take it: itself, its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.figure, exhibit.choice
-    height = int(figure.layout.height or style.HEIGHT)
-    # Panels side by side, which a phone must not squeeze: x axes begin at several places.
-    broad = len({axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None}) > 1
-    if choice is None:
-        return Block(exhibit, figure_json(figure, {}), height, broad, [], None, [])
+    x_axes = (axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None)
     groups: dict[str, list[Option]] = {}
-    for option in choice.options:
+    for option in choice.options if choice else ():
         groups.setdefault(option.group, []).append(option)
-    small = [option for key in choice.grid for option in choice.options if option.key == key]
-    chosen = choice.options[choice.start]
-    return Block(
-        exhibit, figure_json(figure, choice.variants()), height, broad, list(groups.items()), chosen, small
-    )
+    by_key = {option.key: option for options in groups.values() for option in options}
+    return {
+        "exhibit": exhibit,
+        "json": figure_json(figure, choice.variants() if choice else {}),
+        "height": int(figure.layout.height or style.HEIGHT),
+        "broad": len(set(x_axes)) > 1,  # panels side by side, which a phone must not squeeze
+        "options": list(groups.items()),
+        "chosen": choice.options[choice.start] if choice else None,
+        "small": [by_key[key] for key in choice.grid if key in by_key] if choice else [],
+    }
 
 
 def script_json(value: Any) -> str:
