@@ -189,7 +189,7 @@ def checks(run: Run) -> list[Finding]:
 
 def check(run: Run, about: str) -> Finding | None:
     """Run one of `CHECKS`; None where the run has no numbers for it."""
-    return _as_finding(about, CHECKS[about](run))
+    return _as_finding(about, CHECKS[about][1](run))
 
 
 def _as_finding(about: str, outcome: CheckResult) -> Finding | None:
@@ -396,28 +396,28 @@ def _unknown_tokens(run: Run) -> CheckResult:
     return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
 
 
-CHECKS: dict[str, Callable[[Run], CheckResult]] = {
-    "rank collapse": _rank_collapse,
-    "entropy collapse": _entropy_collapse,
-    "signal propagation": _vanishing,
-    "dead heads": _dead_heads,
-    "constant logits": _constant_logits,
-    MASSIVE: _massive,
-    POSITIONS: _positional,
-    SMOOTHNESS: _smooth,
-    ENTANGLEMENT: _entangled,
-    "missing attention": _missing,
-    "decomposition": _not_decomposed,
-    "unknown tokens": _unknown_tokens,
+CHECKS: dict[str, tuple[str, Callable[[Run], CheckResult]]] = {
+    "rank collapse": ("pruning", _rank_collapse),
+    "entropy collapse": ("heads", _entropy_collapse),
+    "signal propagation": ("heads", _vanishing),
+    "dead heads": ("heads", _dead_heads),
+    "constant logits": ("heads", _constant_logits),
+    MASSIVE: ("sinks", _massive),
+    POSITIONS: ("position", _positional),
+    SMOOTHNESS: ("position", _smooth),
+    ENTANGLEMENT: ("position", _entangled),
+    "missing attention": ("heads", _missing),
+    "decomposition": ("heads", _not_decomposed),
+    "unknown tokens": ("", _unknown_tokens),
 }
-"""What each check is about."""
+"""What each check is about → the section of the page that shows it, and the check."""
 
 
 def summarise(run: Run) -> dict[str, list[Finding]]:
     """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
     findings = {
         topic: [each if isinstance(each, Finding) else Finding(each) for each in sentences(run)]
-        for topic, sentences in TOPICS.items()
+        for topic, (_, sentences) in TOPICS.items()
     }
     return {topic: sentences for topic, sentences in findings.items() if sentences}
 
@@ -716,14 +716,14 @@ def _pruning(run: Run) -> Iterator[str]:
         )
 
 
-TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
-    "Position": _position,
-    "Context": _context,
-    "Localization": _localization,
-    "Sinks": _sinks,
-    "Outliers": _outliers,
-    "Heads": _heads,
-    "Constituents": _constituents,
-    "Pruning": _pruning,
+TOPICS: dict[str, tuple[str, Callable[[Run], Iterator[str | Finding]]]] = {
+    "Position": ("position", _position),
+    "Context": ("position", _context),
+    "Localization": ("heads", _localization),
+    "Sinks": ("sinks", _sinks),
+    "Outliers": ("sinks", _outliers),
+    "Heads": ("heads", _heads),
+    "Constituents": ("heads", _constituents),
+    "Pruning": ("pruning", _pruning),
 }
-"""What makes the sentences of each topic, in reading order."""
+"""Topics in reading order → the section of the page with their sentences, and what makes these."""

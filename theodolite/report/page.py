@@ -33,7 +33,7 @@ from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.style import Patch
-from theodolite.report.unusual import SECTION_OF_TOPIC, linked, unusual
+from theodolite.report.unusual import linked, unusual
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import model_name, visible
 
@@ -107,7 +107,7 @@ def render(run: Run) -> str:
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
     for topic, sentences in summary.items():
-        topics[SECTION_OF_TOPIC[topic]].append((topic, [finding.text for finding in sentences]))
+        topics[findings.TOPICS[topic][0]].append((topic, [finding.text for finding in sentences]))
     shown = {section for section in SECTIONS if blocks[section] or topics[section]} - {"summary"}
     return rendered(
         "page.html.j2",

@@ -13,38 +13,11 @@ from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.content import Table
 from theodolite.report.data import grid_of, head_labels, layer_mean
-from theodolite.report.findings import (
-    CHECKS,
-    ENTANGLEMENT,
-    MASSIVE,
-    POSITIONS,
-    SMOOTHNESS,
-    TOPICS,
-    Finding,
-)
+from theodolite.report.findings import CHECKS, TOPICS, Finding
 from theodolite.system.wording import number, percent_with_error, with_error
 
 MOST = 5
 """Sentences."""
-
-SECTION_OF_TOPIC = {
-    "Position": "position",
-    "Context": "position",
-    "Localization": "heads",
-    "Heads": "heads",
-    "Constituents": "heads",
-    "Sinks": "sinks",
-    "Outliers": "sinks",
-    "Pruning": "pruning",
-}
-"""Which section of the page a topic's sentences stand in."""
-
-SECTION_OF_CHECK = (
-    dict.fromkeys(CHECKS, "heads")
-    | dict.fromkeys((POSITIONS, SMOOTHNESS, ENTANGLEMENT), "position")
-    | {MASSIVE: "sinks", "rank collapse": "pruning", "unknown tokens": ""}
-)
-"""Where what a health check is about is shown; a caller's own columns may be of layers or of heads."""
 
 USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
 """Topics whose first sentences follow where less than `MOST` is unusual."""
@@ -58,13 +31,12 @@ def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
     than their error allows; then what every model has.
     """
-    flagged = [
-        (check.text, SECTION_OF_CHECK.get(check.about, "")) for check in checks if check.answer == FAILS
-    ]
+    # A caller's own columns may be of layers or of heads.
+    section_of = {about: section for about, (section, _) in CHECKS.items()}
+    flagged = [(check.text, section_of.get(check.about, "")) for check in checks if check.answer == FAILS]
     differing = [(text, "position") for _, text in sorted(_against_published(run), reverse=True)]
-    firsts = [
-        (str(first), SECTION_OF_TOPIC[topic]) for topic in USUAL for first in islice(TOPICS[topic](run), 1)
-    ]
+    usual = (TOPICS[topic] for topic in USUAL)
+    firsts = [(str(first), section) for section, sentences in usual for first in islice(sentences(run), 1)]
     return list(dict.fromkeys([*flagged, *differing, *firsts]))[:MOST]
 
 
