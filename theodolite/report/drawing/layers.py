@@ -30,7 +30,6 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing.grammar import (
     band,
-    bars,
     heat,
     level,
     line,
@@ -96,19 +95,16 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
 
 
 def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
-    errors, texts, hover = _whiskers(run, name, label)
-    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": texts}
-    return line(layer_numbers(run), need_column(run.layers, name), label, colour, errors=errors, **look)
-
-
-def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
-    """Return a measure's standard errors, its values with them in words (None: it has none), and the hover text."""
-    errors, hidden = error_of(run, name), at_floor(run, name)
+    """Draw a column; where it has standard errors, or is hidden by noise, hovering gives its values in words."""
+    values, errors, hidden = need_column(run.layers, name), error_of(run, name), at_floor(run, name)
+    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5}
     if np.nansum(errors) == 0 and not hidden.any():
-        return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
-    numbers = zip(need_column(run.layers, name), errors, hidden, strict=True)
-    texts = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
-    return errors, texts, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
+        hover = f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
+        return line(layer_numbers(run), values, label, colour, hover=hover, **look)
+    numbers = zip(values, errors, hidden, strict=True)
+    look["customdata"] = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
+    hover = f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
+    return line(layer_numbers(run), values, label, colour, errors=errors, hover=hover, **look)
 
 
 def _last(run: Run) -> float:
@@ -223,21 +219,12 @@ def own_column(run: Run, name: str) -> go.Figure:
 )
 def massive_activations(run: Run) -> go.Figure:
     """Draw the number of massive activations (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    need_column(run.layers, "massive_activations")
-    drawn = []
-    for name, label, colour in (
-        ("massive_activations", "positions ≥ 1", style.MEASURED),
-        ("massive_activations_first", "first token", "rgba(0,0,0,0)"),
-        ("massive_activations_last", "end token", style.GREY),
-    ):
-        if (values := column(run.layers, name)) is None:
-            continue
-        errors, texts, hover = _whiskers(run, name, label)
-        look: dict[str, Any] = {"customdata": texts, "error_y": style.error_bars(errors)}
-        look["marker"] = {"color": colour, "line": {"width": 1.2, "color": style.MEASURED}}
-        drawn.append(bars(layer_numbers(run), values, label, colour, hover, **look))
-    layout = {"xaxis": style.layer_axis(layer_numbers(run)), "barmode": "group", "yaxis": FROM_ZERO}
-    return style.figure(drawn, "layer", "count", layout=layout)
+    curves = {
+        "massive_activations": ("positions ≥ 1",),
+        "massive_activations_first": ("first token", "dash"),
+        "massive_activations_last": ("end token", "dot"),
+    }
+    return _chart(run, "count", curves, FROM_ZERO)
 
 
 def largest_columns(values: Floats) -> list[int]:
