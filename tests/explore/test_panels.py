@@ -14,12 +14,11 @@ from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
 from theodolite.errors import UsageError
 from theodolite.explore import panels
 from theodolite.explore.panels import (
-    Shown,
+    Selection,
     attention_map,
     evidence,
     hidden_keys,
     roles_of,
-    shares_line,
     spectrum_line,
 )
 from theodolite.explore.subject import (
@@ -32,12 +31,11 @@ from theodolite.explore.subject import (
 )
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
-from theodolite.report.data import opening_head
 from theodolite.sinks.prompt import Sink
 
 
-def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Shown:
-    return Shown(subjects, prompt_ids(subjects, prompt), layer, head)
+def shown(subjects, prompt: str = PROMPT, layer: int = 0, head: int = 0) -> Selection:
+    return Selection(subjects, prompt_ids(subjects, prompt), layer, head)
 
 
 def test_the_attention_map_and_its_switches(sharp):
@@ -120,9 +118,6 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     assert by_name["previous-token head"].on_prompt == row["previous_token"]
     assert roles_of(found).startswith("previous-token head")
     assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
-    assert opening_head(
-        replace(planted, heads=heads.assign(sink_first=0.0, sink_later=0.0, same_token=0.0))
-    ) == (1, 1)
     assert roles_of([one for one in found if not one.holds]) == "no named role"
     said = panels.head_html(sharp.view(ids, 1, 1), planted, measured)
     assert "L1H1" in said
@@ -131,15 +126,10 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     assert "<td>0.4</td>" in said
 
 
-def test_lines_on_spectrum_and_shares(subject):
+def test_what_is_said_of_a_spectrum(subject):
     plain = subject("gpt2").run
     row = plain.heads.iloc[0]
     assert str(row["regime_data"]) in spectrum_line(plain, 0, 0)
-    assert shares_line(plain, 0, 0) == ""  # a brief survey has none
-    shares = {"share_position": 0.5, "share_context": 0.25, "share_cross": 0.2, "share_constant": 0.05}
-    told = shares_line(replace(plain, heads=plain.heads.assign(**shares)), 0, 0)
-    shown = "position 50 %, context 25 %, position with context 20 %, constant 5 %"
-    assert told.replace("\u00a0", " ") == f"Variance of its logits on the text: {shown}."
     assert "before the norm" in spectrum_line(subject("qwen3").run, 0, 0)
     assert "no query-key matrix" in spectrum_line(
         replace(plain, heads=plain.heads.assign(spectrum_of="none")), 0, 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from theodolite.errors import WorkError
-from theodolite.explore.panels import PANELS, Shown, measures_of
+from theodolite.explore.panels import Selection, measures_of
 from theodolite.explore.subject import PlannedSurvey, Subject, prompt_ids
 from theodolite.passes.run import Run
 
@@ -117,16 +117,16 @@ def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):
         return sharp.run
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    at = Shown([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
-    for names in ON_PROMPT:
-        for name in names:
-            PANELS[name](at)
+    at = Selection([planned], prompt_ids([planned], "the cat sat on the mat"), 0, 0)
+    for draws in ON_PROMPT:
+        for draw in draws:
+            draw(at)
     assert not made
     assert planned.is_pending
     assert len(measures_of([planned])) == 1
-    for names in WITH_TEXT:
-        for name in names:
-            PANELS[name](at)
+    for draws in WITH_TEXT:
+        for draw in draws:
+            draw(at)
     assert made == [True]
     assert not planned.is_pending
     assert planned.progress == "reading contexts: 3 of 6"

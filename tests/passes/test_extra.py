@@ -101,7 +101,7 @@ def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
     page = render(run)
     assert "size of the &lt;queries&gt;" in page
     assert "<queries>" not in page
-    assert "<p>Mean fourth power of the residual stream.</p>" in page  # the caption
+    assert ">Mean fourth power of the residual stream.</p>" in page  # in the caption
     assert "Columns of your own" in page
     texts = [check.text for check in findings.checks(run)]
     assert f"size of the <queries> is at most {number(1e5)} in all heads." in texts

@@ -17,7 +17,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
-from theodolite.report.content import first_head
+from theodolite.report.data import opening_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
@@ -101,7 +101,7 @@ def keys_of(run: Run) -> set[str]:
 
 def test_what_a_run_lacks_is_left_out(run: Run) -> None:
     few = make_run()
-    later = {"head-shares", "constituents", "inherited-smoothness", "clusters"}
+    later = {"head-shares", "constituents", "clusters"}
     later |= {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
     assert keys_of(run) - keys_of(few) == later
     for name in ("rank", "incoherence", "massive_activations"):  # no standard errors, no whiskers
@@ -227,7 +227,6 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
             lambda run: figures.attribution(run, "any"),
             "no pattern 'any': there are 'induction', 'previous' and",
         ),
-        (lambda run: figures.inherited_smoothness(run, 7), "no cutoff 7: there are 10, 5, 3 and 1"),
         (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': did you mean _data"),
         (
             lambda run: figures.spiral("runs/first"),
@@ -247,7 +246,6 @@ PICKED: dict[str, Callable[[Run, str], go.Figure]] = {
     "head-shares": lambda run, key: figures.head_shares(run, int(key)),
     "spectrum-data": lambda run, key: figures.spectrum(run, *map(int, key.split(",")), "spectrum_data"),
     "propagation": lambda run, key: figures.propagation(run, *map(int, key.split(","))),
-    "inherited-smoothness": lambda run, key: figures.inherited_smoothness(run, int(key)),
 }
 
 
@@ -265,7 +263,7 @@ def test_what_a_picker_puts_in_place_makes_the_figure_of_its_option(run: Run, ke
         assert drawn_data(go.Figure(overlaid)) == drawn_data(PICKED[key](run, option))
 
 
-def test_outlier_shares_run_to_the_highest_and_none_is_said_in_words(run: Run) -> None:
+def test_outlier_shares_run_to_the_highest(run: Run) -> None:
     """Oracle: shares written here. Colours to 1 would leave a share of a hundredth as blank as none."""
     shares = torch.zeros(4, 8)
     shares[2, 5], shares[3, 5], shares[3, 6] = 0.004, 0.01, 0.002
@@ -273,11 +271,8 @@ def test_outlier_shares_run_to_the_highest_and_none_is_said_in_words(run: Run) -
     (cells,) = figure.data
     assert list(cells.x) == ["5", "6"]
     assert (cells.zmin, cells.zmax) == (0, pytest.approx(0.01))
-    none = figures.outlier_shares(replace(run, arrays={**run.arrays, "outlier_share": torch.zeros(4, 8)}))
-    assert not none.data
-    assert "No dimension has |x| ≥ 6 in any token past the first." in [
-        n.text for n in none.layout.annotations
-    ]
+    with pytest.raises(UsageError, match="no dimension with"):
+        figures.outlier_shares(replace(run, arrays={**run.arrays, "outlier_share": torch.zeros(4, 8)}))
 
 
 def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
@@ -288,4 +283,18 @@ def test_the_page_opens_with_the_head_whose_role_is_clearest(run: Run) -> None:
     place = scores[(scores["layer"] == 1) & (scores["head"] == 2)].index[0]
     scores.loc[place, "previous_token"] = 0.44
     scores.loc[scores.index[0], "induction"] = 0.2
-    assert first_head(replace(run, heads=scores)) == "1,2"
+    assert opening_head(replace(run, heads=scores)) == (1, 2)
+
+
+def test_a_role_has_one_colour_whichever_roles_a_model_has(run: Run) -> None:
+    """Oracle: the bars of a run with all of its roles, against those without previous-token heads."""
+
+    def colours(shown: Run) -> dict[str, str]:
+        return {bar.name: bar.marker.color for bar in figures.at_stake(shown).data}
+
+    fewer = replace(run, heads=run.heads.assign(previous_token=0.0))
+    assert (
+        colours(fewer)
+        == {name: colour for name, colour in colours(run).items() if name != "previous token"}
+        != colours(run)
+    )

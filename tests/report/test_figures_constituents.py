@@ -20,7 +20,6 @@ from theodolite.report.drawing import constituents as drawing
 from theodolite.report.drawing.constituents import PANELS, attributed
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
-from theodolite.report.published import LOW_FREQUENCY_QK
 
 
 def with_bias(run: Run) -> Run:
@@ -66,9 +65,11 @@ def test_cells_of_a_head_are_its_constituents_by_query_and_key(run: Run) -> None
 
 def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     biased = with_bias(run)
-    cell = figures.constituents(biased, 1, 2).data[1]
-    assert (float(cell.z[0][0]), cell.text[0][0]) == (pytest.approx(0.1), "10")
-    assert len(figures.constituents(biased, 0, 0).data) == 2
+    (cells,) = figures.constituents(biased, 1, 2).data
+    assert cells.y[5] == cells.hovertext[5][0] == "additive"
+    assert (float(cells.z[5][0]), cells.text[5][0]) == (pytest.approx(0.1), "10")
+    assert np.isnan(cells.z[5][1:]).all()
+    assert len(figures.constituents(biased, 0, 0).data[0].z) == 6
     assert figures.head_shares(biased, 1).data[-1].name == "additive bias"
 
 
@@ -128,9 +129,6 @@ def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> Non
     rest = run.constituents[run.constituents["layer"] != 1]
     (cells,) = figures.constituents(replace(run, constituents=rest), 1, 0).data
     assert np.isnan(cells.z).all()
-    heads = run.heads.drop(columns=[name for name in run.heads if name.startswith("qk_")])
-    traces = figures.inherited_smoothness(replace(run, heads=heads), 10).data
-    assert {trace.name for trace in traces} == {"PPᵀ", "PWPᵀ", "GPT-2"}
     rest = replace(run, attribution=run.attribution[run.attribution["pattern"] != "same"])
     assert not any(exhibit.key == "attribution-same" and exhibit.available(rest) for exhibit in EXHIBITS)
     few = make_run()
@@ -141,18 +139,6 @@ def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> Non
     ):
         with pytest.raises(UsageError, match=words):
             draw()
-
-
-def test_smoothness_is_the_median_over_a_layer_s_heads(run: Run) -> None:
-    for cutoff in (10, 1):
-        figure = figures.inherited_smoothness(run, cutoff)
-        curves = {trace.name: trace for trace in figure.data if trace.name != "GPT-2"}
-        assert list(curves) == ["PPᵀ", "PWPᵀ", "QK matrix"]
-        np.testing.assert_allclose(curves["PPᵀ"].y, run.layers[f"pp_low_frequency_{cutoff}"], rtol=1e-6)
-        column = f"qk_low_frequency_{cutoff}"
-        expected = [float(np.median(rows[column])) for _, rows in run.heads.groupby("layer")]
-        np.testing.assert_allclose(curves["QK matrix"].y, expected, rtol=1e-6)
-        np.testing.assert_allclose(figure.data[-1].y, LOW_FREQUENCY_QK[cutoff], rtol=1e-6)
 
 
 def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:

@@ -19,7 +19,7 @@ from theodolite.report.content import sink_texts, text_line
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import render
 
-OF_IMAGES = ["patch_components", "patch_frequencies", "received_on_pictures", "norms_on_pictures"]
+OF_IMAGES = ["patch_components", "received_on_pictures", "norms_on_pictures"]
 OF_TEXT = ["spiral", "waves", "dct"]
 BEFORE = ["[CLS]", "register 1", "register 2", "register 3"]
 ROWS, COLUMNS = 4, 5
@@ -66,11 +66,6 @@ def test_components_lie_where_the_patches_are(images):
     for component, trace in enumerate(drawn.data):
         np.testing.assert_allclose(trace.z, expected[:, component].reshape(ROWS, COLUMNS), rtol=1e-6)
         assert trace.zmax == -trace.zmin == pytest.approx(np.abs(expected[:, component]).max())
-
-
-def test_frequencies_are_those_that_there_are(images):
-    shown = np.asarray(figures.patch_frequencies(images, 1).data[0].customdata)
-    np.testing.assert_allclose(shown, np.abs(images.arrays["dct"][1].numpy())[:ROWS, :COLUMNS], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["received_on_pictures", "norms_on_pictures"])

@@ -24,7 +24,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panels
-from theodolite.explore.panels import PANELS, Shown, html
+from theodolite.explore.panels import Selection, html
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
@@ -37,8 +37,15 @@ CONSTITUENTS = (
     "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
     "excluded."
 )
-ON_PROMPT = ("head_map", "attention"), ("next_tokens", "block", "sinks", "tags")
-WITH_TEXT = ("head", "spectrum", "propagation"), ("constituents", "not_split")
+Draw = Callable[[Selection], list[Any]]
+ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
+    (panels.head_map, panels.attention),
+    (panels.next_tokens, panels.block, panels.sinks, panels.tags),
+)
+WITH_TEXT: tuple[tuple[Draw, ...], ...] = (
+    (panels.head, panels.spectrum, panels.propagation),
+    (panels.constituents, panels.not_split),
+)
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
 SURVEYING = "Reading a text, for the panels that need one."
@@ -109,31 +116,31 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         again = gr.Timer(AGAIN, active=False)
         text = gr.State("")  # the prompt that is shown; another may have been typed since
 
-        def shown(prompt_text: str, name: str, *settings: Any) -> Shown:
+        def selected(prompt_text: str, name: str, *settings: Any) -> Selection:
             if not prompt_text:  # as after the server was started anew under an open page
                 raise UsageError("no prompt has been run yet: run one first")
-            return Shown(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
+            return Selection(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
 
-        def drawn(at: Shown, *names: str) -> Update:
+        def drawn(at: Selection, *draws: Draw) -> Update:
             """Draw new content of these panels, of every model."""
             return {
-                side[name]: value
-                for name in names
-                for side, value in zip(sides, PANELS[name](at), strict=True)
+                side[draw.__name__]: value
+                for draw in draws
+                for side, value in zip(sides, draw(at), strict=True)
             }
 
-        def only(*names: str) -> Callable[..., Iterator[Update]]:
-            """Draw these panels anew, as when a setting that they follow has changed."""
+        def only(draw: Draw) -> Callable[..., Iterator[Update]]:
+            """Draw this panel anew, as when a setting that it follows has changed."""
 
             def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
-                at = shown(prompt_text, *values)
-                waits = "constituents" in names and any(subject.is_pending for subject in subjects)
-                yield ({} if waits else drawn(at, *names)) | {address: _address(prompt_text, at)}
+                at = selected(prompt_text, *values)
+                waits = draw is panels.constituents and any(subject.is_pending for subject in subjects)
+                yield ({} if waits else drawn(at, draw)) | {address: _address(prompt_text, at)}
 
             return redraw
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
-            at = shown(prompt_text, name, *settings)
+            at = selected(prompt_text, name, *settings)
             first, then = ON_PROMPT
             yield drawn(at, *first) | {address: _address(prompt_text, at), head: name}
             yield drawn(at, *then)
@@ -144,19 +151,19 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             else:
                 yield from with_text(at)
 
-        def with_text(at: Shown) -> Iterator[Update]:
-            for names in WITH_TEXT:
-                yield drawn(at, *names)
+        def with_text(at: Selection) -> Iterator[Update]:
+            for draws in WITH_TEXT:
+                yield drawn(at, *draws)
 
         def ask(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             """Say how far the survey is; when it is made, show what needs it."""
             if any(subject.is_pending for subject in subjects):
-                told = "; ".join(subject.progress for subject in subjects if subject.progress)
-                yield {progress: html("line", f"{SURVEYING} {told}")}
+                progressed = "; ".join(subject.progress for subject in subjects if subject.progress)
+                yield {progress: html("line", f"{SURVEYING} {progressed}")}
                 return
             measures = gr.Dropdown(choices=panels.measures_of(subjects))
             yield {again: gr.Timer(active=False), progress: "", measure: measures}
-            yield from with_text(shown(prompt_text, name, *settings))
+            yield from with_text(selected(prompt_text, name, *settings))
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
             windows = panels.windows(prompt_ids(subjects, typed))
@@ -224,10 +231,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(preset.input, pick, preset)
         on(head.input, show, text)
         on(clicks.select, choose, text)
-        on(measure.input, only("head_map"), text)
-        on(log.input, only("attention"), text)
-        on(hide.input, only("attention"), text)
-        on(window.input, only("constituents"), text)
+        on(measure.input, only(panels.head_map), text)
+        on(log.input, only(panels.attention), text)
+        on(hide.input, only(panels.attention), text)
+        on(window.input, only(panels.constituents), text)
         on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
         copy_link.click(None, None, None, js=_COPY_ADDRESS)
@@ -238,10 +245,10 @@ SWITCHES = ("log", "hide")
 """What is switched on by its name in the address."""
 
 
-def _address(prompt_text: str, at: Shown) -> str:
+def _address(prompt_text: str, at: Selection) -> str:
     """Write what the page shows as its address."""
     query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
-    usual = Shown(at.subjects, at.ids, at.layer, at.head)
+    usual = Selection(at.subjects, at.ids, at.layer, at.head)
     query |= {"map": at.measure} if at.measure != usual.measure else {}
     query |= {name: 1 for name, is_on in zip(SWITCHES, (at.log, at.hide_sinks), strict=True) if is_on}
     return f"?{urlencode(query)}"

@@ -25,10 +25,9 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
-from theodolite.explore.subject import MOST_TOKENS, NextTokens, Subject, Tags, ids_of_text, tag_colours
+from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
-    END_TOKEN_SINK,
     LEARNED_SINK,
     PREVIOUS_TOKEN,
     ROLES,
@@ -45,9 +44,9 @@ from theodolite.report import style
 from theodolite.report.content import flowing
 from theodolite.report.data import columns_of, entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
-from theodolite.report.drawing.constituents import SHARES, qk_panels
+from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
-from theodolite.report.findings import measured_regimes, regime_agreement
+from theodolite.report.findings import measured_regimes
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
@@ -72,7 +71,7 @@ LIGHT = 0.179  # relative luminance of a colour on which black and white have th
 WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
-class Shown(NamedTuple):
+class Selection(NamedTuple):
     """The page's choices: a head of every model on a prompt, and how it is shown.
 
     `measure`: of the map, as `prompt:entropy`. `first`: the first position of which constituents are drawn.
@@ -118,14 +117,7 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
     described = columns_of(subjects[0].run, "heads")
     on_text = [name for name in described if all(name in of_model for of_model in measured)]
-    learned = LEARNED_SINK.column
-    present = {
-        learned: any(
-            subject.run.heads[learned].any() for subject in subjects if learned in subject.run.heads
-        ),
-        END_TOKEN_SINK.column: END_TOKEN_SINK.column in on_text,
-    }
-    on_prompt = [name for name in ON_PROMPT if present.get(name, True)]
+    on_prompt = [name for name in ON_PROMPT if name in on_text]
     return [
         (f"{label} · {described[name].title}", f"{where}:{name}")
         for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
@@ -141,11 +133,11 @@ def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
     ]
 
 
-def head_map(shown: Shown) -> Figures:
+def head_map(at: Selection) -> Figures:
     """Draw the map of all heads by the measure, with the head framed; none where no head has the measure."""
-    where, _, column = shown.measure.partition(":")
-    runs = [each.run if where == TEXT else each.measured(shown.ids) for each in shown.subjects]
-    x, y = shown.head, shown.layer
+    where, _, column = at.measure.partition(":")
+    runs = [each.run if where == TEXT else each.measured(at.ids) for each in at.subjects]
+    x, y = at.head, at.layer
     frame = {"type": "rect", "x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.5, "y1": y + 0.5, "layer": "above"}
     try:
         drawn = [heads.head_map(run, column) for run in runs]
@@ -157,11 +149,11 @@ def head_map(shown: Shown) -> Figures:
     return share_scales(drawn)
 
 
-def head(shown: Shown) -> list[str]:
+def head(at: Selection) -> list[str]:
     """Show the head's name, roles and evidence."""
     return [
-        head_html(view, each.run, each.measured(shown.ids))
-        for each, view in zip(shown.subjects, shown.views, strict=True)
+        head_html(view, each.run, each.measured(at.ids))
+        for each, view in zip(at.subjects, at.views, strict=True)
     ]
 
 
@@ -186,37 +178,32 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
     return drawn.update_layout(height=560, margin={"l": 84, "r": 8, "t": 8, "b": 84})
 
 
-def attention(shown: Shown) -> Figures:
+def attention(at: Selection) -> Figures:
     """Draw the head's attention map."""
-    return share_scales(
-        [attention_map(view, log=shown.log, hide_sinks=shown.hide_sinks) for view in shown.views]
-    )
+    return share_scales([attention_map(view, log=at.log, hide_sinks=at.hide_sinks) for view in at.views])
 
 
-def next_tokens(shown: Shown) -> list[str]:
+def next_tokens(at: Selection) -> list[str]:
     """Show what the model says next, and what it would say without the head."""
-    told, reasons = _tried(lambda each: each.next_tokens(*shown[1:4]), shown)
+    tables, reasons = _tried(lambda each: each.next_tokens(*at[1:4]), at)
     return [
-        html("next_tokens", list(of.columns), _next_rows(of))
-        if of
-        else html("line", f"Cannot be shown: {reason}.")
-        for of, reason in zip(told, reasons, strict=True)
+        html("line", f"Cannot be shown: {reason}.")
+        if table is None
+        else html(
+            "next_tokens",
+            list(table),
+            [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()],
+        )
+        for table, reason in zip(tables, reasons, strict=True)
     ]
 
 
-def _next_rows(told: NextTokens) -> list[tuple[str, list[str]]]:
-    rows = zip(told.tokens, *(of.tolist() for of in told.columns.values()), strict=True)
-    return [(shown_token(token), [percent(share) for share in shares]) for token, *shares in rows]
-
-
-def block(shown: Shown) -> Figures:
+def block(at: Selection) -> Figures:
     """Draw the attention of all heads of the block side by side, each named; click one to show it."""
-    return share_scales(
-        [_tiles(each.attention(shown.ids, shown.layer).numpy(), shown) for each in shown.subjects]
-    )
+    return share_scales([_tiles(each.attention(at.ids, at.layer).numpy(), at) for each in at.subjects])
 
 
-def _tiles(weights: Floats, shown: Shown) -> go.Figure:
+def _tiles(weights: Floats, at: Selection) -> go.Figure:
     """Draw the maps of the heads (H, T, T) on one pair of axes, each cell the largest weight that falls into it."""
     starts = evenly(weights.shape[-1], TILE)
     small = np.maximum.reduceat(np.maximum.reduceat(weights, starts, axis=1), starts, axis=2)
@@ -225,13 +212,13 @@ def _tiles(weights: Floats, shown: Shown) -> go.Figure:
     traces, names = [], []
     for head, of_head in enumerate(small):
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
-        name, place = head_name(shown.layer, head), np.arange(len(starts))
+        name, place = head_name(at.layer, head), np.arange(len(starts))
         cells = heat(
             of_head, 0, 1, f"{name}: %{{z:.2f}}<extra></extra>", x=left + place, y=top + place, bar=None
         )
         traces.append(cells | {"name": name, "showscale": False})
-        look = {"size": 12, "color": style.PREDICTED if head == shown.head else style.INK}
-        words = f"<b>{name}</b>" if head == shown.head else name
+        look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
+        words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
     rows = -(-len(small) // across)
     bare = {"showticklabels": False, "ticks": "", "showgrid": False, "zeroline": False, "showline": False}
@@ -244,47 +231,47 @@ def _tiles(weights: Floats, shown: Shown) -> go.Figure:
     return style.figure(traces, height=40 + TILE_HEIGHT * rows, layout=layout)
 
 
-def sinks(shown: Shown) -> list[str]:
+def sinks(at: Selection) -> list[str]:
     """Show the tokens with their sinks."""
-    views = shown.views
+    views = at.views
     most = max((float(value) for view in views for value in view.received if value > 0), default=1.0)
     return [sinks_html(view, most) for view in views]
 
 
-def tags(shown: Shown) -> list[str]:
+def tags(at: Selection) -> list[str]:
     """Show the tokens in the colours of what the head writes."""
-    tags, reasons = _tried(lambda each: each.tags(*shown[1:4]), shown)
+    tags, reasons = _tried(lambda each: each.tags(*at[1:4]), at)
     return [
         tags_html(view, of_model, colours) if of_model else html("line", f"Cannot be shown: {reason}.")
-        for view, of_model, colours, reason in zip(shown.views, tags, tag_colours(tags), reasons, strict=True)
+        for view, of_model, colours, reason in zip(at.views, tags, tag_colours(tags), reasons, strict=True)
     ]
 
 
-def constituents(shown: Shown) -> Figures:
+def constituents(at: Selection) -> Figures:
     """Draw the head's constituents, their sum and its attention."""
     drawn = [
-        split and qk_panels(split, shown.head, each.read(shown.ids).tokens, first=shown.first)
-        for each, split in zip(shown.subjects, _splits(shown)[0], strict=True)
+        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=at.first)
+        for each, split in zip(at.subjects, _splits(at)[0], strict=True)
     ]
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
-def not_split(shown: Shown) -> list[str]:
+def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    reasons = _splits(shown)[1]
+    reasons = _splits(at)[1]
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
 
 
-def _splits(shown: Shown) -> tuple[list[Any], list[str]]:
-    return _tried(lambda each: each.constituents(shown.ids, shown.layer), shown)
+def _splits(at: Selection) -> tuple[list[Any], list[str]]:
+    return _tried(lambda each: each.constituents(at.ids, at.layer), at)
 
 
-def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None], list[str]]:
+def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
     """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
     reasons = []
-    for each in shown.subjects:
+    for each in at.subjects:
         try:
             value, reason = work(each), ""
         except TheodoliteError as error:
@@ -294,36 +281,18 @@ def _tried(work: Callable[[Subject], _T], shown: Shown) -> tuple[list[_T | None]
     return values, reasons
 
 
-def spectrum(shown: Shown) -> Figures:
+def spectrum(at: Selection) -> Figures:
     """Draw the eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
-    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in shown.subjects]
-    place = shown.layer, shown.head
+    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in at.subjects]
+    place = at.layer, at.head
     return share_scales(
-        [heads.spectrum(each.run, *place, name) for each, name in zip(shown.subjects, names, strict=True)]
+        [heads.spectrum(each.run, *place, name) for each, name in zip(at.subjects, names, strict=True)]
     )
 
 
-def propagation(shown: Shown) -> Figures:
+def propagation(at: Selection) -> Figures:
     """Draw the propagation that the spectrum predicts, and the one measured on the text."""
-    return share_scales([heads.propagation(each.run, shown.layer, shown.head) for each in shown.subjects])
-
-
-PANELS: dict[str, Callable[[Shown], list[Any]]] = {
-    draw.__name__: draw
-    for draw in (
-        head_map,
-        head,
-        attention,
-        block,
-        next_tokens,
-        sinks,
-        spectrum,
-        propagation,
-        constituents,
-        not_split,
-        tags,
-    )
-}
+    return share_scales([heads.propagation(each.run, at.layer, at.head) for each in at.subjects])
 
 
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
@@ -385,10 +354,10 @@ def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
     rows = []
     for role in ROLES:
-        text, here = on_text[role.column], on_prompt[role.column]
-        score = here if math.isnan(text) else text
-        if not math.isnan(score) and (role is not LEARNED_SINK or text or here):
-            rows.append(Evidence(role, text, here, score >= role.threshold))
+        text, prompted = on_text[role.column], on_prompt[role.column]
+        score = prompted if math.isnan(text) else text
+        if not math.isnan(score) and (role is not LEARNED_SINK or text or prompted):
+            rows.append(Evidence(role, text, prompted, score >= role.threshold))
     return sorted(rows, key=lambda row: not row.holds)
 
 
@@ -421,38 +390,20 @@ def spectrum_line(run: Run, layer: int, head: int) -> str:
     xi, eta = (number(row[f"{name}_symmetric{suffix}"]) for name in ("xi", "eta"))
     margin = number(row[f"regime_margin{suffix}"], 2)
     predicted = f"{regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)"
-    agreement, regimes = regime_agreement(run, suffix), measured_regimes(run)
-    if agreement is None or regimes is None:
+    if (regimes := measured_regimes(run)) is None:
         return f"Predicted regime, not measured here: {predicted}."
-    return (
-        f"Predicted regime: {predicted}. Measured on the text: {regimes[row.name]}, ρ {number(row['propagation'], 2)}. "
-        f"Over all heads, predictions and measurements agree {'above' if agreement.holds else 'no better than'} chance "
-        f"({agreement})."
-    )
-
-
-def shares_line(run: Run, layer: int, head: int) -> str:
-    """Say which constituents the head's logits have on the surveyed text; empty where they are not known."""
-    shares = _row(run, layer, head).reindex(SHARES).astype(float).fillna({"share_additive": 0.0})
-    if shares.isna().any():
-        return ""
-    known = [
-        f"{SHARES[name]} {percent(share)}"
-        for name, share in shares.items()
-        if share or name != "share_additive"
-    ]
-    return f"Variance of its logits on the text: {', '.join(known)}."
+    measured = f"{regimes[row.name]}, ρ {number(row['propagation'], 2)}"
+    return f"Predicted regime: {predicted}. Measured on the text: {measured}."
 
 
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
-    """Show the head's name, its roles with the evidence, and what its spectrum and its logits say."""
-    found, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
+    """Show the head's name, its roles with the evidence, and what its spectrum says."""
+    of_roles, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
-        for row in found
+        for row in of_roles
     ]
-    lines = [shares_line(run, *place), spectrum_line(run, *place)]
-    return html("head", head_name(*place), roles_of(found), rows, lines)
+    return html("head", head_name(*place), roles_of(of_roles), rows, spectrum_line(run, *place))
 
 
 def sinks_html(view: HeadView, most: float) -> str:
@@ -552,7 +503,7 @@ class HeadFigure:
         sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
         written = f" The last {counted(self.written, 'token')} the model wrote." if self.written else ""
         note = f"{sinks or 'No sink'}.{written}"
-        return style.alone(attention_map(view), title, note).update_layout(width=760)
+        return style.standalone(attention_map(view), title, note).update_layout(width=760)
 
     def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
         return self.figure._repr_mimebundle_(*args, **more)

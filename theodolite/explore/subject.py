@@ -9,6 +9,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,23 +80,10 @@ class Tags:
 
 
 @dataclass(frozen=True)
-class NextTokens:
-    """What the model says next, and what it would say without the head: probabilities in three columns.
-
-    Attributes:
-        tokens: the most probable ones in any column.
-        columns: by what was changed; "without its sinks" only where the head has sinks.
-    """
-
-    tokens: tuple[str, ...]
-    columns: dict[str, Float[Tensor, " tokens"]]
-
-
-@dataclass(frozen=True)
 class PlannedSurvey:
     """A survey that is made once a prompt is shown, or when its run is asked for.
 
-    `provenance` is that of its run, known before. `make` is given what is told of its progress.
+    `provenance` is that of its run, known before. `make` is called with the progress.
     """
 
     provenance: dict[str, Any]
@@ -114,15 +102,16 @@ class Subject:
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
         self.name, self.model, self.provenance = name, model, survey.provenance
-        self._survey = survey
-        self._surveying: threading.Thread | None = None
-        self._failure: TheodoliteError | None = None
         self.progress = ""
         self._lock = threading.RLock()
+        self._survey: Future[Run] = Future()
+        self._planned = survey if isinstance(survey, PlannedSurvey) else None  # and not begun
+        if isinstance(survey, Run):
+            self._survey.set_result(survey)
         self._passes = functools.lru_cache(KEPT_PROMPTS)(
             lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
         )
-        self._said = functools.lru_cache(KEPT_PROMPTS)(self._next)  # as the model is, whatever head is shown
+        self._unchanged = functools.lru_cache(KEPT_PROMPTS)(self._next)  # whatever head is shown
         self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
         self._splits = functools.lru_cache(KEPT_LAYERS)(
             lambda ids, layer: constituents(
@@ -133,29 +122,25 @@ class Subject:
     @property
     def is_surveyed(self) -> bool:
         """False as long as `run` would have to read the text first."""
-        return isinstance(self._survey, Run)
+        return not self.is_pending and self._survey.exception() is None
 
     @property
     def run(self) -> Run:
         """The survey, waited for if it is only planned; raises what kept it from being made."""
         self.begin()
-        self.wait()
-        if self._failure is not None:
-            raise self._failure
-        assert isinstance(self._survey, Run)
-        return self._survey
+        return self._survey.result()
 
     @property
     def is_pending(self) -> bool:
         """True while the survey is still to come: neither made nor given up."""
-        return not self.is_surveyed and self._failure is None
+        return not self._survey.done()
 
     def begin(self) -> None:
         """Begin the survey in a thread of its own, if it is planned and has not begun."""
         with self._lock:
-            if isinstance(self._survey, PlannedSurvey) and self._surveying is None:
-                self._surveying = threading.Thread(target=self._make, args=[self._survey.make], daemon=True)
-                self._surveying.start()
+            if self._planned is not None:
+                threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+            self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
         def note(what: str, done: int, total: int) -> None:
@@ -163,18 +148,17 @@ class Subject:
 
         try:
             with _ONE_SURVEY:
-                self._survey = make(note)
+                self._survey.set_result(make(note))
         except TheodoliteError as error:
-            self._failure = error
+            self._survey.set_exception(error)
         except BaseException as error:  # nobody else would hear of it
-            self._failure = WorkError(
-                f"the survey of {self.name} ended: {first_line(error) or type(error).__name__}"
-            )
+            reason = first_line(error) or type(error).__name__
+            self._survey.set_exception(WorkError(f"the survey of {self.name} ended: {reason}"))
 
     def wait(self) -> None:
         """Wait for the survey, if it has begun."""
-        if self._surveying is not None:
-            self._surveying.join()
+        if self._planned is None:
+            wait([self._survey])
 
     def read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
@@ -192,8 +176,12 @@ class Subject:
         with self._lock:
             return head_view(self.read(ids), layer, head)
 
-    def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> NextTokens:
+    def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
+
+        Returns:
+            Probabilities of the most probable tokens in any column, a row each by its text, in three columns by what
+            was changed; "without its sinks" only where the head has sinks.
 
         Raises:
             UsageError: the model predicts no next tokens.
@@ -202,16 +190,16 @@ class Subject:
             raise UsageError(f"{self.name} predicts no next tokens")
         sinks = self.view(ids, layer, head).sink_positions
         with self._lock, guarded(self.model.root):
-            columns = {"as it is": self._said(ids)}
+            columns = {"as it is": self._unchanged(ids)}
             with head_knockout(self.model, layer, head):
                 columns["without the head"] = self._next(ids)
             if sinks:
                 with attention_knockout(self.model, layer, head, sinks):
                     columns["without its sinks"] = self._next(ids)
         best = torch.stack(list(columns.values())).topk(NEXT_TOKENS).indices.unique()
-        best = best[columns["as it is"][best].argsort(descending=True)]
-        tokens = tuple(map(token_text(self.model), best.tolist()))
-        return NextTokens(tokens, {name: of[best] for name, of in columns.items()})
+        texts = list(map(token_text(self.model), best.tolist()))
+        table = pd.DataFrame({name: of[best].numpy() for name, of in columns.items()}, texts)
+        return table.sort_values("as it is", ascending=False, kind="stable")
 
     def _next(self, ids: tuple[int, ...]) -> Tensor:
         last = torch.arange(len(ids)) == len(ids) - 1

@@ -111,7 +111,7 @@ class Run:
         return f"Run of {model['id']} ({model['layers']} blocks × {model['heads']} heads){text}"
 
     def _repr_html_(self) -> str:
-        """Show health, key numbers and the strongest heads in a notebook."""
+        """Show what is unusual in a notebook."""
         return theodolite.run_as_html(self)
 
     @classmethod

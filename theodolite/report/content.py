@@ -1,4 +1,4 @@
-"""Contents of the page besides its figures: key numbers, sink texts, tables, provenance; as plain values."""
+"""Contents of the page besides its figures: sink texts, tables, provenance; as plain values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ from theodolite.corpus.patches import grid_described
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
 from theodolite.measure.head_roles import (
-    END_TOKEN_SINK,
-    FIRST_TOKEN_SINK,
-    INDUCTION,
-    LATER_SINK,
-    PREVIOUS_TOKEN,
     UNIFORM_ATTENTION,
 )
 from theodolite.passes.run import Run
-from theodolite.report import published
 from theodolite.report.data import (
     AT_FLOOR,
     at_floor,
@@ -33,11 +27,9 @@ from theodolite.report.data import (
     grid_of,
     layer_mean,
     massive_tokens,
-    offered,
-    opening_head,
     roles_of_heads,
-    seen_above,
 )
+from theodolite.report.drawing.heads import head_measures
 from theodolite.report.findings import measured_regimes
 from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
@@ -47,7 +39,6 @@ from theodolite.system.wording import (
     listed,
     number,
     percent,
-    rounded_with_error,
     shown_token,
     spans,
     tokens_of,
@@ -68,33 +59,11 @@ TEXT, ROLES_CARD, SINKS_CARD = (
     "Roles and their scores",
     "Its sinks, in how many contexts",
 )
-TILE_DIGITS = 2
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
 CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
 """Group of columns → the card of a head that has them; all others are on `TEXT`'s."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A key number with its name and a line of context, such as a published value."""
-
-    label: str
-    value: str
-    note: str
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an example."""
-
-    text: str
-    breaks: str  # the line ends that follow it, kept apart so that its mark does not reach into the next line
-    received: float | None  # attention, 0 to 1; None: unknown
-    sink: bool
-    hint: str
 
 
 @dataclass(frozen=True)
@@ -125,65 +94,17 @@ class Table:
         return [{cell.value is None for cell in of if cell.shown != MISSING} == {True} for of in columns]
 
 
-def tiles(run: Run) -> list[Tile]:
-    """Return the key numbers that this run has."""
-    model = published.closest(run)
-    reference = published.AVERAGES[model]
-    numbers = []
-    norm = f"{model} {percent(reference.relative_norm[0])}"
-    smooth = f"GPT-2 {percent(published.LOW_FREQUENCY[10])}; not published for other models"
-    screenot = layer_mean(run, "rank_screenot")
-    here = f" {number(screenot[0], 2)}," if screenot else ":"
-    published_rank = f"as published (ScreeNOT){here} {model} {reference.rank[0]:g}"
-    for name, label, note in (
-        ("rank", "replicated positional rank", published_rank),
-        ("relative_norm", "relative norm of the positional basis", norm),
-        ("pp_low_frequency_10", "smoothness of the positional basis", smooth),
-        ("incoherence_mean", "incoherence", f"{model} {reference.incoherence[0]:g} (mean |cosine|)"),
-        (
-            "similarity_within",
-            "within-label cosine similarity",
-            f"{model} {reference.within[0]:g} (mean |cosine|)",
-        ),
-    ):
-        mean_and_error = layer_mean(run, name)
-        if mean_and_error is None or mean_and_error[0] < 0:
-            if at_floor(run, name).any():
-                numbers.append(Tile(label, AT_FLOOR, note))
-            continue
-        mean, error = mean_and_error
-        in_percent = name in ("relative_norm", "pp_low_frequency_10")
-        value, spread = rounded_with_error(*((100 * mean, 100 * error) if in_percent else mean_and_error))
-        if not spread:
-            value = percent(mean) if in_percent else number(mean, TILE_DIGITS)
-        numbers.append(Tile(label, value, note, f"{spread}\u00a0%" if spread and in_percent else spread))
-    share = entropy_share(run)
-    if share is not None:
-        numbers.append(Tile("attention entropy", percent(float(np.nanmean(share))), "of the maximum"))
-    total = f"of {len(run.heads)} heads"
-    for role in (FIRST_TOKEN_SINK, LATER_SINK, END_TOKEN_SINK, PREVIOUS_TOKEN, INDUCTION):
-        values = column(run.heads, role.column)
-        if values is not None:
-            numbers.append(Tile(role.plural, str(int((values >= role.threshold).sum())), total))
-    if share is None:
-        numbers.append(Tile("heads", str(len(run.heads)), "read from weights alone"))
-        if (trace := column(run.heads, "trace")) is not None:
-            positive = str(int((trace > 0).sum()))
-            numbers.append(Tile("positive trace", positive, "heads whose queries prefer similar keys"))
-        if (xi := column(run.heads, "xi_symmetric")) is not None:
-            median = number(float(np.nanmedian(np.abs(xi))))
-            numbers.append(Tile("median |ξ|", median, "concentration of the spectrum"))
-    return numbers
-
-
 def flowing(token: object) -> str:
     """Show a token inside running text: line ends are marked and kept, other control characters become marks."""
     return "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
 
 
-def sink_texts(run: Run) -> list[list[Token]]:
-    """Return the example contexts, each a list of tokens in order; empty where the run has none."""
-    if run.examples is None or not len(run.examples) or grid_of(run):
+def sink_texts(run: Run) -> list[list[dict[str, Any]]]:
+    """Return the example contexts, each a list of tokens in order; empty where the run has none.
+
+    The line ends of a token stand apart as its `breaks`, so that its mark does not reach into the next line.
+    """
+    if run.examples.empty or grid_of(run):
         return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
@@ -192,7 +113,7 @@ def sink_texts(run: Run) -> list[list[Token]]:
     return texts
 
 
-def _token(row: dict[Any, Any]) -> Token:
+def _token(row: dict[Any, Any]) -> dict[str, Any]:
     received = float(row["received"]) if row["received"] is not None else math.nan
     has_attention = math.isfinite(received)
     hint = f"position {int(row['position'])}"
@@ -202,12 +123,13 @@ def _token(row: dict[Any, Any]) -> Token:
     sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
     text = flowing(row["token"])
     line = text.rstrip("\n")
-    return Token(line, text[len(line) :], shade, sink, hint + (" · sink" if sink else ""))
+    hint += " · sink" if sink else ""
+    return {"text": line, "breaks": text[len(line) :], "received": shade, "sink": sink, "hint": hint}
 
 
 def sink_tokens(run: Run) -> Table | None:
     """Tabulate the tokens most often sinks: contexts summed over heads, how many heads, the strongest one."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return None
     rows = []
     for (token, first), group in run.sinks.groupby(["token", "first"], sort=True):
@@ -237,56 +159,50 @@ def sink_tokens(run: Run) -> Table | None:
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
-    """Show a data frame as a table, numbers short; None where it is empty.
+    """Show a data frame as a table, numbers short, each with its standard error; None where it is empty.
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
-    if frame is None or not len(frame):
+    if frame is None or frame.empty:
         return None
     described = declared("layers") | declared("heads") if described is None else described
-    headings = [heading(str(name), described) for name in frame.columns]
-    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False, name=None)]
-    return Table(headings, rows)
+    names, unknown = _without_errors(frame), [math.nan] * len(frame)
+    columns = [map(_cell, frame[name], frame.get(f"{name}_se", unknown)) for name in names]
+    return Table(
+        [heading(str(name), described) for name in names], [list(row) for row in zip(*columns, strict=True)]
+    )
+
+
+def _without_errors(frame: pd.DataFrame) -> list[str]:
+    """List the columns but the standard errors of others, which stand in the cells of these."""
+    return [name for name in frame if name not in {f"{value}_se" for value in frame}]
 
 
 def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
     """Return the title of a column and what it means: as declared, or its name with spaces and nothing."""
     if name in described:
         return described[name].title, described[name].meaning
-    if (value := name.removesuffix("_se")) in described:
-        return f"{described[value].title}, standard error", f"By {described[value].error}."
     return name.replace("_", " "), ""
 
 
 def run_table(run: Run, name: str) -> Table | None:
     """Show a table of the run; None where it is empty.
 
-    Each value with its standard error in one cell, sorted by the value. Outliers: the largest. Heads and attribution:
-    the head's name in place of its layer and number, sorted by both; heads: their roles.
+    Outliers: the largest. Heads and attribution: the head's name in place of its layer and number, sorted by both;
+    heads: their roles.
     """
     frame, described = getattr(run, name), columns_of(run, name)
-    if frame is None or not len(frame):
-        return None
-    if name == "outliers":
+    if name == "outliers" and len(frame):
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
-        return frame_table(
-            frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS), described
-        )
-    hidden = {"layer", "head"} if "head" in frame else set()
-    hidden |= {one for one in frame if one.endswith("_se") and one.removesuffix("_se") in frame}
-    measured = [one for one in frame if one not in hidden]
-    if (table := frame_table(frame[measured], described)) is None:
-        return None
-    for index, one in enumerate(measured):
-        for row, value, error in zip(table.rows, frame[one], frame.get(f"{one}_se", ()), strict=False):
-            if (rounded := row[index].value) is not None:
-                spread = float(f"{error:.3g}") if math.isfinite(error) else None
-                row[index] = Cell(with_error(value, error), rounded, spread)
+        frame = frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
+    values = frame.drop(columns=["layer", "head"]) if "head" in frame else frame
+    table = frame_table(values, described)
+    if table is None or name == "outliers":
+        return table
     if name == "layers":
-        for index, one in enumerate(measured):
-            for row, noise in zip(table.rows, at_floor(run, one), strict=True):
-                if noise:
-                    row[index] = Cell(AT_FLOOR, row[index].value)
+        for index, value in enumerate(_without_errors(frame)):
+            for row in np.flatnonzero(at_floor(run, value)):
+                table.rows[row][index] = Cell(AT_FLOOR, table.rows[row][index].value)
         return replace(table, ids=[f"layer-{int(layer)}" for layer in frame["layer"]])
     headings = [("head", "block and head, both counted from 0")]
     for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
@@ -306,48 +222,23 @@ def massive_table(run: Run) -> Table | None:
     tokens = massive_tokens(run).head(MASSIVE_ROWS)
     if not len(tokens):
         return None
-    described = declared("massive")
-    shown = ("token", "context", "position", "dimension", "value")
-    headings = [*(heading(name, described) for name in shown), ("layers", described["layer"].meaning)]
-    rows = [
-        [
-            Cell(shown_token(row.token)),
-            *(_cell(getattr(row, name)) for name in shown[1:]),
-            Cell(spans(row.layers)),
-        ]
-        for row in tokens.itertuples()
-    ]
-    return Table(headings, rows)
+    shown = tokens.assign(token=tokens["token"].map(shown_token), layer=tokens["layers"].map(spans))
+    return frame_table(
+        shown[["token", "context", "position", "dimension", "value", "layer"]], declared("massive")
+    )
 
 
-def with_massive_table(run: Run) -> Table | None:
-    """Tabulate the main numbers of the layers with massive tokens: without them, and what they would be with them."""
-    if run.with_massive is None or not len(run.with_massive):
-        return None
-    described = declared("layers")
-    shown = [name for name in (*OVER_LAYERS, "similarity_between", "cluster_ari") if name in run.with_massive]
-    without = run.layers.set_index("layer").reindex(run.with_massive["layer"])
-
-    def words(name: str, value: float) -> str:
-        return seen_above(value, number(value)) if described[name].range[0] == 0 else number(value)
-
-    rows = [
-        [
-            _cell(layer),
-            *(Cell(f"{words(name, without[name][layer])} → {words(name, row[name])}") for name in shown),
-        ]
-        for layer, row in run.with_massive.set_index("layer").iterrows()
-    ]
-    return Table([heading(name, described) for name in ("layer", *shown)], rows)
-
-
-def _cell(value: Any) -> Cell:
+def _cell(value: Any, error: Any = math.nan) -> Cell:
     if isinstance(value, str):
         return Cell(visible(value, LONG_VALUE))
-    if value is None or pd.isna(value):
-        return Cell(MISSING, None)
-    amount = float(value)
-    return Cell(number(amount), float(f"{amount:.7g}") if math.isfinite(amount) else None)
+    if pd.isna(value):
+        return Cell(MISSING)
+    amount, spread = float(value), math.nan if pd.isna(error) else float(error)
+    return Cell(with_error(amount, spread), _rounded(amount, 7), _rounded(spread, 3))
+
+
+def _rounded(amount: float, digits: int) -> float | None:
+    return float(f"{amount:.{digits}g}") if math.isfinite(amount) else None
 
 
 def head_cards(run: Run) -> dict[str, Any]:
@@ -355,36 +246,31 @@ def head_cards(run: Run) -> dict[str, Any]:
 
     Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
     """
-    heads = {}
-    measures = [
-        measure
-        for name, measure in offered(run).items()
-        if name in run.heads and (not measure.rare or run.heads[name].any())
-    ]
+    heads, measures = {}, head_measures(run)
     regimes, roles = measured_regimes(run), roles_of_heads(run)
     sinks = _sinks_by_head(run)
     for place, row in enumerate(run.heads.to_dict("records")):
         layer, head = int(row["layer"]), int(row["head"])
-        does = [(role.name, number(row[role.column])) for role in roles[place]]
+        scores = [(role.name, number(row[role.column])) for role in roles[place]]
         if regimes is not None:
-            does.append(("measured regime", str(regimes[place])))
-        own = {ROLES_CARD: does, SINKS_CARD: sinks.get((layer, head), [])}
+            scores.append(("measured regime", str(regimes[place])))
+        groups = {ROLES_CARD: scores, SINKS_CARD: sinks.get((layer, head), [])}
         values = [row[measure.name] for measure in measures]
         shown = [visible(value) if isinstance(value, str) else number(value) for value in values]
-        heads[f"{layer},{head}"] = [[group for group in own.items() if group[1]], shown]
+        heads[f"{layer},{head}"] = [[group for group in groups.items() if group[1]], shown]
     return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}
 
 
 def _sinks_by_head(run: Run) -> dict[tuple[int, int], list[tuple[str, str]]]:
     """List what is most often a head's sink, each with its share of the contexts: the first token, and later ones."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return {}
     named = run.sinks["token"].map(shown_token).where(~run.sinks["first"].astype(bool), "the first token")
     shares = run.sinks.groupby(["layer", "head", named], sort=True)["share"].sum()
-    found: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    by_head: dict[tuple[int, int], list[tuple[str, str]]] = {}
     for (layer, head, name), share in shares.sort_values(ascending=False, kind="stable").items():
-        found.setdefault((int(layer), int(head)), []).append((name, percent(share)))
-    return {place: sinks[:HEAD_SINKS] for place, sinks in found.items()}
+        by_head.setdefault((int(layer), int(head)), []).append((name, percent(share)))
+    return {place: sinks[:HEAD_SINKS] for place, sinks in by_head.items()}
 
 
 def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -429,9 +315,6 @@ def text_line(provenance: dict[str, Any]) -> str:
     corpus = provenance.get("corpus")
     if provenance.get("grid"):
         return "measured by the training runs on their own held-out text"
-    for source, text in (("escapes", "their held-out text"), ("few_shot", "prompts of their task")):
-        if provenance.get(source):
-            return f"models from a folder of training runs, measured on {text}"
     if (provenance.get("model") or {}).get("layers") == 0:
         return "no model or text was read"
     if provenance.get("reads"):
@@ -453,11 +336,6 @@ def _short_count(amount: float) -> str:
         if amount >= size:
             return f"{number(amount / size)} {suffix}"
     return number(amount)
-
-
-def first_head(run: Run) -> str:
-    """Find the head that the page opens with, `layer,head`: the one with the clearest role."""
-    return "{},{}".format(*opening_head(run)) if len(run.heads) else ""
 
 
 def measures() -> dict[str, str]:
@@ -486,26 +364,20 @@ def summary_row(run: Run) -> dict[str, float]:
     return row
 
 
-def untrained_run(run: Run) -> Run | None:
-    """Read the survey of the untrained baseline in the run's own folder; None where there is none."""
+def compared_with_untrained(run: Run) -> Table | None:
+    """Compare a run's key numbers with those of random weights, where its folder has the survey of such a model."""
     folder = None if run.folder is None else run.folder / UNTRAINED
-    return Run.load(folder) if folder is not None and is_run(folder) else None
-
-
-def beside_untrained(run: Run, untrained: Run) -> Table:
-    """Tabulate a run's key numbers beside those of the same architecture with random weights, on the same text."""
-    here, there = summary_row(run), summary_row(untrained)
+    if folder is None or not is_run(folder):
+        return None
+    trained, random = summary_row(run), summary_row(Run.load(folder))
     rows = [
         [
             Cell(title),
-            *(
-                Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
-                for row in (here, there)
-            ),
-            Cell(number(here[name] - there[name]), here[name] - there[name]),
+            *(_cell(row[name], row.get(f"{name}_se")) for row in (trained, random)),
+            _cell(trained[name] - random[name]),
         ]
         for name, title in measures().items()
-        if math.isfinite(here[name]) and math.isfinite(there[name])
+        if math.isfinite(trained[name]) and math.isfinite(random[name])
     ]
     headings = [("", ""), ("this model", ""), ("untrained", ""), ("difference", "what training made")]
     return Table(headings, rows)

@@ -29,9 +29,9 @@ OF_GROUPS = GROUPS, "groups of contexts"
 """What the standard errors of the layers table rest on."""
 
 
-def column(frame: pd.DataFrame | None, name: str) -> Floats | None:
+def column(frame: pd.DataFrame, name: str) -> Floats | None:
     """Return a column as float64 in the frame's order, None where it is absent, empty, or has no finite value."""
-    if frame is None or name not in frame.columns or not len(frame):
+    if name not in frame.columns:
         return None
     values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
     return values if np.isfinite(values).any() else None
@@ -102,7 +102,7 @@ def need(run: Run, name: str) -> npt.NDArray[Any]:
     return values
 
 
-def need_column(frame: pd.DataFrame | None, name: str) -> Floats:
+def need_column(frame: pd.DataFrame, name: str) -> Floats:
     """Return `column` for a figure that cannot be drawn without it: `UsageError` where it is absent."""
     values = column(frame, name)
     if values is None:
@@ -188,7 +188,7 @@ def layer_numbers(run: Run) -> Floats:
 
 def blocks(run: Run) -> int:
     """Return L, the number of blocks, with those that do not attend where a text was read."""
-    if run.layers is not None and len(run.layers):
+    if len(run.layers):
         return int(run.layers["layer"].max())
     return int(run.heads["layer"].max()) + 1 if len(run.heads) else 0
 
@@ -251,7 +251,7 @@ def massive_tokens(run: Run) -> pd.DataFrame:
 
     Columns context, position, token, dimension, value (the largest in size) and layers, a list.
     """
-    if run.massive is None or not len(run.massive):
+    if run.massive.empty:
         return pd.DataFrame()
     ordered = run.massive.sort_values("value", key=np.abs, ascending=False, kind="stable")
     rows = ordered.groupby(["context", "position"], sort=False)

@@ -145,7 +145,6 @@ class SurveyExhibit:
     alone: bool = True
     given: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Any] = field(default_factory=dict)
-    describes: Callable[[Run], str] | None = None  # what it shows, where that depends on the run
 
     def available(self, run: Run) -> bool:
         """Tell whether the run has every number that the figure needs."""
@@ -163,8 +162,7 @@ class SurveyExhibit:
         choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
         if choice and self.small:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
-        shows = self.describes(run) if self.describes else self.shows
-        caption = shows, self.look_for, self.source, self.unhealthy
+        caption = self.shows, self.look_for, self.source, self.unhealthy
         return Exhibit(self.key, self.title, figure, *caption, choice, self.wide, self.of_heads)
 
 

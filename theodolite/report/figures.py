@@ -43,7 +43,6 @@ for _exhibit in EXHIBITS:
 
 _CHOICES: dict[str, Sequence[object]] = {
     "pattern": tuple(ATTENTION_PATTERNS),
-    "cutoff": split.CUTOFFS,
     "suffix": ("", "_data"),
     "name": ("spectrum", "spectrum_data"),
 }
@@ -52,7 +51,9 @@ _CHOICES: dict[str, Sequence[object]] = {
 
 def available(run: Run) -> list[str]:
     """List the figures that this run has the numbers for, in the order of the page."""
-    return [name for name, of in _OF_FUNCTION.items() if any(one.available(run) for one in of)]
+    return [
+        name for name, exhibits in _OF_FUNCTION.items() if any(exhibit.available(run) for exhibit in exhibits)
+    ]
 
 
 def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
@@ -64,8 +65,6 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
         subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
         subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
-    elif "cutoff" in arguments:
-        subject = f"K = {arguments['cutoff']}"
     of = _OF_FUNCTION[name]
     exhibit = next((one for one in of if one.given and one.given.items() <= arguments.items()), of[0])
     return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"
@@ -104,7 +103,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         of_block = "head" in bound.arguments or exhibit.picker is by_block
         _check(bound.arguments, of_block=of_block)
         words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
-        return style.alone(go.Figure(draw(*args, **kwargs)), *words)
+        return style.standalone(go.Figure(draw(*args, **kwargs)), *words)
 
     return drawn
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -70,7 +70,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-from theodolite.theory.regimes import UNDEFINED, VANISHING, regime_of_curve
+from theodolite.theory.regimes import UNDEFINED, regime_of_curve
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
 BY_CHANCE = Criterion(
@@ -85,7 +85,7 @@ LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise lev
 LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
-PROPAGATION, MASSIVE = "signal propagation", "massive activations"
+MASSIVE = "massive activations"
 """Quantities that are judged in more than one place."""
 
 
@@ -104,73 +104,39 @@ class Finding:
         return self.text
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The answer to one question about a run, `open`: what follows where there is none; `of`: which layers it is of."""
+def of_layers(
+    run: Run,
+    about: str,
+    name: str,
+    claims: tuple[str, str, str],
+    numbers: Callable[[Estimate], str],
+    criterion: Criterion | None = None,
+) -> Finding | None:
+    """Judge the mean of a column over the layers that have it, by what is healthy; None where no layer has.
 
-    about: str
-    answer: Answer
-    estimate: Estimate
-    open: str = ""
-    of: str = ""
+    A layer has none where noise hides it.
 
-    @property
-    def value_and_error(self) -> tuple[float, float]:
-        """The number, and its standard error."""
-        return self.estimate.value, self.estimate.error
-
-    def finding(self, holds: str, fails: str, whether: str, what: str) -> Finding:
-        """Choose the claim that the answer allows, or say what would decide it; `what`: the numbers, in words."""
-        claim = {HOLDS: holds, FAILS: fails}.get(self.answer, f"{whether} is {self.open}")
-        numbers = f": {what}{self.of}" if math.isfinite(self.estimate.value) else ""
-        return Finding(f"{claim}{numbers}.", self.about, self.answer)
-
-
-def judged(run: Run, about: str, estimate: Estimate, criterion: Criterion) -> Judged | None:
-    """Judge a number of the text by a criterion; None where the run has no such number."""
-    if not math.isfinite(estimate.value):
-        return None
-    verdict = judge("", "", estimate, criterion)
-    if verdict.answer != UNDECIDED:
-        return Judged(about, verdict.answer, estimate)
-    if math.isnan(estimate.margin):
-        return Judged(about, UNDECIDED, estimate, "not decided, since its standard error is not known")
-    more = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
-    reason = more or "it is within an error of its limit, and how many contexts would is not known"
-    return Judged(about, UNDECIDED, estimate, f"not decided; {reason}")
-
-
-def of_layers(run: Run, about: str, name: str, criterion: Criterion | None = None) -> Judged | None:
-    """Judge the mean of a column over the layers that have it, by what is healthy: it is empty where noise hides it."""
-    estimate, known = layer_average(run, name)[0], np.isfinite(value_of(run, name))
-    if not known.any() and at_floor(run, name).any():
-        return Judged(about, UNDECIDED, estimate, f"not judged: it is {AT_FLOOR} in every layer")
-    answer = judged(run, about, estimate, criterion or limit_of("layers", name))
-    hidden = int(at_floor(run, name).sum())
-    of = (
-        f" (mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR})"
-        if hidden
-        else ""
-    )
-    return answer and replace(answer, of=of)
-
-
-@dataclass(frozen=True)
-class RegimeAgreement:
-    """How well the regimes that a spectrum predicts agree with the heads' measured curves, over heads.
-
-    Attributes:
-        kappa: of predicted and measured names; 0 is chance. correlation: of the ranks of mean ρ.
-        holds: whether κ is above chance.
+    Args:
+        claims: what holds, what fails, and what is open, a clause that begins with "Whether".
+        numbers: words the mean.
     """
-
-    kappa: Estimate
-    correlation: Estimate
-    holds: bool
-
-    def __str__(self) -> str:
-        kappa, correlation = (with_error(one.value, one.error) for one in (self.kappa, self.correlation))
-        return f"κ {kappa}, where 0 is chance; rank correlation with the measured ρ {correlation}"
+    known, hidden = np.isfinite(value_of(run, name)), int(at_floor(run, name).sum())
+    holds, fails, whether = claims
+    if not known.any():
+        text = f"{whether} is not judged: it is {AT_FLOOR} in every layer."
+        return Finding(text, about, UNDECIDED) if hidden else None
+    estimate, _ = layer_average(run, name)
+    verdict = judge("", "", estimate, criterion or limit_of("layers", name))
+    if verdict.answer != UNDECIDED:
+        claim = holds if verdict.answer == HOLDS else fails
+    elif math.isnan(estimate.margin):
+        claim = f"{whether} is not decided, since its standard error is not known"
+    else:
+        unknown = "it is within an error of its limit, and how many contexts would is not known"
+        needed = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
+        claim = f"{whether} is not decided; {needed or unknown}"
+    layers = f"mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR}"
+    return Finding(f"{claim}: {numbers(estimate)}{f' ({layers})' if hidden else ''}.", about, verdict.answer)
 
 
 def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
@@ -181,8 +147,12 @@ def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
     return regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
 
 
-def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
-    """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves; None without these."""
+def regime_agreement(run: Run, suffix: str = "") -> tuple[Estimate, Estimate] | None:
+    """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves, over heads.
+
+    Returns:
+        κ of predicted and measured names, 0 by chance, and the rank correlation of mean ρ; None without these.
+    """
     names, measured = measured_regimes(run), column(run.heads, "propagation")
     predicted = array(run, f"propagation_predicted{suffix}")
     if names is None or predicted is None or measured is None or f"regime{suffix}" not in run.heads:
@@ -191,9 +161,7 @@ def regime_agreement(run: Run, suffix: str = "") -> RegimeAgreement | None:
     regimes = run.heads[f"regime{suffix}"].fillna(UNDEFINED).astype(str).to_numpy()
     with np.errstate(invalid="ignore"):
         expected = np.asarray(predicted[layers, heads], dtype=np.float64).mean(axis=1)
-    kappa = agreement(regimes, names, layers)[0]
-    correlation = rank_correlation_of_heads(expected, measured, layers)
-    return RegimeAgreement(kappa, correlation, judge("", "", kappa, BY_CHANCE).answer == HOLDS)
+    return agreement(regimes, names, layers)[0], rank_correlation_of_heads(expected, measured, layers)
 
 
 def in_a_line(checks: Sequence[Finding]) -> str:
@@ -207,7 +175,7 @@ def in_a_line(checks: Sequence[Finding]) -> str:
     return ", ".join([first, *others]) + "."
 
 
-Outcome = tuple[str, bool] | Finding | None
+CheckResult = tuple[str, bool] | Finding | None
 """The text of a check and whether it is flagged; or a finding, which may be open; None: not for this run."""
 
 
@@ -221,17 +189,17 @@ def checks(run: Run) -> list[Finding]:
 
 def check(run: Run, about: str) -> Finding | None:
     """Run one of `CHECKS`; None where the run has no numbers for it."""
-    return _as_finding(about, CHECKS[about](run))
+    return _as_finding(about, CHECKS[about][1](run))
 
 
-def _as_finding(about: str, outcome: Outcome) -> Finding | None:
+def _as_finding(about: str, outcome: CheckResult) -> Finding | None:
     if outcome is None or isinstance(outcome, Finding):
         return outcome
     text, flagged = outcome
     return Finding(text, about, FAILS if flagged else HOLDS)
 
 
-def _own(measure: Column, run: Run) -> Outcome:
+def _own(measure: Column, run: Run) -> CheckResult:
     """Run the check that a caller's column declares."""
     frame = getattr(run, measure.table)
     if (values := column(frame, measure.name)) is None or measure.healthy is None:
@@ -260,7 +228,7 @@ def _counted(flags: npt.NDArray[np.bool_]) -> str:
     return counted(int(flags.sum()), "head")
 
 
-def _rank_collapse(run: Run) -> Outcome:
+def _rank_collapse(run: Run) -> CheckResult:
     residual = column(run.layers, "rank_collapse")
     if residual is None:
         return None
@@ -274,7 +242,7 @@ def _rank_collapse(run: Run) -> Outcome:
     return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
 
 
-def _entropy_collapse(run: Run) -> Outcome:
+def _entropy_collapse(run: Run) -> CheckResult:
     share = entropy_share(run)
     if share is None:
         return None
@@ -297,23 +265,18 @@ def _entropy_collapse(run: Run) -> Outcome:
     return f"Entropy collapse: {text}", True
 
 
-def _vanishing(run: Run) -> Outcome:
+def _vanishing(run: Run) -> CheckResult:
     propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
-    if propagation is not None:
-        if (vanished := _unhealthy(healthy, propagation)).any():
-            keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
-            return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
-        lowest = percent(float(np.nanmin(propagation)))
-        return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
-    if "regime" not in run.heads.columns:
+    if propagation is None:
         return None
-    predicted = (run.heads["regime"] == VANISHING).to_numpy()
-    heads = f"for {_counted(predicted)}: {_named(run, predicted)}" if predicted.any() else "for no head"
-    text = f"Whether the signal vanishes is not judged without a text: W_QK alone predicts it {heads}."
-    return Finding(text, PROPAGATION, UNDECIDED)
+    if (vanished := _unhealthy(healthy, propagation)).any():
+        keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
+        return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
+    lowest = percent(float(np.nanmin(propagation)))
+    return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
 
 
-def _dead_heads(run: Run) -> Outcome:
+def _dead_heads(run: Run) -> CheckResult:
     size = column(run.heads, "frobenius_squared")
     if size is None:
         return None
@@ -325,7 +288,7 @@ def _dead_heads(run: Run) -> Outcome:
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> Outcome:
+def _constant_logits(run: Run) -> CheckResult:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
     if share is None or provenance(run, "model", "positions") == "rotary":
@@ -347,7 +310,7 @@ def _constant_logits(run: Run) -> Outcome:
     return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
 
 
-def _not_decomposed(run: Run) -> Outcome:
+def _not_decomposed(run: Run) -> CheckResult:
     refused = provenance(run, "constituents_refused")
     if not refused:
         return None
@@ -356,7 +319,7 @@ def _not_decomposed(run: Run) -> Outcome:
     return f"Logits could not be decomposed in {layers}: {reason}.", True
 
 
-def _massive(run: Run) -> Outcome:
+def _massive(run: Run) -> CheckResult:
     later = column(run.layers, "massive_activations")
     if later is None:
         return None
@@ -369,59 +332,55 @@ def _massive(run: Run) -> Outcome:
     return f"Massive activations after the first token {where}: {harm}.", True
 
 
-def _positional(run: Run) -> Outcome:
+def _positional(run: Run) -> CheckResult:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
-    singular_values, judged = (
+    claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
+    rank = "mean rank of the positional basis {}"
+    encoded, singular_values = (
+        of_layers(run, POSITIONS, "rank", claims, rank.format),
         array(run, "singular_values"),
-        of_layers(run, POSITIONS, "rank"),
     )
-    if judged is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
+    if encoded is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
         return None
-    rank = f"mean rank of the positional basis {judged.estimate}"
-    smooth = _smoothness(run)
-    if judged.answer != HOLDS and smooth and smooth.answer == FAILS:
-        text = f"No positional structure beyond noise: {rank}, and it is rough. The model looks untrained."
-        return Finding(text, judged.about, FAILS)
-    whether = "Whether positions are encoded"
-    return judged.finding("Positions are encoded", "Positions are not encoded", whether, rank)
+    smooth = _smooth(run)
+    if encoded.answer != HOLDS and smooth and smooth.answer == FAILS:
+        beyond = f"beyond noise: {rank.format(layer_average(run, 'rank')[0])}, and it is rough"
+        return Finding(f"No positional structure {beyond}. The model looks untrained.", POSITIONS, FAILS)
+    return encoded
 
 
-def of_plane(run: Run) -> str:
-    """Word the frequencies of patches, which lie in rows and columns."""
-    return " of rows and of columns" if grid_of(run) else ""
-
-
-def _smoothness(run: Run) -> Judged | None:
+def _smooth(run: Run) -> Finding | None:
     grid = grid_of(run)
     if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
-    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10")
+    of_plane = " of rows and of columns" if grid else ""
 
+    def numbers(share: Estimate) -> str:
+        shown = seen_above(share.value, percent_with_error(share.value, share.error))
+        return f"the ten lowest frequencies{of_plane} hold {shown} of the energy of its Gram matrix"
 
-def _smooth(run: Run) -> Outcome:
-    if (judged := _smoothness(run)) is None:
-        return None
-    share = seen_above(judged.estimate.value, percent_with_error(*judged.value_and_error))
-    return judged.finding(
+    claims = (
         "The positional basis is smooth",
         "The positional basis is rough, and neighbouring positions have unrelated vectors",
         "Whether the positional basis is smooth",
-        f"the ten lowest frequencies{of_plane(run)} hold {share} of the energy of its Gram matrix",
     )
+    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10", claims, numbers)
 
 
-def _entangled(run: Run) -> Outcome:
-    if (judged := of_layers(run, ENTANGLEMENT, "incoherence_mean")) is None:
-        return None
-    return judged.finding(
+def _entangled(run: Run) -> Finding | None:
+    claims = (
         "Position and context are not entangled",
         "Position and context are entangled",
         "Whether position and context are entangled",
-        f"root mean square cosine {seen_above(judged.estimate.value, with_error(*judged.value_and_error))}",
     )
 
+    def numbers(cosine: Estimate) -> str:
+        return f"root mean square cosine {seen_above(cosine.value, with_error(cosine.value, cosine.error))}"
 
-def _missing(run: Run) -> Outcome:
+    return of_layers(run, ENTANGLEMENT, "incoherence_mean", claims, numbers)
+
+
+def _missing(run: Run) -> CheckResult:
     """Check for heads that have no measured attention although the text was read."""
     if column(run.heads, "entropy") is None:
         return None
@@ -429,7 +388,7 @@ def _missing(run: Run) -> Outcome:
     return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
 
 
-def _unknown_tokens(run: Run) -> Outcome:
+def _unknown_tokens(run: Run) -> CheckResult:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
@@ -437,31 +396,30 @@ def _unknown_tokens(run: Run) -> Outcome:
     return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
 
 
-CHECKS: dict[str, Callable[[Run], Outcome]] = {
-    "rank collapse": _rank_collapse,
-    "entropy collapse": _entropy_collapse,
-    PROPAGATION: _vanishing,
-    "dead heads": _dead_heads,
-    "constant logits": _constant_logits,
-    MASSIVE: _massive,
-    POSITIONS: _positional,
-    SMOOTHNESS: _smooth,
-    ENTANGLEMENT: _entangled,
-    "missing attention": _missing,
-    "decomposition": _not_decomposed,
-    "unknown tokens": _unknown_tokens,
+CHECKS: dict[str, tuple[str, Callable[[Run], CheckResult]]] = {
+    "rank collapse": ("pruning", _rank_collapse),
+    "entropy collapse": ("heads", _entropy_collapse),
+    "signal propagation": ("heads", _vanishing),
+    "dead heads": ("heads", _dead_heads),
+    "constant logits": ("heads", _constant_logits),
+    MASSIVE: ("sinks", _massive),
+    POSITIONS: ("position", _positional),
+    SMOOTHNESS: ("position", _smooth),
+    ENTANGLEMENT: ("position", _entangled),
+    "missing attention": ("heads", _missing),
+    "decomposition": ("heads", _not_decomposed),
+    "unknown tokens": ("", _unknown_tokens),
 }
-"""What each check is about."""
+"""What each check is about → the section of the page that shows it, and the check."""
 
 
 def summarise(run: Run) -> dict[str, list[Finding]]:
     """Word the run's topics in sentences, in reading order, as far as it has numbers; weights alone: localization."""
-    told = {topic: list(map(_finding, sentences(run))) for topic, sentences in TOPICS.items()}
-    return {topic: sentences for topic, sentences in told.items() if sentences}
-
-
-def _finding(sentence: str | Finding) -> Finding:
-    return Finding(sentence) if isinstance(sentence, str) else sentence
+    findings = {
+        topic: [each if isinstance(each, Finding) else Finding(each) for each in sentences(run)]
+        for topic, (_, sentences) in TOPICS.items()
+    }
+    return {topic: sentences for topic, sentences in findings.items() if sentences}
 
 
 def _range(values: Floats, show: Callable[[float], str]) -> str:
@@ -513,14 +471,18 @@ def _position(run: Run) -> Iterator[str | Finding]:
 
 def _context(run: Run) -> Iterator[str | Finding]:
     within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
-    if (clusters := of_layers(run, CLUSTERS, "cluster_ari", CLUSTERED)) is not None:
-        yield clusters.finding(
-            "Contexts cluster clearly by label",
-            "Contexts do not cluster clearly by label",
-            "Whether contexts cluster clearly by label",
-            "k-means finds the labels with an adjusted Rand index of "
-            f"{_mean(clusters.value_and_error)} (1: perfect, 0: chance)",
-        )
+    claims = (
+        "Contexts cluster clearly by label",
+        "Contexts do not cluster clearly by label",
+        "Whether contexts cluster clearly by label",
+    )
+
+    def index(ari: Estimate) -> str:
+        shown = _mean((ari.value, ari.error))
+        return f"k-means finds the labels with an adjusted Rand index of {shown} (1: perfect, 0: chance)"
+
+    if clusters := of_layers(run, CLUSTERS, "cluster_ari", claims, index, CLUSTERED):
+        yield clusters
     elif column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
     if within is not None and between is not None:
@@ -563,20 +525,21 @@ def regimes_line(run: Run, suffix: str, matrix: str) -> str:
     counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
     if not len(counts):
         return ""
-    agreement = regime_agreement(run, suffix)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
     regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
     of = f"{matrix}, of {counted(len(run.heads), 'head')}"
-    if agreement is None:
+    if (compared := regime_agreement(run, suffix)) is None:
         return f"Regimes predicted from {of}, not measured here: {regimes}."
-    if not agreement.holds:
-        ranked_alike = judge("", "", agreement.correlation, BY_CHANCE).answer == HOLDS
+    kappa, correlation = (with_error(estimate.value, estimate.error) for estimate in compared)
+    numbers = f"κ {kappa}, where 0 is chance; rank correlation with the measured ρ {correlation}"
+    agree, ranked_alike = (judge("", "", estimate, BY_CHANCE).answer == HOLDS for estimate in compared)
+    if not agree:
         but = ", though they rank the heads above chance" if ranked_alike else ""
         return (
             f"The regimes that theory predicts from {matrix} are not those of this model's heads: their agreement with "
-            f"the measured curves is not above chance{but} ({agreement})."
+            f"the measured curves is not above chance{but} ({numbers})."
         )
-    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({agreement})."
+    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({numbers})."
 
 
 def ranked_heads(run: Run, role: HeadRole) -> list[tuple[float, str]]:
@@ -619,7 +582,7 @@ def _sinks(run: Run) -> Iterator[str]:
 
 def _later_tokens(run: Run) -> list[str]:
     """List the three tokens past position 0 that were sinks most often, contexts summed over heads."""
-    if run.sinks is None or not len(run.sinks):
+    if run.sinks.empty:
         return []
     grid = grid_of(run)
     apart = grid.leading if grid else 0  # an image's tokens are their positions, its registers no patches
@@ -753,14 +716,14 @@ def _pruning(run: Run) -> Iterator[str]:
         )
 
 
-TOPICS: dict[str, Callable[[Run], Iterator[str | Finding]]] = {
-    "Position": _position,
-    "Context": _context,
-    "Localization": _localization,
-    "Sinks": _sinks,
-    "Outliers": _outliers,
-    "Heads": _heads,
-    "Constituents": _constituents,
-    "Pruning": _pruning,
+TOPICS: dict[str, tuple[str, Callable[[Run], Iterator[str | Finding]]]] = {
+    "Position": ("position", _position),
+    "Context": ("position", _context),
+    "Localization": ("heads", _localization),
+    "Sinks": ("sinks", _sinks),
+    "Outliers": ("sinks", _outliers),
+    "Heads": ("heads", _heads),
+    "Constituents": ("heads", _constituents),
+    "Pruning": ("pruning", _pruning),
 }
-"""What makes the sentences of each topic, in reading order."""
+"""Topics in reading order → the section of the page with their sentences, and what makes these."""

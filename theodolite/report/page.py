@@ -4,64 +4,45 @@ The strings of a page come from untrusted files: the template escapes all of the
 `script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes. A
 notebook gets a summary without scripts.
 
-Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each), and
-cosine heat maps as hundredths in a byte each, which the page's script turns back.
+Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each).
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
-from theodolite.measure.head_roles import COMMON_ROLES
+from theodolite.measure.catalogue import declared
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
+from theodolite.report.data import opening_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
-from theodolite.report.findings import Finding
 from theodolite.report.style import Patch
-from theodolite.report.unusual import SECTION_OF_TOPIC, linked, unusual
+from theodolite.report.unusual import linked, unusual
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import model_name, visible
 
 TABLES = ("outliers", "layers", "heads", "attribution")
 STATIC = ("page.css", "page.js", "numbers.js")
 PLOTLY = "plotly.min.js"
-FLAGGED = 4  # flagged health checks that a notebook shows; the report has all
-COSINE_STEPS, MISSING_BYTE = 100, -128
 
 # What could close the script element, open a comment, or end a line inside a string.
 _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
-
-
-@dataclass(frozen=True)
-class Block:
-    """One exhibit as the template needs it: its caption, its data, its pickers; `broad`: panels side by side."""
-
-    exhibit: Exhibit
-    json: str
-    height: int
-    broad: bool
-    options: list[tuple[str, list[Option]]]
-    chosen: Option | None
-    small: list[Option]
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
@@ -119,15 +100,14 @@ def write_page(path: Path, page: str) -> Path:
 def render(run: Run) -> str:
     """Render the page as one string of HTML."""
     blocks = {
-        section: [block_of(drawn) for one in EXHIBITS if one.section == section and (drawn := one.of(run))]
+        section: [block_of(drawn) for each in EXHIBITS if each.section == section and (drawn := each.of(run))]
         for section in SECTIONS
     }
-    untrained = content.untrained_run(run)
-    tiles, checks, told = content.tiles(run), findings.checks(run), findings.summarise(run)
+    checks, summary = findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
-    for topic, sentences in told.items():
-        topics[SECTION_OF_TOPIC[topic]].append((topic, [finding.text for finding in sentences]))
+    for topic, sentences in summary.items():
+        topics[findings.TOPICS[topic][0]].append((topic, [finding.text for finding in sentences]))
     shown = {section for section in SECTIONS if blocks[section] or topics[section]} - {"summary"}
     return rendered(
         "page.html.j2",
@@ -139,26 +119,26 @@ def render(run: Run) -> str:
                 ("#provenance", "Provenance"),
             ],
             "health": findings.in_a_line(checks),
-            **by_answer(checks),
+            "flagged": [check for check in checks if check.answer == FAILS],
+            "undecided": [check for check in checks if check.answer == UNDECIDED],
+            "passed": [check for check in checks if check.answer == HOLDS],
             "unusual": [
-                (text, section if section in shown else "") for text, section in unusual(run, checks, told)
+                (text, section if section in shown else "") for text, section in unusual(run, checks)
             ],
             "topics": topics,
             "linked": linked(run, sinks[1]),
-            "tiles": tiles,
-            "untrained": content.beside_untrained(run, untrained) if untrained else None,
+            "untrained": content.compared_with_untrained(run),
             "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
             "massive": content.massive_table(run),
-            "with_massive": content.with_massive_table(run),
+            "with_massive": content.frame_table(run.with_massive, declared("with_massive")),
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             **{name: content.run_table(run, name) for name in TABLES},
-            "errors": any(tile.error for tile in tiles),
-            "first_head": content.first_head(run),
+            "first_head": "{},{}".format(*opening_head(run)) if len(run.heads) else "",
             "cards": script_json(content.head_cards(run)),
             "provenance": content.provenance_rows(run.provenance),
             "plotly": PLOTLY,
@@ -166,15 +146,7 @@ def render(run: Run) -> str:
     )
 
 
-def by_answer(checks: Sequence[Finding]) -> dict[str, list[str]]:
-    """Sort the texts of health checks: what is flagged, what is not decided, and what passed."""
-    names = {"flagged": FAILS, "undecided": UNDECIDED, "passed": HOLDS}
-    return {
-        name: [check.text for check in checks if check.answer == answer] for name, answer in names.items()
-    }
-
-
-def _named(run: Run) -> dict[str, str]:
+def _named(run: Run) -> dict[str, Any]:
     """Write the heading of a run: the model, what it is, and the text that it has read."""
     return {
         "title": visible(model_name((run.provenance.get("model") or {}).get("id") or "a model"), 80),
@@ -184,23 +156,11 @@ def _named(run: Run) -> dict[str, str]:
 
 
 def as_html(run: Run) -> str:
-    """Summarise a run for a notebook, without scripts: model, text, health, key numbers, the strongest heads."""
-    checks = findings.checks(run)
-    values = _named(run) | {
-        "health": findings.in_a_line(checks) if checks else "",
-        "flagged": by_answer(checks)["flagged"][:FLAGGED],
-        "tiles": content.tiles(run),
-        "heads": "; ".join(f"{kind} {score}" for kind, score in strongest(run)),
-    }
+    """Summarise a run for a notebook, without scripts: model, text, and what is unusual."""
+    values = _named(run) | {"unusual": [text for text, _ in unusual(run, findings.checks(run))]}
     template = environment().get_template("notebook.html.j2")
     digest = hashlib.sha256(template.render(values, box="").encode("utf-8", "surrogatepass")).hexdigest()
     return template.render(values, box=f"theodolite-{digest[:8]}")
-
-
-def strongest(run: Run) -> list[tuple[str, str]]:
-    """Find the head with the highest score for each role: ("previous token", "L3H0 (0.45)")."""
-    ranked = ((role.name, findings.ranked_heads(run, role)) for role in COMMON_ROLES)
-    return [(name, heads[0][1]) for name, heads in ranked if heads and heads[0][0] > 0]
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
@@ -208,8 +168,11 @@ def rendered(template: str, values: dict[str, Any]) -> str:
 
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
-    css, *js = map(static_text, STATIC)
-    shared = {"css": style.css() + css, "js": "".join(js), "themes": script_json(themes()), "plotly": ""}
+    folder = resources.files("theodolite.report") / "templates"
+    css, *js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
+    templates = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
+    themes = script_json(templates | {"swaps": style.dark_swaps()})
+    shared = {"css": style.css() + css, "js": "".join(js), "themes": themes, "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
     page = jinja_template.render(context, nonce="")
@@ -217,11 +180,6 @@ def rendered(template: str, values: dict[str, Any]) -> str:
         return page
     digest = hashlib.sha256(page.encode("utf-8", "surrogatepass")).hexdigest()
     return jinja_template.render(context, nonce=digest[:32])
-
-
-def static_text(name: str) -> str:
-    """Read the style or a script of the pages."""
-    return (resources.files("theodolite.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -236,30 +194,22 @@ def environment() -> jinja2.Environment:
     )
 
 
-def block_of(exhibit: Exhibit) -> Block:
-    """Prepare an exhibit for a template: its figure as JSON, and the choices of its picker."""
+def block_of(exhibit: Exhibit) -> dict[str, Any]:
+    """Return an exhibit as templates take it: itself, its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.figure, exhibit.choice
-    height = int(figure.layout.height or style.HEIGHT)
-    # Panels side by side, which a phone must not squeeze: x axes begin at several places.
-    broad = len({axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None}) > 1
-    if choice is None:
-        return Block(exhibit, figure_json(figure, {}), height, broad, [], None, [])
+    x_axes = (axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None)
     groups: dict[str, list[Option]] = {}
-    for option in choice.options:
+    for option in choice.options if choice else ():
         groups.setdefault(option.group, []).append(option)
-    small = [option for key in choice.grid for option in choice.options if option.key == key]
-    chosen = choice.options[choice.start]
-    return Block(
-        exhibit, figure_json(figure, choice.variants()), height, broad, list(groups.items()), chosen, small
-    )
-
-
-def themes() -> dict[str, Any]:
-    """Return the figures' light and dark templates, and which colours change between them."""
+    by_key = {option.key: option for options in groups.values() for option in options}
     return {
-        "light": style.template().to_plotly_json(),
-        "dark": style.template(dark=True).to_plotly_json(),
-        "swaps": style.dark_swaps(),
+        "exhibit": exhibit,
+        "json": figure_json(figure, choice.variants() if choice else {}),
+        "height": int(figure.layout.height or style.HEIGHT),
+        "broad": len(set(x_axes)) > 1,  # panels side by side, which a phone must not squeeze
+        "options": list(groups.items()),
+        "chosen": choice.options[choice.start] if choice else None,
+        "small": [by_key[key] for key in choice.grid if key in by_key] if choice else [],
     }
 
 
@@ -276,24 +226,4 @@ def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
     """
     content = figure.to_plotly_json()
     content["layout"].pop("template", None)
-    cosines = [trace.get("zmin") == -1 and trace.get("zmax") == 1 for trace in content["data"]]
-
-    def packed(traces: list[Patch]) -> list[Patch]:
-        pairs = zip(traces, cosines, strict=True)
-        return [_packed_cosines(trace) if is_cosine and "z" in trace else trace for trace, is_cosine in pairs]
-
-    patches = {key: packed(traces) for key, traces in variants.items()}
-    return script_json(content | {"data": packed(content["data"]), "variants": patches})
-
-
-def _packed_cosines(trace: dict[str, Any]) -> dict[str, Any]:
-    """Pack the trace's z in steps of 1/100, a byte a cell."""
-    cosines = np.frombuffer(base64.b64decode(trace["z"]["bdata"]), trace["z"]["dtype"])
-    steps = np.rint(np.clip(cosines, -1, 1) * COSINE_STEPS)
-    cells = np.where(np.isnan(steps), MISSING_BYTE, steps).astype(np.int8)
-    packed = {
-        "dtype": "i1",
-        "bdata": base64.b64encode(cells.tobytes()).decode("ascii"),
-        "steps": COSINE_STEPS,
-    }
-    return trace | {"z": trace["z"] | packed}
+    return script_json(content | {"variants": variants})

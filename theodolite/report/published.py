@@ -18,7 +18,7 @@ MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
 TEXTS = ("GitHub", "OpenWebText", "WikiText")
 """The texts of the three rows that Tables 4 to 6 give each model."""
 
-Rows = dict[str, tuple[tuple[float, ...], ...]]
+Rows = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Average:
 
     model: str
     text: str
-    rank: tuple[float, float]
-    relative_norm: tuple[float, float]
-    between: tuple[float, float]
-    within: tuple[float, float]
-    incoherence: tuple[float, float]
+    rank: list[float]
+    relative_norm: list[float]
+    between: list[float]
+    within: list[float]
+    incoherence: list[float]
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,13 @@ class OtherText:
 
     model: str
     text: str
-    rank: tuple[float, float]
+    rank: list[float]
     low_frequency: float
     trained_rank: float
 
 
-def _fixed(value: Any) -> Any:
-    """Convert lists to tuples."""
-    if isinstance(value, dict):
-        return {key: _fixed(entry) for key, entry in value.items()}
-    return tuple(map(_fixed, value)) if isinstance(value, list) else value
-
-
-_PRINTED = _fixed(
-    tomllib.loads((resources.files("theodolite.report") / "published.toml").read_text(encoding="utf-8"))
+_PRINTED: dict[str, Any] = tomllib.loads(
+    (resources.files("theodolite.report") / "published.toml").read_text(encoding="utf-8")
 )
 RANK: Rows = _PRINTED["rank"]
 STABLE_RANK: Rows = _PRINTED["stable_rank"]
@@ -91,9 +84,3 @@ def closest(run: Run) -> str:
         if any(part in family for part in parts):
             return model
     return {"rotary": "Llama 2", "alibi": "BLOOM"}.get(positions, "GPT-2")
-
-
-def layer_range(rows: tuple[tuple[float, ...], ...]) -> tuple[list[float], list[float]]:
-    """Return the lowest and highest of the texts at each of the 13 layers."""
-    layers = list(zip(*rows, strict=True))
-    return list(map(min, layers)), list(map(max, layers))

@@ -15,7 +15,7 @@ from theodolite.estimates import SIGMAS, Estimate, Floats, most_extreme, sigmas
 from theodolite.judging import Criterion
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.drawing.grammar import dots, heat, map_height, noise_floor, reference
+from theodolite.report.drawing.grammar import dots, heat, map_height, reference
 from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
@@ -217,7 +217,8 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
 
 def strength(traces: pd.DataFrame) -> go.Figure:
     """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
-    drawn = noise_floor([0, float(traces["caught"].max())], float(traces["tag_chance"].max()))
+    widest, chance = float(traces["caught"].max()), float(traces["tag_chance"].max())
+    drawn = reference([0, widest], chance, "noise floor", dash="dash")
     by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
     for kind, rows in by_kind:
         texts = [

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
+from plotly import colors
 
 from theodolite.system.wording import for_plotly
 
@@ -55,18 +56,14 @@ TICKS = 8  # of a colour bar of whole numbers, about
 MOST_TICKS = 16  # whole numbers at an axis that are all written
 
 
-def _spread(colours: list[str]) -> Scale:
-    return [[round(step / (len(colours) - 1), 4), colour] for step, colour in enumerate(colours)]
-
-
-MAGNITUDE: Scale = _spread(_PLUM)
-SIGNED: Scale = _spread(_SIGNED)
-ORDER: Scale = _spread(_DEPTH)
+MAGNITUDE: Scale = colors.make_colorscale(_PLUM)
+SIGNED: Scale = colors.make_colorscale(_SIGNED)
+ORDER: Scale = colors.make_colorscale(_DEPTH)
 
 
 def translucent(colour: str, opacity: float) -> str:
     """Write a hexadecimal colour as `rgba(…)`."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    red, green, blue = colors.hex_to_rgb(colour)
     return f"rgba({red},{green},{blue},{opacity:g})"
 
 
@@ -117,11 +114,8 @@ def css() -> str:
 
 def order_colour(share: float) -> str:
     """Return the colour at `share` of the ORDER scale, in hexadecimal, between its two nearest stops."""
-    position = min(max(share, 0.0), 1.0) * (len(ORDER) - 1)
-    low = min(int(position), len(ORDER) - 2)
-    stops = [[int(ORDER[low + step][1][start : start + 2], 16) for start in (1, 3, 5)] for step in (0, 1)]
-    mixed = [round(first + (second - first) * (position - low)) for first, second in zip(*stops, strict=True)]
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+    [channels] = colors.sample_colorscale(ORDER, [min(max(share, 0.0), 1.0)], colortype="tuple")
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 @functools.cache
@@ -198,7 +192,7 @@ def frame_of(traces: Iterable[dict[str, Any]]) -> dict[str, bool]:
     return {"showline": True, "mirror": True, "showgrid": False, "zeroline": False} if is_map else {}
 
 
-def alone(shown: go.Figure, title: str, note: str) -> go.Figure:
+def standalone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
     header = 46 + 17 * len(lines)  # a legend stands right below

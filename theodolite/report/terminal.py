@@ -18,27 +18,26 @@ from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import AT_FLOOR, at_floor, evenly, records
-from theodolite.report.findings import checks, massive_line, summarise
+from theodolite.report.findings import checks, massive_line
 from theodolite.report.outcome import MARKS, Heading, Outcome
 from theodolite.report.unusual import unusual
-from theodolite.system.wording import harmless, rounded_with_error
+from theodolite.system.wording import harmless, number, rounded_with_error
 
 STRONGEST, MOST_LAYERS = 3, 13
 MARK_COLOURS = {"✓": "green", "◐": "yellow", "✗": "red", "–": "dim"}
-WIDE = 140  # columns of a terminal from which standard errors are printed next to the values, not below
 
 
 def show_run(run: Run, console: Console) -> None:
     """Print the short tables of a run."""
     if len(run.layers):
-        console.print(_layers(run, wide=console.width >= WIDE))
+        console.print(_layers(run))
         if left_out := massive_line(run):
             console.print(harmless(left_out), markup=False, highlight=False)
         console.print(_strongest_heads(run.heads))
     else:
         console.print(_spectra(run))
-    for number, (sentence, _) in enumerate(unusual(run, checks(run), summarise(run)), 1):
-        console.print(f"{number}. {harmless(sentence)}", markup=False, highlight=False)
+    for place, (sentence, _) in enumerate(unusual(run, checks(run)), 1):
+        console.print(f"{place}. {harmless(sentence)}", markup=False, highlight=False)
 
 
 def show_outcome(
@@ -79,11 +78,8 @@ def _short(columns: Mapping[str, Column], rows: pd.DataFrame) -> tuple[dict[str,
     return {column.name: column.short for column in shown}, "; ".join(longer)
 
 
-def _layers(run: Run, *, wide: bool) -> Table:
-    """Tabulate the layers, or `MOST_LAYERS` of them, with standard errors (±).
-
-    These stand beside the values in a wide terminal, below in a narrow one.
-    """
+def _layers(run: Run) -> Table:
+    """Tabulate the layers, or `MOST_LAYERS` of them, with standard errors (±) below the values."""
     chosen = evenly(len(run.layers), MOST_LAYERS)
     layers = run.layers.iloc[chosen]
     headings, caption = _short(declared("layers", run.provenance), layers)
@@ -96,25 +92,23 @@ def _layers(run: Run, *, wide: bool) -> Table:
         title="Residual stream, by layer",
         caption=caption,
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0) if wide or not known else 0,
+        padding=0 if known else (0, 1, 0, 0),
     )
     for heading in headings.values():
         table.add_column(heading, justify="right")
     for row, noise in zip(layers.to_dict(orient="records"), hidden.to_dict(orient="records"), strict=True):
         table.add_row(
             *(
-                "noise" if noise[name] else _with_error(row[name], row.get(f"{name}_se", math.nan), wide=wide)
+                "noise" if noise[name] else _with_error(row[name], row.get(f"{name}_se", math.nan))
                 for name in headings
             )
         )
     return table
 
 
-def _with_error(value: float, error: float, *, wide: bool) -> str:
+def _with_error(value: float, error: float) -> str:
     shown, spread = rounded_with_error(value, error)
-    if not spread:
-        return _number(value)
-    return f"{shown} [dim]±{spread}[/dim]" if wide else f"{shown}\n[dim]±{spread.removeprefix('0')}[/dim]"
+    return f"{shown}\n[dim]±{spread.removeprefix('0')}[/dim]" if spread else _number(value)
 
 
 def _strongest_heads(heads: pd.DataFrame) -> Table:
@@ -140,8 +134,4 @@ def _spectra(run: Run) -> Table:
 
 
 def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return escape(value)
-    if math.isnan(value):
-        return "–"
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e6 else f"{value:.3g}"
+    return escape(value) if isinstance(value, str) else number(value)

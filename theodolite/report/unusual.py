@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from markupsafe import Markup, escape
 
@@ -12,30 +13,11 @@ from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.content import Table
 from theodolite.report.data import grid_of, head_labels, layer_mean
-from theodolite.report.findings import CHECKS, ENTANGLEMENT, MASSIVE, POSITIONS, SMOOTHNESS, Finding
+from theodolite.report.findings import CHECKS, TOPICS, Finding
 from theodolite.system.wording import number, percent_with_error, with_error
 
 MOST = 5
 """Sentences."""
-
-SECTION_OF_TOPIC = {
-    "Position": "position",
-    "Context": "position",
-    "Localization": "heads",
-    "Heads": "heads",
-    "Constituents": "heads",
-    "Sinks": "sinks",
-    "Outliers": "sinks",
-    "Pruning": "pruning",
-}
-"""Which section of the page a topic's sentences stand in."""
-
-SECTION_OF_CHECK = (
-    dict.fromkeys(CHECKS, "heads")
-    | dict.fromkeys((POSITIONS, SMOOTHNESS, ENTANGLEMENT), "position")
-    | {MASSIVE: "sinks", "rank collapse": "pruning", "unknown tokens": ""}
-)
-"""Where what a health check is about is shown; a caller's own columns may be of layers or of heads."""
 
 USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
 """Topics whose first sentences follow where less than `MOST` is unusual."""
@@ -43,22 +25,22 @@ USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization"
 _NAMED = re.compile(r"\bL\d+H\d+\b|\blayer \d+\b|‘[^‘’]+’")
 
 
-def unusual(
-    run: Run, checks: Sequence[Finding], told: Mapping[str, Sequence[Finding]]
-) -> list[tuple[str, str]]:
+def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
     """Choose the sentences that a reader should know first, the most unusual first, each with its section of the page.
 
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
-    than their error allows; then what every model has. `told`: all sentences by topic.
+    than their error allows; then what every model has.
     """
-    flagged = [(one.text, SECTION_OF_CHECK.get(one.about, "")) for one in checks if one.answer == FAILS]
-    beside = [(text, "position") for _, text in sorted(_beside_published(run), reverse=True)]
-    usual = [(told[topic][0].text, SECTION_OF_TOPIC[topic]) for topic in USUAL if topic in told]
-    known = {text for text, _ in flagged}
-    return [*flagged, *beside, *(one for one in usual if one[0] not in known)][:MOST]
+    # A caller's own columns may be of layers or of heads.
+    section_of = {about: section for about, (section, _) in CHECKS.items()}
+    flagged = [(check.text, section_of.get(check.about, "")) for check in checks if check.answer == FAILS]
+    differing = [(text, "position") for _, text in sorted(_against_published(run), reverse=True)]
+    usual = (TOPICS[topic] for topic in USUAL)
+    firsts = [(str(first), section) for section, sentences in usual for first in islice(sentences(run), 1)]
+    return list(dict.fromkeys([*flagged, *differing, *firsts]))[:MOST]
 
 
-def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
+def _against_published(run: Run) -> Iterator[tuple[float, str]]:
     """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
     if grid_of(run):
         return  # the published models read text
@@ -81,9 +63,9 @@ def _beside_published(run: Run) -> Iterator[tuple[float, str]]:
 
 
 def linked(run: Run, tokens: Table | None) -> Callable[[str], Markup]:
-    """Return what writes a sentence with a link on every head, layer and token that the page has more about.
+    """Return a function that links every head, layer and token named in a sentence to its place on the page.
 
-    Everything else of the sentence is escaped. `tokens`: the table of tokens that are sinks.
+    The rest of the sentence is escaped. `tokens`: the table of tokens that are sinks.
     """
     targets = {name: name for name in head_labels(run)} if len(run.heads) else {}
     targets |= {f"layer {int(layer)}": f"layer-{int(layer)}" for layer in run.layers.get("layer", ())}

@@ -21,8 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from theodolite.estimates import Floats
 from theodolite.report import page, style
-from theodolite.report.content import Tile
-from theodolite.report.drawing.grammar import Panel, dots, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import Panel, band, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, for_plotly, head_name, number, visible
@@ -105,25 +104,26 @@ def render(record: Record, *, finished: bool) -> str:
     )
 
 
-def _tiles(record: Record) -> list[Tile]:
+def _tiles(record: Record) -> list[tuple[str, str, str]]:
+    """Return the key numbers at the newest step: label, value and a line of context of each."""
     tiles = []
     if record.steps:
         looks = counted(len(record.steps), "look")
-        tiles.append(Tile("step of the last look", number(record.steps[-1], 6), looks))
+        tiles.append(("step of the last look", number(record.steps[-1], 6), looks))
     if record.losses:
         loss = record.losses[-1]
         value = "no number" if math.isnan(loss) else number(loss, 4)
-        tiles.append(Tile("loss", value, f"at step {record.loss_steps[-1]}"))
+        tiles.append(("loss", value, f"at step {record.loss_steps[-1]}"))
     for measure in OF_LINES[:3]:
         values = record.column(measure.column)
         if values is not None and np.isfinite(values[-1]).any():
             last = values[-1]
             index = int(np.nanargmin(last) if measure.low_alarms else np.nanargmax(last))
             label = f"lowest {measure.axis}" if measure.low_alarms else measure.axis
-            tiles.append(Tile(label, number(float(last[index])), _place(record.places["heads"][index])))
+            tiles.append((label, number(float(last[index])), _place(record.places["heads"][index])))
     if record.steps:
         note = f"the last at step {record.alarms[-1].step}" if record.alarms else "none so far"
-        tiles.append(Tile("alarms so far", number(len(record.alarms)), note))
+        tiles.append(("alarms so far", number(len(record.alarms)), note))
     return tiles
 
 
@@ -202,8 +202,8 @@ def loss_panel(steps: Steps, losses: Floats) -> Panel:
     x, groups = _grouped(steps, losses, ["loss"], POINTS)
     means = _mean(groups)
     shown = np.isfinite(means)  # a band must not have gaps
-    band = tuple(ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
-    drawn = line(x[shown], means[shown], "", style.MEASURED, band=band)[:-1]
+    low, high = (ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
+    drawn = band(x[shown], low, high, style.MEASURED, legendgroup="")
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
     drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
     return Panel("Loss", drawn, "step", "loss")

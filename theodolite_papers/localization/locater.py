@@ -24,7 +24,7 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, mix_of, unless_
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
-from theodolite.report.drawing.grammar import Panel, heat, line, panels
+from theodolite.report.drawing.grammar import Panel, band, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
 from theodolite.theory import curve_width
 from theodolite_papers.drawing import TWOS, Line, curves
@@ -454,8 +454,8 @@ def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], ke
             highs.append(values.max(axis=1))
             label = label_of(setting)
             hover = f"{for_plotly(label)}<br>step %{{x:.0f}}: %{{y:.5g}}<extra></extra>"
-            own: dict[str, Any] = {"band": (lows[-1], highs[-1]), "hover": hover, "showlegend": index == 0}
-            traces += line(at, values.mean(axis=1), label, colour, **own)
+            traces += band(at, lows[-1], highs[-1], colour, legendgroup=label)
+            traces += line(at, values.mean(axis=1), label, colour, hover=hover, showlegend=index == 0)
         lowest, highest = min(float(low.min()) for low in lows), max(float(high.max()) for high in highs)
         if axis.get("type") == "log" and 5 * lowest < highest < 100 * lowest:
             axis = TWOS  # plotly's own labels, 2 to 9, would lie on one another

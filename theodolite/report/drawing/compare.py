@@ -79,10 +79,10 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     for status, colour in STATUS_COLOURS.items():
         rows = (table["status"] == status).to_numpy()
         texts = [hover(row) for _, row in table[rows].iterrows()]
-        told = "%{text}<extra>" + status + "</extra>"
+        hovered = "%{text}<extra>" + status + "</extra>"
         marker = {"size": 9, "opacity": 0.75}
         x, y = values[rows].T
-        traces.append(dots(x, y, texts, status, colour, told, marker=marker))
+        traces.append(dots(x, y, texts, status, colour, hovered, marker=marker))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
 
@@ -147,13 +147,13 @@ def positions(table: pd.DataFrame) -> go.Figure:
     ):
         traces: list[Any] = []
         for name in names:
-            told = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
+            hovered = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
             look: dict[str, Any] = {
                 "width": 2,
                 "marker": 6,
                 "showlegend": title != "relative norm",
             }  # named once
-            traces += line(table["layer"], table[prefix + name], name, colours[name], hover=told, **look)
+            traces += line(table["layer"], table[prefix + name], name, colours[name], hover=hovered, **look)
         across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
         down = {"rangemode": "tozero", "zeroline": False}
         shown.append(Panel(title, traces, "residual layer", "", across, down))
@@ -201,11 +201,11 @@ def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure
     shown = []
     for name, title in measures.items():
         errors = table[f"{name}_se"].to_numpy(np.float64) if f"{name}_se" in table else None
-        told = "%{text}, step %{x}: %{y:.4g}<extra></extra>"
+        hovered = "%{text}, step %{x}: %{y:.4g}<extra></extra>"
         look: dict[str, Any] = {
             "marker": 6,
             "text": table["name"].tolist(),
-            "hover": told,
+            "hover": hovered,
             "showlegend": False,
         }
         traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, **look)

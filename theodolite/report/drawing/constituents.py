@@ -28,19 +28,17 @@ from theodolite.measure.head_matrices import (
 )
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
 from theodolite.report.drawing.grammar import (
     Panel,
     bars,
     heat,
-    level,
-    line,
     panels,
     saturation,
 )
 from theodolite.report.drawing.prompt import token_axis, token_names
-from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
+from theodolite.report.exhibit import by_block, by_head, exhibit
 from theodolite.system.wording import head_name, number, percent
 
 GROUP_COLOURS = {
@@ -81,18 +79,16 @@ COLUMNS = (
 MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of the width, and pixels
 LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
-CUTOFFS = (10, 5, 3, 1)
-INHERITED = {  # rows of Table 3 → where a run has them, their colour, and the numbers published for GPT-2
-    "PPᵀ": ("layers", "pp_low_frequency_", style.POSITION, published.LOW_FREQUENCY),
-    "PWPᵀ": ("heads", "pwp_low_frequency_", style.SKY, published.LOW_FREQUENCY_PWP),
-    "QK matrix": ("heads", "qk_low_frequency_", style.MEASURED, published.LOW_FREQUENCY_QK),
-}
-
 
 @exhibit(picker=by_block)
 def head_shares(run: Run, layer: int = 0) -> go.Figure:
     """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
-    grids = _share_grids(run)
+    need_column(run.heads, "share_position")
+    grids = {
+        name: grid
+        for name in SHARES
+        if (grid := head_grid(run, name)) is not None and np.nan_to_num(grid).any()
+    }
     heads = np.arange(heads_per_block(run), dtype=np.int32)
     traces = [
         bars(
@@ -119,15 +115,6 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
     return style.figure(traces, "head", "share of the logits' variance", height=340, layout=layout)
 
 
-def _share_grids(run: Run) -> dict[str, Floats]:
-    grids = {name: grid for name in SHARES if (grid := head_grid(run, name)) is not None}
-    if not grids:
-        raise UsageError("this run has no 'share_position'; survey the model on a text to get it")
-    if "share_additive" in grids and not np.nan_to_num(grids["share_additive"]).any():
-        del grids["share_additive"]
-    return grids
-
-
 def _parts_of_heads(run: Run) -> Floats:
     """Return shares and errors of query × key parts, (2, L, H, …); a last row begins with the additive bias's."""
     need_column(run.constituents, "share")
@@ -148,55 +135,44 @@ def _percentage(share: float) -> str:
 def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
     """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
 
-    A bias on logits, where there is one, is the bar below. Hovering gives the standard errors.
+    A bias on logits, where there is one, is a row of one cell. Hovering gives the standard errors.
     """
     every_share = need_column(run.constituents, "share")
     reach = float(np.nanmax(np.abs(every_share))) or 1.0
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
+    has_bias = bool(every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any())
+    rows = [*PARTS, ADDITIVE] if has_bias else list(PARTS)
     has_errors = column(run.constituents, "standard_error") is not None
     error = " ± %{customdata:.2g}" if has_errors else ""
-
-    def cells(block: tuple[slice, slice], labels: list[list[str]], **more: Any) -> dict[str, Any]:
-        drawn: dict[str, Any] = heat(
-            shares[block],
-            -reach,
-            reach,
-            f"%{{hovertext}}<br>share %{{z:.4f}}{error}<extra></extra>",
-            scale=style.SIGNED,
-            cells=True,
-            text=[[_percentage(share) for share in row] for row in shares[block]],
-            texttemplate="%{text}",
-            customdata=errors[block].astype(np.float32),
-            hovertext=labels,
-            **more,
-        )
-        return drawn
-
-    count = len(PARTS)
-    ticks: list[float] = list(range(count))
-    row_ticks, row_names = ticks, list(PARTS)
-    pairs = [[f"{query} · {key}" for key in PARTS] for query in PARTS]
-    traces = [cells(np.s_[:-1, :], pairs, x=ticks, y=ticks, bar=style.colour_bar("share", tickformat=".0%"))]
-    if every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any():
-        edges = {"x": [-0.5, count - 0.5], "y": [count - 0.2, count + 0.6]}
-        traces.append(cells(np.s_[-1:, :1], [[ADDITIVE]], **edges))
-        row_ticks, row_names = [*ticks, count + 0.2], [*PARTS, ADDITIVE]
-    axis = {"ticks": "", "tickmode": "array", "constrain": "domain"}
-    rows = {"tickvals": row_ticks, "ticktext": row_names, "autorange": "reversed", "scaleanchor": "x"}
+    cells = heat(
+        shares[: len(rows)],
+        -reach,
+        reach,
+        f"%{{hovertext}}<br>share %{{z:.4f}}{error}<extra></extra>",
+        scale=style.SIGNED,
+        bar=style.colour_bar("share", tickformat=".0%"),
+        cells=True,
+        x=list(PARTS),
+        y=rows,
+        text=[[_percentage(share) for share in row] for row in shares[: len(rows)]],
+        texttemplate="%{text}",
+        customdata=errors[: len(rows)].astype(np.float32),
+        hovertext=[[row if row == ADDITIVE else f"{row} · {key}" for key in PARTS] for row in rows],
+    )
+    axis = {"type": "category", "ticks": "", "constrain": "domain"}
     layout = {
-        "xaxis": axis | {"tickvals": ticks, "ticktext": list(PARTS), "side": "top"},
-        "yaxis": axis | rows,
+        "xaxis": axis | {"side": "top"},
+        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"},
         "margin": {"t": 56, "b": 16},
     }
-    return style.figure(traces, "part of the key", "part of the query", height=380, layout=layout)
+    return style.figure([cells], "part of the key", "part of the query", height=380, layout=layout)
 
 
 def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
     """List the rows of each head of a pattern in the attribution table, strongest head first."""
-    table = run.attribution
-    if table is None or not len(table):
+    if run.attribution.empty:
         return []
-    rows = table[table["pattern"] == pattern]
+    rows = run.attribution[run.attribution["pattern"] == pattern]
     heads = [of_head for _, of_head in rows.groupby(["layer", "head"], sort=True)]
     return sorted(heads, key=lambda of_head: -float(of_head["score"].iloc[0]))
 
@@ -272,41 +248,6 @@ for _name in ATTENTION_PATTERNS:
     )(attribution)
 
 
-def _by_cutoff(run: Run, draw: Draw) -> Choice:
-    options = [Option(str(cutoff), str(cutoff)) for cutoff in CUTOFFS]
-    return Choice("K", options, lambda key: draw(cutoff=int(key)))
-
-
-@exhibit(picker=_by_cutoff)
-def inherited_smoothness(run: Run, cutoff: int = CUTOFFS[0]) -> go.Figure:
-    """Draw the share of energy in the K×K lowest frequencies of PPᵀ, and of PWPᵀ and QK logits over a layer's heads.
-
-    Beside the numbers of Song & Zhong 2024, Table 3, dotted. `cutoff`: K.
-    """
-    need_column(run.heads, f"pwp_low_frequency_{cutoff}")
-    layers = blocks(run)
-    traces: list[dict[str, Any]] = []
-    for name, (table, prefix, colour, paper) in INHERITED.items():
-        frame = getattr(run, table)
-        values = column(frame, f"{prefix}{cutoff}")
-        if values is None:
-            continue
-        of_layer = pd.Series(values).groupby(frame["layer"].to_numpy(dtype=int))
-        medians, spans = of_layer.median(), zip(of_layer.min(), of_layer.max(), strict=True)
-        spread = "<br>%{customdata} by head" if table == "heads" else ""
-        hover = f"layer %{{x}}<br>{name}: %{{y:.3f}}{spread}<extra></extra>"
-        told = [f"{number(low)} to {number(high)}" for low, high in spans]
-        published_at = level(
-            [0, layers], paper[cutoff], "GPT-2", f"{name}, Table 3", colour, showlegend=not traces
-        )
-        index = medians.index.to_numpy(dtype=np.int32)
-        traces += line(index, medians, name, colour, width=2.2, marker=5, hover=hover, customdata=told)
-        traces += published_at
-    axis: dict[str, Any] = {"range": [-0.3, layers + 0.3], "zeroline": False}
-    layout = {"xaxis": axis | style.every_tick(layers), "yaxis": {"range": [0, 1.05]}}
-    return style.figure(traces, "layer", "share of energy", layout=layout)
-
-
 def qk_panels(
     split: Constituents,
     head: int,
@@ -378,10 +319,10 @@ def _range(values: Floats) -> tuple[float, float]:
 def _note(matrix: HeadMatrix, raw: bool) -> str:
     """Title a matrix with its share of the variance, and the range of raw logits."""
     share = percent(matrix.share) if math.isfinite(matrix.share) else ""
-    said = ["the model's own logits" if matrix.name == QK else share]
+    notes = ["the model's own logits" if matrix.name == QK else share]
     if raw and matrix.name != ATTENTION:
-        said.append(" to ".join(map(number, _range(matrix.values))))
-    return ", ".join(filter(None, said))
+        notes.append(" to ".join(map(number, _range(matrix.values))))
+    return ", ".join(filter(None, notes))
 
 
 def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, Any]:

@@ -107,9 +107,9 @@ def singular_values(run: Run) -> go.Figure:
             "showlegend": False,
         }
         relative = np.where(of_layer > ROUNDING * largest, of_layer / largest, np.nan)
-        told = of_layer.astype(np.float32)
+        absolute = of_layer.astype(np.float32)
         traces += line(
-            index, relative, f"layer {layer}", colour, width=1.3, hover=hover, customdata=told, **look
+            index, relative, f"layer {layer}", colour, width=1.3, hover=hover, customdata=absolute, **look
         )
     powers = {"type": "log", "dtick": 1, "exponentformat": "power"}
     titles = ("number", "singular value over the largest")
@@ -166,12 +166,7 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
 
     Song & Zhong 2024, Fig. 3, right.
     """
-    return spectrum_sketch(need(run, "dct")[layer], "frequency", "frequency")
-
-
-def spectrum_sketch(coefficients: Floats, x: str, y: str) -> go.Figure:
-    """Draw the magnitudes of a transform's lowest coefficients, from the top left, over the largest; `x`, `y`: axes."""
-    magnitudes = np.abs(coefficients)
+    magnitudes = np.abs(need(run, "dct")[layer])
     largest = magnitudes.max()
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
@@ -190,7 +185,7 @@ def spectrum_sketch(coefficients: Floats, x: str, y: str) -> go.Figure:
     )
     axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
-    return style.figure([cells], x, y, height=440, layout=layout)
+    return style.figure([cells], "frequency", "frequency", height=440, layout=layout)
 
 
 def _need_grid(run: Run) -> PatchGrid:
@@ -212,14 +207,6 @@ def patch_components(run: Run, layer: int = 0) -> go.Figure:
         cells = heat(values, -most, most, hover, scale=style.SIGNED)
         shown.append(_panel(f"component {component + 1}", [cells], grid))
     return panels(shown, COMPONENTS, height=MAP, gaps=PICTURE_GAPS)
-
-
-@exhibit(picker=by_residual_layer)
-def patch_frequencies(run: Run, layer: int = 0) -> go.Figure:
-    """Draw how much of the positional basis each frequency of rows and columns holds, over the largest."""
-    rows, columns = _need_grid(run).shape
-    lowest = need(run, "dct")[layer][:rows, :columns]
-    return spectrum_sketch(lowest, "frequency of columns", "frequency of rows")
 
 
 @exhibit(picker=by_block)

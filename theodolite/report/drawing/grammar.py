@@ -20,12 +20,10 @@ from theodolite.estimates import Floats
 from theodolite.report import style
 from theodolite.system.wording import for_plotly
 
-BAND = 0.14  # opacity
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
 SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
 MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
-SENTENCE_HEIGHT = 120  # pixels: of a figure of words alone
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
 
 
@@ -36,42 +34,25 @@ def line(
     colour: str,
     *,
     errors: Floats | None = None,
-    band: tuple[Floats, Floats] | None = None,
     dash: str = "solid",
     width: float = 1.8,
     marker: float | dict[str, Any] = 0,
     hover: str = "",
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """Return the traces of a line, with whiskers or on a band.
+    """Return the traces of a line, with whiskers where it has errors: a list, as of a `band`.
 
     Args:
         x, y: (n,). name: in the legend, where lines of one name are switched together.
-        errors: half the lengths of the whiskers, (n,). band: its lower and upper edge, (n,) each.
+        errors: half the lengths of the whiskers, (n,).
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
         more: further entries of the line's trace.
     """
-    x, y, label = _numbers(x), _numbers(y), for_plotly(name)
-    traces: list[dict[str, Any]] = []
-    if band is not None and np.any(band[1] > band[0]):
-        traces.append(
-            {
-                "type": "scatter",
-                "x": np.concatenate([x, x[::-1]]),
-                "y": np.concatenate([band[1], band[0][::-1]]).astype(np.float32),
-                "fill": "toself",
-                "fillcolor": style.translucent(colour, BAND),
-                "line": {"width": 0},
-                "mode": "lines",
-                "legendgroup": name,
-                "hoverinfo": "skip",
-                "showlegend": False,
-            }
-        )
+    label = for_plotly(name)
     own: dict[str, Any] = {
         "type": "scatter",
-        "x": x,
-        "y": y,
+        "x": _numbers(x),
+        "y": _numbers(y),
         "error_y": None if errors is None else style.error_bars(errors),
         "name": label,
         "legendgroup": name,
@@ -80,7 +61,27 @@ def line(
         "marker": (marker if isinstance(marker, dict) else {"size": marker}) if marker else None,
         "hovertemplate": hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
     }
-    return [*traces, own | more]
+    return [own | more]
+
+
+def band(x: Any, low: Any, high: Any, colour: str, **more: Any) -> list[dict[str, Any]]:
+    """Return the traces of the area between two curves over `x`, all (n,); none where there is none.
+
+    `more`: further entries, such as the `legendgroup` of its line.
+    """
+    x, low, high = map(_numbers, (x, low, high))
+    own: dict[str, Any] = {
+        "type": "scatter",
+        "x": np.concatenate([x, x[::-1]]),
+        "y": np.concatenate([high, low[::-1]]),
+        "mode": "lines",
+        "line": {"width": 0},
+        "fill": "toself",
+        "fillcolor": style.translucent(colour, style.BAND),
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    return [own | more] if (high > low).any() else []
 
 
 def dots(
@@ -110,11 +111,6 @@ def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> l
     """Return the traces of a thin grey line without hover text, such as a threshold; `y` may be one number."""
     heights = np.broadcast_to(y, np.shape(x))
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
-
-
-def noise_floor(x: Any, y: Any, name: str = "noise floor") -> list[dict[str, Any]]:
-    """Return the traces of what noise or chance alone gives: a dashed grey line; `y` may be one number."""
-    return reference(x, y, name, dash="dash")
 
 
 def level(
@@ -161,15 +157,6 @@ def saturation(values: Sequence[Floats]) -> float:
     """Return the `SATURATED` percentile of the magnitudes in all maps; 1 where there are none."""
     magnitudes = np.abs(np.concatenate([of_map[np.isfinite(of_map)] for of_map in values]))
     return float(np.percentile(magnitudes, SATURATED)) if magnitudes.size and magnitudes.any() else 1.0
-
-
-def sentence(text: str) -> go.Figure:
-    """Make a figure of one sentence, where there is nothing to draw."""
-    hidden = {"visible": False}
-    note = {"text": for_plotly(text), "showarrow": False, "font": {"size": 13}}
-    place = {"xref": "paper", "yref": "paper", "x": 0, "y": 0.5, "xanchor": "left"}
-    layout = {"xaxis": hidden, "yaxis": hidden, "annotations": [note | place]}
-    return style.figure([], height=SENTENCE_HEIGHT, layout=layout)
 
 
 def rows_down(count: int) -> dict[str, Any]:

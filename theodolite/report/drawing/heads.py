@@ -6,7 +6,6 @@ Blocks are counted from 0. Curves are thinned to a bounded number of positions, 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.estimates import Floats
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import NAMED
@@ -45,9 +43,8 @@ from theodolite.report.drawing.grammar import (
     reference,
     rows_down,
 )
-from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_head, exhibit
-from theodolite.report.findings import regime_agreement
-from theodolite.system.wording import for_plotly, head_name, number, shown_token
+from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
+from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
@@ -62,6 +59,7 @@ REGIME_COLOURS = {
     "uniform": style.REFERENCE,
     "vanishing": style.VERMILLION,
 }
+ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = {
@@ -70,20 +68,6 @@ KIND_NAMES = {
     "learned": "learned column",
     "local": "local sink",
 }
-NOTE_COLUMNS = (
-    "entropy",
-    "propagation",
-    *(role.column for role in COMMON_ROLES),
-    "trace",
-    "xi_symmetric",
-    "eta_symmetric",
-    "regime",
-)
-
-
-def regime_codes(names: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Number the regimes by their place in `REGIME_COLOURS`; −1 for none of them."""
-    return pd.Index(list(REGIME_COLOURS)).get_indexer_for(names)
 
 
 def head_measures(run: Run) -> list[Column]:
@@ -91,46 +75,27 @@ def head_measures(run: Run) -> list[Column]:
 
     def is_there(name: str, described: Column) -> bool:
         if described.kind == "name":
-            return name in run.heads and bool((regime_codes(run.heads[name]) >= 0).any())
+            return name in run.heads and any(regime in REGIME_COLOURS for regime in run.heads[name])
         values = column(run.heads, name)
         return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
 
     return [described for name, described in offered(run).items() if is_there(name, described)]
 
 
-def head_notes(run: Run) -> list[list[str]]:
-    """List the other main numbers of every head of the (L, H) grid, as the lines of a hover text."""
-    notes = [["" for _ in range(heads_per_block(run))] for _ in range(blocks(run))]
-    described = columns_of(run, "heads")
-    names = [name for name in NOTE_COLUMNS if name in run.heads]
-    for row in run.heads[["layer", "head", *names]].to_dict("records"):
-        parts = [
-            f"{described[name].title} {row[name] if name == 'regime' else number(row[name])}"
-            for name in names
-        ]
-        lines = [" · ".join(map(for_plotly, parts[start : start + 3])) for start in range(0, len(parts), 3)]
-        notes[int(row["layer"])][int(row["head"])] = "<br>".join(lines)
-    return notes
-
-
-def _of_regimes(run: Run, measure: Column) -> dict[str, Any]:
-    """Return the entries of a map of regimes: a colour each, by name."""
-    codes = pd.Series(regime_codes(run.heads[measure.name]), run.heads.index, dtype=float)
-    return _of_names(run, codes[codes >= 0], REGIME_COLOURS, "undefined")
-
-
-def _of_names(run: Run, codes: pd.Series, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
-    """Return the entries of a map of names, by number in `colours`; heads without a number are called `otherwise`."""
+def _of_names(run: Run, names: Any, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
+    """Return the entries of a map of names, one a row of the table; those without a colour are called `otherwise`."""
+    known, count = list(colours), len(colours)
+    codes = [known.index(name) if name in colours else np.nan for name in names]
     grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes)), "code")
-    assert grid is not None
-    names, count = list(colours), len(colours)
+    if grid is None:
+        raise UsageError("this run has no head with a role, or a regime, to show")
     return {
         "z": grid,
         "low": -0.5,
         "high": count - 0.5,
         "scale": [[edge / count, colour] for i, colour in enumerate(colours.values()) for edge in (i, i + 1)],
-        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=names, ticks=""),
-        "text": [[otherwise if np.isnan(code) else names[int(code)] for code in row] for row in grid],
+        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=known, ticks=""),
+        "text": [[otherwise if np.isnan(code) else known[int(code)] for code in row] for row in grid],
     }
 
 
@@ -139,7 +104,8 @@ def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     grid = head_grid(run, measure.name)
     if grid is None:
         raise UsageError(f"this run has no head measure {measure.name!r}")
-    title, robust, (low, high) = measure.unit, _robust(grid), measure.range
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    title, (low, high) = measure.unit, measure.range
     scale = style.SIGNED if low < 0 else style.MAGNITUDE
     if measure.decades:
         grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
@@ -151,39 +117,31 @@ def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
-def _robust(grid: Floats) -> float:
-    return float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
-
-
 def _role_colours(run: Run) -> dict[str, str]:
-    """Give each role that some head has a colour."""
+    """Return the roles that some head has, each with its colour, which is the same in every report."""
     present = {role.name for roles in roles_of_heads(run) for role in roles}
-    names = [role.name for role in ROLES if role.name in present]
-    return dict(zip(names, style.CATEGORIES, strict=False))
+    return {name: colour for name, colour in ROLE_COLOURS.items() if name in present}
 
 
 @exhibit()
 def roles(run: Run) -> go.Figure:
     """Map every head's clearest role over blocks × heads."""
-    colours = _role_colours(run)
-    if not colours:
-        raise UsageError("this run has no head with a role")
-    clearest = [list(colours).index(of[0].name) if of else np.nan for of in roles_of_heads(run)]
-    entries = _of_names(run, pd.Series(clearest, run.heads.index, dtype=float), colours, "no role")
+    clearest = [of[0].name if of else None for of in roles_of_heads(run)]
+    entries = _of_names(run, clearest, _role_colours(run), "no role")
     return head_cells(**entries, hover="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>")
 
 
 @exhibit()
 def at_stake(run: Run) -> go.Figure:
     """Draw how many heads of each block have each role."""
-    colours, found = _role_colours(run), roles_of_heads(run)
+    colours, by_head = _role_colours(run), roles_of_heads(run)
     if not colours:
         raise UsageError("this run has no head with a role")
     layers = run.heads["layer"].to_numpy(dtype=int)
     places = np.arange(blocks(run))
     traces = []
     for name, colour in colours.items():
-        has = [name in {role.name for role in of} for of in found]
+        has = [name in {role.name for role in of} for of in by_head]
         heights = np.bincount(layers[has], minlength=len(places))
         traces.append(bars(places, heights, name, colour, f"block %{{x}}: %{{y}} heads<extra>{name}</extra>"))
     layout = {"barmode": "stack", "yaxis": {"rangemode": "tozero"}}
@@ -202,10 +160,10 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 @exhibit(
     picker=_by_measure,
     when=lambda run: bool(head_measures(run)),
-    given={"measure": lambda run: head_measures(run)[0].name, "notes": head_notes},
+    given={"measure": lambda run: head_measures(run)[0].name},
 )
-def head_map(run: Run, measure: str, notes: list[list[str]] | None = None) -> go.Figure:
-    """Map one head measure over blocks × heads; hovering tells what it means and the head's other numbers."""
+def head_map(run: Run, measure: str) -> go.Figure:
+    """Map one head measure over blocks × heads; hovering tells what it means."""
     described = columns_of(run, "heads")[measure]
     is_name = described.kind == "name"
     value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
@@ -213,10 +171,13 @@ def head_map(run: Run, measure: str, notes: list[list[str]] | None = None) -> go
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
-        f"<i>{meaning}</i><br><br>%{{customdata}}<extra></extra>"
+        f"<i>{meaning}</i><extra></extra>"
     )
-    entries = (_of_regimes if is_name else _of_amounts)(run, described)
-    return head_cells(**entries, hover=hover, customdata=notes or head_notes(run))
+    if is_name:
+        entries = _of_names(run, run.heads[measure], REGIME_COLOURS, "undefined")
+    else:
+        entries = _of_amounts(run, described)
+    return head_cells(**entries, hover=hover)
 
 
 @exhibit()
@@ -239,21 +200,8 @@ def entropy_by_position(run: Run) -> go.Figure:
     return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)
 
 
-def _beside_measured(key: str, suffix: str) -> Callable[[Run], str]:
-    """Say what a plane of predicted regimes shows, and how well these agree with the measured curves of this run."""
-
-    def shows(run: Run) -> str:
-        agreement = regime_agreement(run, suffix)
-        measured = f" Agreement with the regimes of the measured curves: {agreement}." if agreement else ""
-        return f"{CAPTIONS[key]['shows']}{measured}"
-
-    return shows
-
-
-@exhibit(
-    "regime-plane-data", given={"suffix": "_data"}, describes=_beside_measured("regime-plane-data", "_data")
-)
-@exhibit(describes=_beside_measured("regime-plane", ""))
+@exhibit("regime-plane-data", given={"suffix": "_data"})
+@exhibit()
 def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     """Draw every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
 
@@ -262,12 +210,13 @@ def regime_plane(run: Run, suffix: str = "") -> go.Figure:
     xi, eta = column(run.heads, f"xi_symmetric{suffix}"), column(run.heads, f"eta_symmetric{suffix}")
     if xi is None or eta is None:
         raise UsageError("this run has no ξ and η of any head")
-    codes = regime_codes(run.heads.get(f"regime{suffix}", [None] * len(xi)))
+    predicted = run.heads.get(f"regime{suffix}", [None] * len(xi))
+    regimes = np.array([name if name in REGIME_COLOURS else "no regime" for name in predicted])
     names = np.array(head_labels(run))
     hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
     traces: list[Any] = []
-    for code, (name, colour) in enumerate({"no regime": style.SKY, **REGIME_COLOURS}.items(), -1):
-        in_regime = (codes == code) & np.isfinite(xi) & (eta > 0)
+    for name, colour in {"no regime": style.SKY, **REGIME_COLOURS}.items():
+        in_regime = (regimes == name) & np.isfinite(xi) & (eta > 0)
         if in_regime.any():
             traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], name, colour, hover))
     largest = float(np.nanmax(np.abs(xi))) or 1.0

@@ -29,15 +29,13 @@ from theodolite.report.data import (
     need_column,
 )
 from theodolite.report.drawing.grammar import (
-    bars,
+    band,
     heat,
     level,
     line,
     map_height,
-    noise_floor,
     reference,
     rows_down,
-    sentence,
 )
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, exhibit
 from theodolite.system.wording import for_plotly, harmless, with_error
@@ -55,11 +53,12 @@ BY_LAYER = {
     "stable_rank": published.STABLE_RANK,
     "relative_norm": published.RELATIVE_NORM,
 }
-Look = tuple[str, ...]  # a curve's name in the legend, and where they are not the model's own: dash, colour
+CurveStyle = tuple[str, ...]
+"""A curve's name in the legend, and where they are not the model's own: dash, colour."""
 
 
 def _chart(
-    run: Run, y: str, curves: Mapping[str, Look], yaxis: dict[str, Any], below: Sequence[Any] = ()
+    run: Run, y: str, curves: Mapping[str, CurveStyle], yaxis: dict[str, Any], below: Sequence[Any] = ()
 ) -> go.Figure:
     """Draw columns of the layer table against the layer, those that the run has, over the traces `below`.
 
@@ -86,28 +85,26 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
         trace
         for floor in sorted(floors)
         if (values := column(run.layers, floor)) is not None
-        for trace in noise_floor(
+        for trace in reference(
             layer_numbers(run),
             values,
             "noise floor" if floor.endswith("_floor") else described[floor].title,
+            dash="dash",
         )
     ]
 
 
 def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
-    errors, told, hover = _whiskers(run, name, label)
-    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5, "hover": hover, "customdata": told}
-    return line(layer_numbers(run), need_column(run.layers, name), label, colour, errors=errors, **look)
-
-
-def _whiskers(run: Run, name: str, label: str) -> tuple[Floats | None, list[str] | None, str]:
-    """Return a measure's standard errors, its values with them in words (None: it has none), and the hover text."""
-    errors, hidden = error_of(run, name), at_floor(run, name)
+    """Draw a column; where it has standard errors, or is hidden by noise, hovering gives its values in words."""
+    values, errors, hidden = need_column(run.layers, name), error_of(run, name), at_floor(run, name)
+    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5}
     if np.nansum(errors) == 0 and not hidden.any():
-        return None, None, f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
-    numbers = zip(need_column(run.layers, name), errors, hidden, strict=True)
-    told = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
-    return errors, told, f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
+        hover = f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
+        return line(layer_numbers(run), values, label, colour, hover=hover, **look)
+    numbers = zip(values, errors, hidden, strict=True)
+    look["customdata"] = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
+    hover = f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
+    return line(layer_numbers(run), values, label, colour, errors=errors, hover=hover, **look)
 
 
 def _last(run: Run) -> float:
@@ -116,40 +113,34 @@ def _last(run: Run) -> float:
 
 def _band(
     run: Run, model: str, low: Sequence[float], high: Sequence[float], what: str, **more: Any
-) -> dict[str, Any]:
+) -> list[Any]:
     """Shade a published range over relative depth: its layers are stretched onto this model's."""
-    x = np.linspace(0, _last(run), len(low)).round(4).tolist()
     edge = style.translucent(style.REFERENCE, style.BAND_EDGE)
-    return {
-        "type": "scatter",
-        "x": x + x[::-1],
-        "y": [*high, *low[::-1]],
+    own: dict[str, Any] = {
         "name": model,
-        "mode": "lines",
-        "fill": "toself",
-        "fillcolor": style.translucent(style.REFERENCE, style.BAND),
         "line": {"width": 0.8, "color": edge, "dash": _DASHES[model]},
         "hoveron": "fills",
         "text": f"{model}: {what}",
         "hoverinfo": "text",
         "legendrank": 2000,
+        "showlegend": True,
         "visible": True if model == published.closest(run) else "legendonly",
-    } | more
+    }
+    return band(np.linspace(0, _last(run), len(low)), low, high, style.REFERENCE, **own | more)
 
 
 def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
     """Shade the published models' ranges of a measure: at each depth, or where only averages are printed at all."""
-    if table := BY_LAYER.get(name):
-        return [
-            _band(run, model, *published.layer_range(table[model]), what, **more)
-            for model in published.MODELS
-        ]
     bands = []
     for model, average in published.AVERAGES.items():
+        if table := BY_LAYER.get(name):
+            low, high = np.sort(table[model], axis=0)[[0, -1]].tolist()
+            bands += _band(run, model, low, high, what, **more)
+            continue
         mean, deviation = getattr(average, name)
-        low, high = max(mean - deviation, 0.0), min(mean + deviation, 1.0)
-        told = f"{what}, Table 1: {mean:g} ({deviation:g})"
-        bands.append(_band(run, model, [low, low], [high, high], told, legendgroup=model, **more))
+        low, high = [max(mean - deviation, 0.0)] * 2, [min(mean + deviation, 1.0)] * 2
+        hover = f"{what}, Table 1: {mean:g} ({deviation:g})"
+        bands += _band(run, model, low, high, hover, legendgroup=model, **more)
     return bands
 
 
@@ -164,8 +155,8 @@ def _declare(key: str, curves: dict[str, Any]) -> None:
 
     def draw(run: Run) -> go.Figure:
         below: list[Any] = []
-        for place, band in enumerate(curves.get("bands", ())):
-            below += _bands(run, *band, **hidden if place else {})
+        for place, published_range in enumerate(curves.get("bands", ())):
+            below += _bands(run, *published_range, **hidden if place else {})
         if "limit" in curves:
             ends, limit = [-0.3, _last(run) + 0.3], limit_of("layers", next(iter(columns))).limit
             below += reference(ends, limit, curves["limit"], dash="dash")
@@ -205,34 +196,14 @@ def low_frequency(run: Run) -> go.Figure:
     return _chart(run, "share of energy", curves, SHARES, levels)
 
 
-@exhibit()
-def clusters(run: Run) -> go.Figure:
-    """Draw the silhouette of the labels, and agreement of k-means with them, at every layer; no published numbers."""
-    curves = {
-        "silhouette": ("silhouette of the labels",),
-        "cluster_ari": ("k-means against labels (ARI)", "dash"),
-    }
-    if all(column(run.layers, name) is None for name in curves):
-        raise UsageError("this run has no 'silhouette'; survey the model on a text with labels to get it")
-    return _chart(run, "agreement", curves, {"zeroline": True})
-
-
 def _by_own(run: Run, draw: Draw) -> Choice:
-    options = [Option(one.name, one.title, one.group, one.meaning) for one in caller_columns(run, "layers")]
+    options = [Option(c.name, c.title, c.group, harmless(c.meaning)) for c in caller_columns(run, "layers")]
     return Choice("column", options, lambda name: draw(name=name))
-
-
-def _meanings(run: Run) -> str:
-    """Say what the caller's columns mean, as they declared it."""
-    columns = caller_columns(run, "layers")
-    each = [f"{one.title}: {one.meaning}" if len(columns) > 1 else one.meaning for one in columns]
-    return harmless(" ".join(each))
 
 
 @exhibit(
     "own-columns",
     picker=_by_own,
-    describes=_meanings,
     when=lambda run: bool(caller_columns(run, "layers")),
     alone=False,
     given={"name": lambda run: caller_columns(run, "layers")[0].name},
@@ -248,21 +219,12 @@ def own_column(run: Run, name: str) -> go.Figure:
 )
 def massive_activations(run: Run) -> go.Figure:
     """Draw the number of massive activations (|x| > 100 and > 1000 × the layer's median), first token apart."""
-    need_column(run.layers, "massive_activations")
-    drawn = []
-    for name, label, colour in (
-        ("massive_activations", "positions ≥ 1", style.MEASURED),
-        ("massive_activations_first", "first token", "rgba(0,0,0,0)"),
-        ("massive_activations_last", "end token", style.GREY),
-    ):
-        if (values := column(run.layers, name)) is None:
-            continue
-        errors, told, hover = _whiskers(run, name, label)
-        look: dict[str, Any] = {"customdata": told, "error_y": style.error_bars(errors)}
-        look["marker"] = {"color": colour, "line": {"width": 1.2, "color": style.MEASURED}}
-        drawn.append(bars(layer_numbers(run), values, label, colour, hover, **look))
-    layout = {"xaxis": style.layer_axis(layer_numbers(run)), "barmode": "group", "yaxis": FROM_ZERO}
-    return style.figure(drawn, "layer", "count", layout=layout)
+    curves = {
+        "massive_activations": ("positions ≥ 1",),
+        "massive_activations_first": ("first token", "dash"),
+        "massive_activations_last": ("end token", "dot"),
+    }
+    return _chart(run, "count", curves, FROM_ZERO)
 
 
 def largest_columns(values: Floats) -> list[int]:
@@ -273,13 +235,13 @@ def largest_columns(values: Floats) -> list[int]:
 
 @exhibit()
 def outlier_shares(run: Run) -> go.Figure:
-    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest; a sentence where it is 0 in all.
+    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest.
 
     Colours run to the highest share: outliers in one token of a hundred are seen, too.
     """
     shares = np.nan_to_num(need(run, "outlier_share"))
     if not shares.any():
-        return sentence("No dimension has |x| ≥ 6 in any token past the first.")
+        raise UsageError("this run has no dimension with |x| ≥ 6 in any token past the first")
     dimensions = [dimension for dimension in largest_columns(shares) if shares[:, dimension].any()]
     cells = heat(
         shares[:, dimensions],

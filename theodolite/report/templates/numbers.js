@@ -4,7 +4,7 @@ const numbersOf = (() => {
   const MOST = { rows: 128, columns: 24 };
   const TYPES = { f4: Float32Array, f8: Float64Array, i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array };
 
-  // Plotly's typed arrays, and cosines in hundredths, as plain (nested) lists.
+  // Plotly's typed arrays as plain (nested) lists.
   function plain(values) {
     if (!values || values.bdata === undefined) return values ?? [];
     const bytes = Uint8Array.from(atob(values.bdata), (character) => character.charCodeAt(0));

@@ -12,14 +12,6 @@ document.addEventListener("DOMContentLoaded", () => {
   const drawn = new Set();
   let printing = false;
 
-  // Cosines travel as hundredths, a byte a cell, row by row; -128 is a missing one.
-  function unpacked(z) {
-    const bytes = Int8Array.from(atob(z.bdata), (character) => character.charCodeAt(0));
-    const [rows, columns] = z.shape.split(",").map(Number);
-    return Array.from({ length: rows }, (_, row) =>
-      Array.from(bytes.subarray(row * columns, (row + 1) * columns), (step) => (step === -128 ? null : step / z.steps)));
-  }
-
   // On a dark page some colours give way to brighter ones.
   const swapped = new RegExp(Object.keys(themes.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
   function payload(key, isDark) {
@@ -57,7 +49,6 @@ document.addEventListener("DOMContentLoaded", () => {
     const { data, layout, variants } = payload(div.dataset.figure, isDark);
     const patches = variants[div.dataset.variant] ?? [];
     const traces = data.map((trace, i) => structuredClone({ ...trace, ...patches[i] }));
-    for (const trace of traces) if (trace.z && trace.z.steps) trace.z = unpacked(trace.z);
     return { data: traces, layout: structuredClone(layout) };
   }
 
@@ -130,7 +121,7 @@ document.addEventListener("DOMContentLoaded", () => {
   function print(now) {
     printing = now;
     if (now) open = folds.filter((fold) => fold.open);
-    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .tiles") !== null : open.includes(fold); });
+    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .health") !== null : open.includes(fold); });
     if (now) all("table[data-sortable]").forEach((table) => table.dispatchEvent(new Event("all")));
     document.documentElement.classList.toggle("printing", now);
     (now ? all(".plot") : [...drawn]).forEach((div) => {
