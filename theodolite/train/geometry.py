@@ -17,12 +17,11 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import State, include, joined, part_of
+from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows
@@ -291,7 +290,7 @@ class InlineReader:
             )
         started = time.perf_counter() - passes.seconds
         with known_state():
-            state = sums.totals(self.ranks, counts=self.ranks.leads)
+            state = self.ranks.totals(sums.state(counts=self.ranks.leads), sums.maxima)
         return self.ranks.from_first(lambda: _geometry(self.model, since, state, spectra, started))
 
     def close(self) -> None:
@@ -516,12 +515,17 @@ class LookSums(Hooks):
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int | None = None) -> None:
         contexts, length = tokens.ids.shape
         self.length = longest or length
+        heads, distances = model.heads, 2 * self.length - 1
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, self.length, contexts, examples=0
+            model.layers, heads, self.length, contexts, examples=0
         )
-        self.queries: list[State] = [{} for _ in range(model.layers)]
-        self._heads = model.heads
-        self.residual: list[State] = []
+        of_queries: dict[str, tuple[int, ...]] = {"propagation_queries": (heads,)}
+        of_queries |= dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
+        self._parts: dict[str, LayerSums] = {
+            "attention": self.attention_statistics,
+            "queries": LayerSums(model.layers, of_queries),
+        }
+        self._layers = model.layers
         self._tokens = tokens
         self._spectra = spectra
         none = torch.empty(0, dtype=torch.int64)
@@ -537,7 +541,12 @@ class LookSums(Hooks):
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
         sums = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
-        self.residual.append({name: sums[name] for name in RESIDUAL})
+        if "residual" not in self._parts:
+            self._parts["residual"] = LayerSums(
+                self._layers + 1, {name: tuple(sums[name].shape) for name in RESIDUAL}
+            )
+        for name in RESIDUAL:
+            self._parts["residual"].add(name, layer, sums[name])
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Measure what attention reads: only the entropy bound needs its norm."""
@@ -546,12 +555,9 @@ class LookSums(Hooks):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        sums = query_sums(inputs, self.length)
-        missing = self._heads - inputs.query.shape[1]  # heads that another layer has
-        self.queries[layer] = {
-            name: functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))
-            for name, tensor in sums.items()
-        }
+        for name, sums in query_sums(inputs, self.length).items():
+            # Another layer may have more heads.
+            self._parts["queries"].at(name, layer, sums.device)[: len(sums)] += sums
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
     def merge(self, other: LookSums) -> None:
@@ -560,10 +566,8 @@ class LookSums(Hooks):
             for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
                 self.attention_statistics.add("largest_logit", layer, largest)
             return
-        self.attention_statistics.merge(other.attention_statistics)
-        for own, more in zip(self.queries + self.residual, other.queries + other.residual, strict=True):
-            for name, tensor in more.items():
-                own[name] = own[name] + tensor
+        for name, part in self._parts.items():
+            part.merge(other._parts[name])
 
     @property
     def maxima(self) -> frozenset[str]:
@@ -572,25 +576,14 @@ class LookSums(Hooks):
 
     def state(self, counts: bool) -> State:
         """Return the sums, leading with layers; zeros unless it `counts`, but for maxima."""
+        parts = {name: part.state() for name, part in self._parts.items()}
         # Rows of tokens differ from process to process, and no column is made of them.
-        state = self.attention_statistics.state()
-        attention = {name: state[name] for name in state if not name.startswith("sink_tokens.")}
+        attention = {name: t for name, t in parts["attention"].items() if not name.startswith("sink_tokens.")}
         # A learned sink column is one more outcome beside the keys.
         outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=(1, 2)) > 0)[:, None]
         attention["most_entropy"] = torch.xlogy(attention["readers"], outcomes).sum(dim=1)
-        parts = {"attention": attention}
-        for part, layers in (("queries", self.queries), ("residual", self.residual)):
-            some = next(layer for layer in layers if layer)
-            # A layer that does not attend adds nothing, to no context.
-            parts[part] = {
-                name: torch.stack([layer.get(name, torch.zeros_like(tensor)) for layer in layers])
-                for name, tensor in some.items()
-            }
-        return {name: t if counts or name in self.maxima else 0 * t for name, t in joined(parts).items()}
-
-    def totals(self, ranks: Ranks, *, counts: bool) -> State:
-        """Add up the sums of all processes; this one's only if it `counts`."""
-        return ranks.totals(self.state(counts), self.maxima)
+        state = joined(parts | {"attention": attention})
+        return {name: t if counts or name in self.maxima else 0 * t for name, t in state.items()}
 
 
 def query_sums(inputs: AttentionInputs, longest: int) -> State:
