@@ -19,27 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def in_file(tensor: Tensor, folder: Path) -> Tensor:
-    """Copy a tensor into a file; it is written before it is mapped, so that a full disk is an error."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous()
-    with NamedTemporaryFile(dir=folder) as file:
-        file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
-    return mapped.view(flat.shape)
-
-
 def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
     """Keep a tensor in the place of the one before it, in a file of a folder; None: in memory, as it is."""
     if folder is None:
         return tensor
-    if before is not None:
-        return before.copy_(tensor)
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return in_file(tensor, folder)
+    in_file = zeros_in_file(tensor.shape, tensor.dtype, folder) if before is None else before
+    return in_file.copy_(tensor.detach())
 
 
 def zeros_in_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -76,7 +61,7 @@ def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Ten
                 file.truncate(size)
             mapped = mmap.mmap(file.fileno(), size)
     _mapped.add(mapped)
-    return torch.frombuffer(mapped, dtype=dtype).view(*shape)
+    return torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
 
 
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
