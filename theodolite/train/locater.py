@@ -298,12 +298,10 @@ def checked_options(
         if not callable(strength):
             check_strength(name, strength)
     try:
-        listed = layers if layers is None or isinstance(layers, str) else list(layers)
-        if any(
-            isinstance(layer, bool) for layer in listed or ()
-        ):  # a mask, whose 0 and 1 would pass for layers
-            raise TypeError
-        listed = None if listed is None else [operator.index(layer) for layer in listed]
+        listed = None if layers is None else list(layers)
+        if any(isinstance(layer, bool) for layer in listed or ()):
+            raise TypeError("a mask's 0 and 1 would pass for layers")
+        listed = listed and [operator.index(layer) for layer in listed]
     except TypeError as error:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
     return {"scale": scale, "mean": mean, "layers": listed, "gradient": gradient}
