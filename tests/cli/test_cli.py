@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer import Exit
 from typer.testing import CliRunner
 
@@ -31,7 +30,6 @@ from theodolite import __version__, models
 from theodolite.cli.app import app, main
 from theodolite.cli.options import Opening
 from theodolite.cli.screen import one_line_errors
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.passes import survey as surveyor
 from theodolite.passes.run import Run
@@ -138,17 +136,6 @@ def test_version_and_help():
         assert f"Example: theodolite {name}" in stdout
 
 
-def test_survey_needs_no_arguments(monkeypatch, tmp_path):
-    def asked(model, corpus, out, **options):
-        raise UsageError(f"asked for {model.id}")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("theodolite.passes.survey.survey", asked)
-    status, _, stderr = call("survey")
-    assert status == 2
-    assert "asked for embedded" in stderr
-
-
 def test_a_shell_can_complete_commands_and_options():
     """As bash asks: the words so far, and which of them the cursor is on."""
 
@@ -251,19 +238,9 @@ EMPTY = ("--means", "", "--decays", "")
 
 
 def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[object], str]]:
-    def file(name: str, data: bytes) -> Path:
-        (tmp_path / name).write_bytes(data)
-        return tmp_path / name
-
     out = tmp_path / "run"
     survey = ["survey", model, "--out", out, "--corpus"]
     return {
-        "short text": (
-            [*survey, file("short.txt", b"too short"), "--length", 64],
-            "shorter than one context",
-        ),
-        "context beyond positions": ([*survey, text, "--length", 500], "longer than the 128"),
-        "length 1": ([*survey, text, "--length", 1], "length"),
         "option of others": (
             ["reproduce", "geometry/table1", model, "--prompt", "so"],
             "--prompt is not for geometry/table1: only geometry/figure6",
@@ -282,27 +259,12 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> dict[str, tuple[list[
             "at least one",
         ),
         "a place for no files": ([*survey, text, "--length", 32, "--out", "/proc/run"], "cannot write"),
-        "bad device": (["survey", model, "--device", "abacus"], "abacus"),
         "unwritable": ([*survey, text, "--length", 32, "--out", text / "run"], "is a file, not a folder"),
     }
 
 
-@pytest.mark.parametrize("words", [["survey"], ["trace"], ["evaluate"]])
-def test_a_text_shorter_than_a_context_is_refused_before_weights_are_read(checkpoint, text, tmp_path, words):
-    """Oracle: weights that are NaN, which is said where the text is long enough."""
-    model, short = tmp_path / "model", tmp_path / "short.txt"
-    shutil.copytree(checkpoint("gpt2"), model)
-    weights = load_file(model / "model.safetensors")
-    nan = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
-    save_file(nan, model / "model.safetensors", {"format": "pt"})
-    short.write_text("ab")
-    said = [call(*words, model, "--corpus", corpus, "--length", 32)[2] for corpus in (short, text)]
-    assert ["shorter than one context" in one for one in said] == [True, False], said
-    assert "NaN" in said[1]
-
-
 def test_bad_calls_get_one_line_and_leave_nothing(checkpoint, text, tmp_path):
-    """What needs no model is in test_before_imports.py, texts that are none in tests/corpus and tests/inputs."""
+    """What needs no model is in test_before_imports.py, and what needs no weights in test_before_weights.py."""
     for name, (arguments, words) in _bad_calls(tmp_path, checkpoint("gpt2"), text).items():
         before = sorted(tmp_path.rglob("*"))
         status, stdout, stderr = call(*arguments)
