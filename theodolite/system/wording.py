@@ -139,8 +139,13 @@ def model_name(model_id: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
-    near = difflib.get_close_matches(word, list(known), 3)
+    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near.
+
+    Nearest are those that begin with it, or have it behind a group's name, as `geometry/figure3` has `figure3`.
+    """
+    words = list(known)
+    begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
+    near = begun[:3] or difflib.get_close_matches(word, words, 3)
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
