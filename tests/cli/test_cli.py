@@ -188,17 +188,24 @@ def test_reproduce_surveys_once_and_writes_pages(checkpoint, text, tmp_path):
     assert (out / "arrays.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_figure_of_a_prompt_surveys_nothing(checkpoint, text, tmp_path):
+def test_a_figure_of_a_prompt_surveys_nothing_and_has_a_page_for_each(checkpoint, text, tmp_path):
     out = tmp_path / "run"
-    options = ("--prompt", "one two three four one two three four", "--out", out)
-    status, _, _ = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--layer", 1, "--head", 2)
-    assert status == 0
+    of = ("reproduce", "sinks/figure2", checkpoint("gpt2"), "--out", out)
+    for prompt in ("one two three four one two three four", "five six five six five six"):
+        status, stdout, stderr = call(*of, "--layer", 1, "--head", 2, "--prompt", prompt, "--json")
+        assert status == 0, stderr
+        assert json.loads(stdout)[0]["provenance"]["asked"] == {"prompt": prompt, "layer": 1, "head": 2}
     assert [path.name for path in out.iterdir()] == ["reproduce"]
-    (page_at,) = (out / "reproduce").glob("sinks-figure2-one-two-three-four-one-t-*-L1H2")
-    page = (page_at / "index.html").read_text()
+    pages = [page.parent.name for page in (out / "reproduce").glob("sinks-figure2-*-L1H2/index.html")]
+    assert len(pages) == 2
+    assert any(name.startswith("sinks-figure2-one-two-three-four-one-t-") for name in pages)
+    index = (out / "reproduce" / "index.html").read_text()
+    assert all(f"{name}/index.html" in index for name in pages)
+    assert "“five six five six five six”, L1H2" in index
+    page = (out / "reproduce" / pages[0] / "index.html").read_text()
     assert "on a prompt" in page
     assert '<th scope="col">paper</th>' not in page  # nothing is printed there
-    status, _, stderr = call("reproduce", "sinks/figure2", checkpoint("gpt2"), *options, "--corpus", text)
+    status, _, stderr = call(*of, "--prompt", "one two", "--corpus", text)
     assert status == 2
     assert "reads its prompt and no text: leave out --corpus" in " ".join(stderr.split())
 
