@@ -433,8 +433,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class TextBeside(Text):
-    """Options of a text that may have a source beside it, for an encoder-decoder, or images in it."""
+class PairedText(Text):
+    """Options of a text that may have a source, for an encoder-decoder, or images."""
 
     source_column: Annotated[
         str | None,

@@ -53,7 +53,7 @@ def check_attention(attention: str | None) -> None:
 
 
 def check_one_place(device: object, device_map: object) -> None:
-    """Raise `UsageError` where both are given."""
+    """Raise `UsageError` where both a device and a device map are given."""
     if device is not None and device_map is not None:
         raise UsageError("--device and --device-map both say where the model goes: give one")
 

@@ -1,4 +1,4 @@
-"""Tensors in files without a name, which the system keeps in memory as far as there is room."""
+"""Tensors in unnamed files, which the system caches in memory as far as there is room."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
-    """Keep a tensor in the place of the one before it, in a file of a folder; None: in memory, as it is."""
+    """Store a tensor in a file of a folder, over the one stored before; without a folder it stays in memory."""
     if folder is None:
         return tensor
     in_file = zeros_in_file(tensor.shape, tensor.dtype, folder) if before is None else before
@@ -68,7 +68,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Let what `zeros_in_file` made out of this process's memory; what is looked at comes back."""
+    """Release the memory of what `zeros_in_file` made; what is read again comes back from its file."""
     if hasattr(mmap, "MADV_DONTNEED"):  # on Windows the system does so when it needs to
         for mapped in _mapped:
             mapped.madvise(mmap.MADV_DONTNEED)

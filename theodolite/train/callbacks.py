@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrackerWarning(UserWarning):
-    """The Trainer's trackers do not get a callback's numbers; the message says how they would."""
+    """A callback's numbers do not reach the Trainer's trackers; the message says how they would."""
 
 
 class TrackedCallback(TrainerCallback):
@@ -180,12 +180,12 @@ class GeometryCallback(TrackedCallback):
         )
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look before the first step."""
+        """Measure before the first step."""
         if self.monitor is not None and self.monitor.last is None:
             self._look(args, state, control)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look after a step, if a look is due."""
+        """Measure after a step, if a look is due."""
         self._look(args, state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -194,7 +194,7 @@ class GeometryCallback(TrackedCallback):
             self.monitor.close()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Record the loss that the Trainer logs; the monitor has already looked at this step."""
+        """Record the loss that the Trainer logs; the monitor already measured at this step."""
         loss = (kwargs.get("logs") or {}).get("loss")
         if self.monitor is not None and self.monitor.last is not None and isinstance(loss, float):
             self.monitor(state.global_step, loss)

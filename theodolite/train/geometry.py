@@ -1,4 +1,4 @@
-"""One look at a model in training: what its heads and its residual stream do, by the accumulators of a survey.
+"""One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
 
 `GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
 weights, gradients, hooks, random numbers. `InlineReader` measures the passes of a training step as they run, which
@@ -66,7 +66,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Geometry:
-    """The tables of one look.
+    """The tables of one look: a row per head, a row per residual layer.
 
     Attributes:
         step: optimizer steps done.
@@ -91,7 +91,7 @@ class Geometry:
 
 
 class GeometryReader:
-    """Measures a model in training on a fixed batch of tokens, as often as it is asked.
+    """Measures a model in training on a fixed batch of tokens.
 
     Args:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
@@ -220,7 +220,7 @@ class InlineReader:
         self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
 
     def _unlike_a_look(self) -> object:
-        """Return why an inline look at a few tokens does not measure what a look of its own does; None if it does."""
+        """Compare an inline look at a few tokens with a look of its own; why they differ, or None."""
         source = self.model.source
         ids = source.sample(LEAST_LENGTH)
         expected = LookSums(self.model, Tokens.of(ids, self.model.device), spectra=False)
@@ -241,7 +241,7 @@ class InlineReader:
 
     @property
     def armed(self) -> bool:
-        """True while a look is waited for."""
+        """True from `arm` until the look is taken."""
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
@@ -301,7 +301,7 @@ class InlineReader:
 
 
 class _Passes(Hooks):
-    """Measures passes that somebody else makes, each from the call of `entry` to its end; contexts without padding.
+    """Measures the forward passes of a training step, from the call of `entry` to its end; contexts without padding.
 
     Attributes:
         sums: those of the first pass that has ended, and of those since.

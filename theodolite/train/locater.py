@@ -175,7 +175,7 @@ class Locater:
         return torch.stack([value.to(values[0].device) for value in values]).sum(), parts
 
     def _wholes(self) -> Iterable[tuple[Projections, WholeParameters]]:
-        """Yield each layer, with what makes its weights whole."""
+        """Pair each layer with what gathers its weights."""
         whole = self._whole or [WholeParameters(layer.places) for layer in self._projections]
         return zip(self._projections, whole, strict=True)
 
@@ -231,7 +231,7 @@ class Locater:
 
 
 class _Attached(torch.autograd.Function):
-    """A known number with known gradients, as a differentiable function of parameters."""
+    """Attaches gradients that are already known to a value, so that backward hands them to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, parts: list[Part], *_: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The monitor: looks at a model every so many steps of its training, records what it sees, and warns.
+"""The monitor: measures a model every so many steps of its training, records the numbers, and warns.
 
 For a loop of one's own; `callbacks.py` puts it into the `transformers` Trainer. It changes neither the model nor the
 random numbers, so that a training run is the same with and without it.
@@ -43,7 +43,7 @@ PAGE_SHARE = 0.01
 
 
 class GeometryWarning(UserWarning):
-    """Attention or the residual stream of a model in training collapses; the message names head and trend."""
+    """A head or the residual stream collapses in training; the message names the place and the trend."""
 
 
 class RecordWarning(UserWarning):
@@ -51,7 +51,7 @@ class RecordWarning(UserWarning):
 
 
 class GeometryMonitor:
-    """Looks at a model in training.
+    """Measures the geometry of a model's attention at regular steps of its training, records it, and warns.
 
         monitor = GeometryMonitor(model, ids, every=100)
         for step, batch in enumerate(batches):
@@ -137,7 +137,7 @@ class GeometryMonitor:
         self._seconds = 0.0
 
     def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
-        """Look at the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
+        """Measure the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
 
         Args:
             step: optimizer steps done.
