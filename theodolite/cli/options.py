@@ -428,7 +428,7 @@ class Text:
             "--per-label": self.per_label,
             "--label-by": self.label_by,
             "--encoding": self.encoding,
-            "--no-pack": self.no_pack or None,
+            "--no-pack": self.no_pack,
         }
 
 
@@ -462,7 +462,7 @@ class PairedText(Text):
             ("--image-column", self.image_column),
         ):
             if beside is not None:
-                others: dict[str, object] = {"--no-pack": self.no_pack or None}
+                others: dict[str, object] = {"--no-pack": self.no_pack}
                 others |= {"--image-column": self.image_column} if option == "--source-column" else {}
                 refuse_unread(f"with {option} each row is a context of its own", others)
 

@@ -59,7 +59,7 @@ def check_one_place(device: object, device_map: object) -> None:
 
 
 def refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Raise `UsageError` where an option was given that would be ignored."""
+    """Raise `UsageError` where an option was given that would be ignored; a flag is given where it is True."""
     for what, value in given.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise UsageError(f"{who}: leave out {what}")
