@@ -24,7 +24,7 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
-from theodolite.corpus.cutting import contexts_of_rows
+from theodolite.corpus.cutting import contexts_of_rows, whole_ids
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.measure.geometry import residual_columns
@@ -427,8 +427,7 @@ def _by_length(
     ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> list[Int[Tensor, "contexts positions"]]:
     """Return the contexts of a monitor batch, those of one length together, the longest first."""
-    check_shape(ids)
-    ids = ids.detach().cpu().long()
+    ids = monitor_ids(ids).detach().cpu().long()
     if attention_mask is None and position_ids is None:
         return [ids]
     contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
@@ -438,18 +437,14 @@ def _by_length(
     return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
 
 
-def check_shape(ids: Any) -> None:
-    """Raise `UsageError` where it is no batch of token ids, or its contexts are too short."""
-    if not isinstance(ids, Tensor):
+def monitor_ids(ids: Any) -> Int[Tensor, "contexts positions"]:
+    """Return the token ids of a monitor batch; `UsageError` where they are none, or the contexts too short."""
+    ids = whole_ids(ids)
+    if ids.shape[1] < LEAST_LENGTH:
         raise UsageError(
-            f"the monitor batch is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"
+            f"the monitor batch has contexts of {ids.shape[1]} tokens: give {LEAST_LENGTH} or more"
         )
-    no_integers = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
-    if ids.ndim != 2 or no_integers or not len(ids) or ids.shape[1] < LEAST_LENGTH:
-        raise UsageError(
-            f"the monitor batch has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids "
-            f"(contexts, positions), {LEAST_LENGTH} positions or more"
-        )
+    return ids
 
 
 def _geometry(

@@ -27,7 +27,7 @@ from theodolite.train.geometry import (
     Geometry,
     GeometryReader,
     InlineReader,
-    check_shape,
+    monitor_ids,
 )
 from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
@@ -298,7 +298,7 @@ def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: 
     if inline and ids is not None:
         raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
     if ids is not None:
-        check_shape(ids)
+        monitor_ids(ids)
 
 
 PLOTTED = {
