@@ -51,9 +51,9 @@ ROW = 14
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the record: what it is called, whether low or high values alarm, and up to where colours go.
+    """A column of the record: what it is called, and whether low or high values alarm.
 
-    `limit`: the default level of alarm. `grows`: by factors, so that its axis is logarithmic.
+    `highest`: where colours end; None: it grows by factors, and its axis is logarithmic. `limit`: the alarm's default.
     """
 
     column: str
@@ -62,12 +62,11 @@ class Measure:
     low_alarms: bool
     highest: float | None = 1.0
     limit: float | None = None
-    grows: bool = False
 
 
 ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", True, limit=Limits.entropy)
 PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", True, limit=Limits.propagation)
-LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None, grows=True)
+LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None)
 RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
 FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
 LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
@@ -191,7 +190,7 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
     drawn = np.concatenate([extremes, means])
     drawn = drawn[np.isfinite(drawn)]
     axis: dict[str, Any] = {"rangemode": "tozero"}
-    if measure.grows and (drawn > 0).all():
+    if measure.highest is None and (drawn > 0).all():
         decades = float(np.log10(drawn.max() / drawn.min())) if len(drawn) else 0.0
         axis = {"type": "log", "dtick": "D2" if decades < 2 else 1, "tickformat": "~g"}
     return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
