@@ -164,8 +164,6 @@ def evaluate_command(
             system,
         )
         asked.check()
-        if chat_template:
-            opening.check_chat_templates(names, system)
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []

@@ -5,7 +5,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -170,18 +170,6 @@ class Opening:
                 batch_of(corpus, batch)
         check(known, corpus)
         return corpus
-
-    def check_chat_templates(self, models: Sequence[str | None], system: str | None) -> None:
-        """Raise `UsageError` where a tokenizer has no chat template for this; the models are not read."""
-        from theodolite.evaluate.harness import check_chat_template
-        from theodolite.models.stored.loading import Checkpoint, load_tokenizer
-
-        for model in models:
-            name, options = self._options(model)
-            checkpoint = Checkpoint.at(name, options["revision"])
-            tokenizer = load_tokenizer(checkpoint.place, checkpoint.revision)
-            if tokenizer is not None:  # else the model is refused as it is opened
-                check_chat_template(checkpoint.id, tokenizer, system)
 
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
