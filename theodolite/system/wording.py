@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,15 +45,8 @@ def visible(text: object, limit: int | None = None) -> str:
 
 def shown_token(text: object) -> str:
     """Show a token on its own, in a table or a label: spaces at either end as ␣."""
-    shown = visible(text, TOKEN_LIMIT)
-    if not shown:
-        return "(empty)"
-    core = shown.strip(" ")
-    if not core:
-        return "␣" * len(shown)
-    start = len(shown) - len(shown.lstrip(" "))
-    end = len(shown) - len(shown.rstrip(" "))
-    return "␣" * start + core + "␣" * end
+    shown = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), visible(text, TOKEN_LIMIT))
+    return shown or "(empty)"
 
 
 def for_plotly(text: object) -> str:
