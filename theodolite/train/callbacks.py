@@ -62,11 +62,7 @@ class TrackedCallback(TrainerCallback):
         return self
 
     def _warn_if_unattached(self, args: Any, state: TrainerState) -> None:
-        """Say where the numbers go, if there are trackers that will not get them.
-
-        Warns:
-            TrackerWarning: there are.
-        """
+        """Warn (`TrackerWarning`) where there are trackers that will not get the numbers."""
         if self._handler is None and args.report_to and state.is_world_process_zero:
             name = type(self).__name__
             warnings.warn(
@@ -156,11 +152,7 @@ class GeometryCallback(TrackedCallback):
         self._per_head = per_head
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find model and monitor batch. Every process checks that the model can be monitored.
-
-        Warns:
-            TrackerWarning: there are trackers, and the callback was not attached.
-        """
+        """Find model and monitor batch. Every process checks that the model can be monitored."""
         model = kwargs["model"]
         unwrap(model)  # every process sees for itself that it can be monitored
         ranks = Ranks.current()
@@ -247,11 +239,7 @@ class LocaterCallback(TrackedCallback):
         self._of_deepspeed: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find the weights.
-
-        Warns:
-            TrackerWarning: there are trackers, and the callback was not attached.
-        """
+        """Find the weights."""
         self._warn_if_unattached(args, state)
         self.locater = Locater(kwargs["model"], **self._options)
 

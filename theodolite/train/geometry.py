@@ -183,7 +183,6 @@ class InlineReader:
         over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
 
     Attributes:
-        armed: whether a look is waited for.
         given_up: steps that were to be a look, and of which some process saw only padded contexts.
 
     Raises:
@@ -301,19 +300,13 @@ class InlineReader:
 
 
 class _Passes(Hooks):
-    """Measures the forward passes of a training step, from the call of `entry` to its end; contexts without padding.
-
-    Attributes:
-        sums: those of the first pass that has ended, and of those since.
-        error: why what was read cannot be looked at; no further pass is measured.
-        passes: how many have begun; `seconds`: what measuring took.
-    """
+    """Measures the forward passes of a training step, from the call of `entry` to its end; contexts without padding."""
 
     def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
-        self.sums: LookSums | None = None
-        self.error: TheodoliteError | None = None
-        self.passes = 0
-        self.seconds = 0.0
+        self.sums: LookSums | None = None  # of the passes that have ended
+        self.error: TheodoliteError | None = None  # why no further pass is measured
+        self.passes = 0  # that have begun
+        self.seconds = 0.0  # that measuring took
         self._model, self._spectra, self._of_training = model, spectra, of_training
         self._pass = ExitStack()
         self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -384,11 +377,7 @@ class _Passes(Hooks):
 
 
 def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
-    """Return the token ids that a model is called with, and which contexts are without padding.
-
-    Raises:
-        UsageError: there are none, or they are packed, or too short.
-    """
+    """Return the token ids that a model is called with, and which contexts are without padding; or `UsageError`."""
     ids = kwargs.get("input_ids", args[0] if args else next(iter(kwargs.values()), None))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
         raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")

@@ -260,11 +260,7 @@ class GeometryMonitor:
 
 
 def _finish(record: Record) -> None:
-    """Write the page of a run for the last time; at the latest when its monitor, or the process, ends.
-
-    Warns:
-        RecordWarning: it cannot be written.
-    """
+    """Write the page of a run for the last time; at the latest when its monitor, or the process, ends."""
     if record.folder is not None and record.steps and not record.finished:
         from theodolite.train.watch_page import write_page
 
