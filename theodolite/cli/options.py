@@ -175,10 +175,6 @@ class Opening:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
         Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
-
-        `embedded` names it too, where no file is called so.
-
-        A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
         """
         from theodolite.models import open_model
         from theodolite.models.stored.loading import hide_progress_bars

@@ -211,15 +211,8 @@ def _survey_one(
         else:
             from theodolite.passes.on_ray import survey_on_ray
 
-            run = survey_on_ray(
-                opened,
-                corpus,
-                folder,
-                address=cluster.ray,
-                actors=cluster.actors,
-                show_progress=show,
-                **how,
-            )
+            how |= {"address": cluster.ray, "actors": cluster.actors}
+            run = survey_on_ray(opened, corpus, folder, show_progress=show, **how)
     if shard is not None:
         number, count = shard
         if is_run(folder):
