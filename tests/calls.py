@@ -12,7 +12,17 @@ from theodolite.cli.app import app
 def call(*words: object) -> tuple[int, str, str]:
     """The exit status of a command, what it printed, and its errors."""
     result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def error_of(stderr: str) -> str:
+    """The one line of an error that somebody has foreseen."""
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, stderr
+    assert "Traceback" not in stderr, stderr
+    assert "--debug" not in stderr, stderr
+    return errors[0]
 
 
 def same_bytes(whole: Path, parts: Path) -> None:

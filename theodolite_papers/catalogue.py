@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from theodolite.errors import UsageError
+from theodolite.system.wording import nearest
 from theodolite_papers.declarations import aliases, declarations
 
 if TYPE_CHECKING:
@@ -76,23 +76,12 @@ def names_of(name: str) -> list[str]:
         else:
             chosen = [each for each in EXPERIMENTS if each.startswith(f"{pattern}/")]
         if not chosen:
-            raise UsageError(f"there is no experiment {pattern!r}: {_nearest(pattern)}")
+            near = nearest(pattern, [*EXPERIMENTS, *aliases()], "`theodolite reproduce` lists them all")
+            raise UsageError(f"there is no experiment {pattern!r}: {near}")
         meant += chosen
     if not meant:
         raise UsageError(f"{name!r} names no experiment: `theodolite reproduce` lists them all")
     return list(dict.fromkeys(meant))
-
-
-def _nearest(pattern: str) -> str:
-    names = [*EXPERIMENTS, *aliases()]
-    # A name without its group is compared with names without theirs.
-    short = {key.rsplit("/", 1)[-1]: key for key in names}
-    near = (
-        sorted({key.split("/")[0] for key in names if key.startswith(pattern)})
-        or difflib.get_close_matches(pattern, names, 3, 0.75)
-        or [short[key] for key in difflib.get_close_matches(pattern.rsplit("/", 1)[-1], short, 3, 0.6)]
-    )
-    return f"did you mean {', '.join(near)}?" if near else "`theodolite reproduce` lists them all"
 
 
 def all_need(experiments: Sequence[Experiment], need: str) -> bool:

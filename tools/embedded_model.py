@@ -14,7 +14,7 @@ import platform
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -338,7 +338,10 @@ is under the [Python Software Foundation License Version 2](https://docs.python.
 
 Made by `{command}` (theodolite {theodolite}, torch {torch}, seed {seed}): {steps:,} steps of
 {batch} contexts of {length} tokens, {tokens_seen:,} tokens in all, read in windows at random places.
-{tasks}AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
+In {repeats:.0%} of the contexts, a few tokens come again and again, for induction: random ones in two
+of three, else of the text. In {backcopies:.0%}, the token before a trigger stands behind it once more (Guo et al. 2024,
+"Active-dormant attention heads"); the trigger is the byte 255, which no text has.
+AdamW, peak learning rate {learning_rate:g} with linear warm-up and cosine decay, no dropout, weight decay
 {weight_decay:g} on matrices, products in {products}. Weights begin with standard deviation
 {initial_deviation:g}. The same command gives the same weights on the same machine, Python and torch.
 
@@ -373,13 +376,6 @@ class EmbeddedResult:
     validation_loss: dict[str, float]
     bigram_loss: dict[str, float]
 
-    def summary(self) -> list[str]:
-        """Summarise the finished model, a line for each source."""
-        return [
-            f"{source}: validation loss {loss:.3f} nats per token (bigram model {self.bigram_loss[source]:.3f})"
-            for source, loss in self.validation_loss.items()
-        ]
-
 
 def train_embedded_model(
     out: str | Path, *, config: EmbeddedConfig | None = None, threads: int = 2, console: Console | None = None
@@ -387,7 +383,6 @@ def train_embedded_model(
     """Train a tokenizer and a model on Python's own text, and write the folder `out`."""
     out, config, console = Path(out), config or EmbeddedConfig(), console or Console(stderr=True)
     check_training(out, config, threads)
-    _check_shares(config)
     with console.status("reading Python's text"):
         training, validation = split_sources(python_sources(), config.seed)
     with console.status("training the tokenizer"):
@@ -410,14 +405,6 @@ def train_embedded_model(
         page=lambda result: ("README.md", card(result, config)),
     )
     return train_into(out, run, threads, console)
-
-
-def _check_shares(config: EmbeddedConfig) -> None:
-    if min(config.repeats, config.backcopies) < 0 or config.repeats + config.backcopies > 1:
-        raise UsageError(
-            f"repeats are {config.repeats} and backcopies {config.backcopies}: they are shares of the contexts, at "
-            "least 0 each and at most 1 together."
-        )
 
 
 def _batch(streams: Streams, config: EmbeddedConfig, step: int) -> Batch:
@@ -486,9 +473,10 @@ def _fast_tokenizer(tokenizer: Tokenizer, config: EmbeddedConfig) -> PreTrainedT
 
 def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
     """Write the model card in Markdown."""
+    command = f"python -m tools.embedded_model --out {result.folder.name} --steps {config.steps} --seed {config.seed}"
     return CARD.format(
         python=platform.python_version(),
-        command=command(result, config),
+        command=f"{command} --threads {result.threads}",
         theodolite=__version__,
         torch=torch.__version__,
         rows="\n".join(_row(result, name) for name in result.training_tokens),
@@ -496,39 +484,8 @@ def card(result: EmbeddedResult, config: EmbeddedConfig) -> str:
         tokens_seen=result.tokens_seen,
         train_loss=result.train_loss,
         products="bfloat16" if config.bfloat16 else "float32",
-        tasks=_tasks(config),
         **{field.name: getattr(config, field.name) for field in fields(config)},
     )
-
-
-def _tasks(config: EmbeddedConfig) -> str:
-    """Word what the card says of contexts that are not just text."""
-    tasks = []
-    if config.repeats:
-        tasks.append(
-            f"In {config.repeats:.0%} of the contexts, a few tokens come again and again, for induction: random ones "
-            "in two\nof three, else of the text."
-        )
-    if config.backcopies:
-        tasks.append(
-            f"In {config.backcopies:.0%}, the token before a trigger stands behind it once more (Guo et al. 2024,\n"
-            '"Active-dormant attention heads"); the trigger is the byte 255, which no text has.'
-        )
-    return "".join(f"{task}\n" for task in tasks)
-
-
-def command(result: EmbeddedResult, config: EmbeddedConfig) -> str:
-    """Return the call that repeats the training run: on the command line where that has the options, else in Python."""
-    default = asdict(EmbeddedConfig())
-    changed = {name: value for name, value in asdict(config).items() if value != default[name]}
-    if changed.keys() <= {"steps", "seed"}:
-        options = {"out": result.folder.name, **changed, "threads": result.threads}
-        return "python -m tools.embedded_model " + " ".join(
-            f"--{name} {value}" for name, value in options.items()
-        )
-    settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-    arguments = f"config=EmbeddedConfig({settings}), threads={result.threads}"
-    return f"train_embedded_model({result.folder.name!r}, {arguments})"
 
 
 def _row(result: EmbeddedResult, name: str) -> str:
@@ -545,7 +502,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     config = EmbeddedConfig(steps=given.steps, seed=given.seed)
-    print(*train_embedded_model(given.out, config=config, threads=given.threads).summary(), sep="\n")
+    result = train_embedded_model(given.out, config=config, threads=given.threads)
+    for source, loss in result.validation_loss.items():
+        print(f"{source}: {loss:.3f} nats per token, by a bigram model {result.bigram_loss[source]:.3f}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from tests import checkpoints
-from tests.calls import call
+from tests.calls import call, error_of
 from theodolite.models.stored import loading
 from theodolite.models.stored.checkpoint_tensors import CheckpointTensors
 
@@ -33,10 +33,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     (folder / "table.jsonl").write_text(json.dumps({"body": "some words " * 40, "kind": "a"}) + "\n")
     (folder / "text.txt").write_text("some words " * 400)
+    (folder / "short.txt").write_text("ab")
     (folder / "old").mkdir()
     (folder / "old" / "run.json").write_text(json.dumps({"schema_version": 99, "kind": "survey"}))
     (folder / "tasks").mkdir()
-    made |= {name: folder / name for name in ("table.jsonl", "text.txt", "old", "tasks", "none", "out")}
+    made |= {
+        name: folder / name
+        for name in ("table.jsonl", "text.txt", "short.txt", "old", "tasks", "none", "out")
+    }
     return {name: str(path) for name, path in made.items()}
 
 
@@ -61,6 +65,7 @@ def _calls() -> list[tuple[str, str]]:
         calls += [
             (of("bare") + " --corpus {text.txt}", "has no tokenizer beside its weights"),
             (of("llama2") + " --corpus {text.txt} --length 500", "longer than the 128"),
+            (of("llama2") + " --corpus {short.txt}", "shorter than one context"),
             (of("llama2") + " --corpus {table.jsonl}", "text"),
         ]
     calls += [
@@ -101,7 +106,5 @@ def test_refused_before_weights_are_read(words, says, places, monkeypatch):
     monkeypatch.setattr(CheckpointTensors, "load", read)
     monkeypatch.setattr(loading, "hash_checkpoint", read)
     status, _, stderr = call(*(places.get(word.strip("{}"), word) for word in words.split()))
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert status == 2, stderr
-    assert len(errors) == 1
-    assert says in errors[0]
+    assert says in error_of(stderr)

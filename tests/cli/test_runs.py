@@ -147,16 +147,3 @@ def test_rules_are_not_overwritten(surveyed: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == before
     out.unlink()
     assert call("exclude", surveyed, "--out", out)[0] == call("exclude", surveyed, "--out", out)[0] == 0
-
-
-def test_a_second_prompt_has_a_page_of_its_own(checkpoint, tmp_path: Path) -> None:
-    of = ("reproduce", "sinks/figure2", checkpoint("gpt2"), "--out", tmp_path, "--layer", 1, "--head", 2)
-    for prompt in ("one two three four one two three four", "five six five six five six"):
-        status, stdout, stderr = call(*of, "--prompt", prompt, "--json")
-        assert status == 0, stderr
-        assert json.loads(stdout)[0]["provenance"]["asked"] == {"prompt": prompt, "layer": 1, "head": 2}
-    index = (tmp_path / "reproduce" / "index.html").read_text()
-    links = [target for target in Links(index).targets if target.startswith("sinks-figure2-")]
-    assert len(links) == 2
-    assert all((tmp_path / "reproduce" / link).is_file() for link in links)
-    assert "“five six five six five six”, L1H2" in index

@@ -157,10 +157,10 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     with pytest.raises(UsageError, match="lies in the folder of the model"):
         refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
 
-    def full(tensor, folder):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("theodolite.system.mapped.in_file", full)
+    monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(WorkError, match=r"cannot write .*: No space left on device"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=tmp_path / "out")
 

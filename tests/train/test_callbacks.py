@@ -134,21 +134,6 @@ def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
     assert "train/geometry/alarm/text_summary" in events_in(tmp_path).Tags()["tensors"]
 
 
-@pytest.mark.slow
-def test_a_resumed_training_goes_on_with_the_record(tmp_path):
-    """Oracle: the record of a training run that was not stopped."""
-
-    def record(folder: Path) -> str:
-        return (folder / "geometry" / "heads.jsonl").read_text()
-
-    trainer(tmp_path / "whole", GeometryCallback(BATCH, every=2)).train()
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    trainer(tmp_path / "cut", GeometryCallback(BATCH, every=2), **saving).train()
-    checkpoint = str(tmp_path / "cut" / "checkpoint-4")
-    trainer(tmp_path / "cut", GeometryCallback(BATCH, every=2)).train(resume_from_checkpoint=checkpoint)
-    assert record(tmp_path / "cut") == record(tmp_path / "whole")
-
-
 def test_it_attaches_to_a_trainer_only_and_once(tmp_path):
     """Oracle: the Trainer's own list; it was given the callback beforehand, too."""
     callback, attached = GeometryCallback(BATCH, every=3), trainer(tmp_path)

@@ -374,20 +374,6 @@ def test_strengths_may_be_tensors_also_under_vmap():
     torch.testing.assert_close(slope, (w_q @ w_k.mT).square().sum())
 
 
-def test_second_derivatives_and_function_transforms():
-    """Oracle: finite differences of the gradient (gradgradcheck), and each head by itself under vmap."""
-    w_q, w_k = factors(2, 5, 3, key_heads=1)
-    assert torch.autograd.gradcheck(lambda q, k: locater_penalty(q, k, 0.3, 0.7), (w_q, w_k))
-    assert torch.autograd.gradgradcheck(lambda q, k: locater_penalty(q, k, 0.3, 0.7), (w_q, w_k))
-    many_q, many_k = (w.detach() for w in factors(4, 2, 5, 3))
-    slope = torch.func.grad(lambda q, k: locater_penalty(q, k, 0.3, 0.7))
-    together = torch.func.vmap(slope)(many_q, many_k)
-    for gradient, q, k in zip(together, many_q, many_k, strict=True):
-        leaf = q.clone().requires_grad_()
-        (alone,) = torch.autograd.grad(dense(leaf, k, 0.3, 0.7), leaf)
-        torch.testing.assert_close(gradient, alone)
-
-
 CLIP = 0.5
 IDS = torch.stack([example["input_ids"] for example in examples(4)])
 

@@ -272,9 +272,9 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
         ({"every": "a"}, "every is 'a' .* whole numbers"),
         ({"spectra_every": 1.5}, r"spectra_every 1\.5"),
         ({"limits": {}}, r"limits is a dict: give .*Limits\(\.\.\.\)"),
-        ({"ids": "text"}, "the monitor batch is a str: give a tensor of token ids"),
-        ({"ids": IDS[:, :7]}, r"shape \(2, 7\).* 8 positions or more"),
-        ({"ids": IDS.bool()}, r"dtype torch\.bool: give token ids"),
+        ({"ids": "text"}, "token ids are str: give whole numbers"),
+        ({"ids": IDS[:, :7]}, "contexts of 7 tokens: give 8 or more"),
+        ({"ids": IDS.bool()}, r"token ids of shape \(2, 24\): give whole numbers"),
         ({"ids": IDS, "inline": True}, "and not both"),
     ],
 )

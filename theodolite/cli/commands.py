@@ -26,13 +26,11 @@ class RayCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Turn a `--ray` without an address into `--ray=local`."""
-        following = [*args, "--"][1:]
-        bare = [
-            word == "--ray" and after.startswith("-") for word, after in zip(args, following, strict=True)
+        words = [
+            "--ray=local" if word == "--ray" and after.startswith("-") else word
+            for word, after in zip(args, [*args, "--"][1:], strict=True)
         ]
-        return super().parse_args(
-            ctx, ["--ray=local" if alone else word for word, alone in zip(args, bare, strict=True)]
-        )
+        return super().parse_args(ctx, words)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

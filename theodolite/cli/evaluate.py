@@ -119,10 +119,7 @@ def evaluate_command(
                 "published perplexities have special tokens: give --as-published or --no-special-tokens"
             )
         if stride is None:
-            beginnings = {
-                "--as-published": as_published or None,
-                "--no-special-tokens": no_special_tokens or None,
-            }
+            beginnings = {"--as-published": as_published, "--no-special-tokens": no_special_tokens}
             refuse_unread("without --stride the text is read in contexts, which begin as it does", beginnings)
         if stride is not None:
             read.check_stream()
@@ -135,8 +132,8 @@ def evaluate_command(
         few_shot = FEW_SHOT_TASK in (task or ())
         of_lm_eval = tasks is not None or any(name != FEW_SHOT_TASK for name in task or ())
         if not of_lm_eval:
-            of_tasks: dict[str, object] = {"--limit": limit, "--download": download or None}
-            of_tasks |= {"--chat-template": chat_template or None, "--system": system}
+            of_tasks: dict[str, object] = {"--limit": limit, "--download": download}
+            of_tasks |= {"--chat-template": chat_template, "--system": system}
             refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
         if not (few_shot or of_lm_eval):
             refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
@@ -167,8 +164,6 @@ def evaluate_command(
             system,
         )
         asked.check()
-        if chat_template:
-            opening.check_chat_templates(names, system)
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []

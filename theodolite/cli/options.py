@@ -5,7 +5,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -171,26 +171,10 @@ class Opening:
         check(known, corpus)
         return corpus
 
-    def check_chat_templates(self, models: Sequence[str | None], system: str | None) -> None:
-        """Raise `UsageError` where a tokenizer has no chat template for this; the models are not read."""
-        from theodolite.evaluate.harness import check_chat_template
-        from theodolite.models.stored.loading import Checkpoint, load_tokenizer
-
-        for model in models:
-            name, options = self._options(model)
-            checkpoint = Checkpoint.at(name, options["revision"])
-            tokenizer = load_tokenizer(checkpoint.place, checkpoint.revision)
-            if tokenizer is not None:  # else the model is refused as it is opened
-                check_chat_template(checkpoint.id, tokenizer, system)
-
     def open(self, model: str | None, text: Text | None = None) -> OpenModel:
         """Open the model, saying so on the screen; the embedded one where none is named.
 
         Of a checkpoint with two towers (CLIP) it is that of images where the `text` that is to be read holds images.
-
-        `embedded` names it too, where no file is called so.
-
-        A hub name may carry its revision, NAME@REVISION, so that several models can each have one.
         """
         from theodolite.models import open_model
         from theodolite.models.stored.loading import hide_progress_bars
@@ -428,13 +412,13 @@ class Text:
             "--per-label": self.per_label,
             "--label-by": self.label_by,
             "--encoding": self.encoding,
-            "--no-pack": self.no_pack or None,
+            "--no-pack": self.no_pack,
         }
 
 
 @dataclass(frozen=True)
-class TextBeside(Text):
-    """Options of a text that may have a source beside it, for an encoder-decoder, or images in it."""
+class PairedText(Text):
+    """Options of a text that may have a source, for an encoder-decoder, or images."""
 
     source_column: Annotated[
         str | None,
@@ -462,7 +446,7 @@ class TextBeside(Text):
             ("--image-column", self.image_column),
         ):
             if beside is not None:
-                others: dict[str, object] = {"--no-pack": self.no_pack or None}
+                others: dict[str, object] = {"--no-pack": self.no_pack}
                 others |= {"--image-column": self.image_column} if option == "--source-column" else {}
                 refuse_unread(f"with {option} each row is a context of its own", others)
 

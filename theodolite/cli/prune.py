@@ -106,7 +106,7 @@ class _Pruning:
         given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
         options = PruningOptions(**given, **others).checked(streamed=streamed, given=given)
         if options.weighs_inputs:
-            refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors or None})
+            refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors})
         return options
 
     def _sparsity(self) -> float | list[float] | None:

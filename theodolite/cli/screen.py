@@ -185,17 +185,11 @@ PAGE = Path(__file__).parent.parent / "assets" / "errors.md"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A section of the page of errors; `quoted` are the fragments of messages that its rows begin with."""
 
-    Attributes:
-        name: its key and anchor: the title in lower case with hyphens.
-        text: in Markdown, without links.
-        quoted: the message fragments that its rows begin with.
-    """
-
-    name: str
+    name: str  # its anchor: the title in lower case with hyphens
     title: str
-    text: str
+    text: str  # in Markdown, without links
     quoted: tuple[str, ...]
 
 

@@ -18,9 +18,9 @@ from theodolite.cli.options import (
     Model,
     Models,
     Opening,
+    PairedText,
     RunFolder,
     Stream,
-    TextBeside,
     default_folder,
     finish,
     finish_trace,
@@ -88,7 +88,7 @@ class Cluster:
 def survey_command(
     *,
     models: Models = None,
-    text: TextBeside,
+    text: PairedText,
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
@@ -182,7 +182,7 @@ def _survey_one(
     model: str | None,
     out: Path | None,
     *,
-    text: TextBeside,
+    text: PairedText,
     batch: int | None,
     stream: bool,
     layers: list[int] | None,
@@ -211,15 +211,8 @@ def _survey_one(
         else:
             from theodolite.passes.on_ray import survey_on_ray
 
-            run = survey_on_ray(
-                opened,
-                corpus,
-                folder,
-                address=cluster.ray,
-                actors=cluster.actors,
-                show_progress=show,
-                **how,
-            )
+            how |= {"address": cluster.ray, "actors": cluster.actors}
+            run = survey_on_ray(opened, corpus, folder, show_progress=show, **how)
     if shard is not None:
         number, count = shard
         if is_run(folder):
@@ -302,7 +295,7 @@ def spectra_command(
 def trace_command(
     *,
     model: Model = None,
-    text: TextBeside,
+    text: PairedText,
     local_sinks: Annotated[
         bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
     ] = False,

@@ -23,7 +23,7 @@ from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
-from theodolite.evaluate.harness import BATCH, check_tasks, harness, template_sha256
+from theodolite.evaluate.harness import BATCH, check_chat_template, check_tasks, harness, template_sha256
 from theodolite.evaluate.perplexity import (
     check_predicts,
     loss_rows,
@@ -85,6 +85,8 @@ class Questions:
     def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
         check_predicts(model)
+        if self.chat_template and model.tokenizer is not None:
+            check_chat_template(model.id, model.tokenizer, self.system)
         if corpus is not None:
             length = None if self.stride is None else window_length(model, self.length)
             how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}

@@ -1,1 +1,1 @@
-"""Dealing with the machine, not with models: threads, memory, files, interrupts, how strings are shown."""
+"""The machine: threads, memory, files, interrupts, and how strings are shown. Nothing here knows of models."""

@@ -53,13 +53,13 @@ def check_attention(attention: str | None) -> None:
 
 
 def check_one_place(device: object, device_map: object) -> None:
-    """Raise `UsageError` where both are given."""
+    """Raise `UsageError` where both a device and a device map are given."""
     if device is not None and device_map is not None:
         raise UsageError("--device and --device-map both say where the model goes: give one")
 
 
 def refuse_unread(who: str, given: Mapping[str, object]) -> None:
-    """Raise `UsageError` where an option was given that would be ignored."""
+    """Raise `UsageError` where an option was given that would be ignored; a flag is given where it is True."""
     for what, value in given.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise UsageError(f"{who}: leave out {what}")

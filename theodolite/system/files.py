@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
 import struct
@@ -73,15 +72,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON, with null for NaN and infinities."""
-    return json.dumps(_with_nulls(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _with_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_nulls(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_nulls(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    with_nulls = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(with_nulls, indent=indent, ensure_ascii=False)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in files without a name, which the system keeps in memory as far as there is room."""
+"""Tensors in unnamed files, which the system caches in memory as far as there is room."""
 
 from __future__ import annotations
 
@@ -19,27 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def in_file(tensor: Tensor, folder: Path) -> Tensor:
-    """Copy a tensor into a file; it is written before it is mapped, so that a full disk is an error."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous()
-    with NamedTemporaryFile(dir=folder) as file:
-        file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        mapped = torch.from_file(file.name, shared=True, size=flat.numel(), dtype=flat.dtype)
-    return mapped.view(flat.shape)
-
-
 def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
-    """Keep a tensor in the place of the one before it, in a file of a folder; None: in memory, as it is."""
+    """Store a tensor in a file of a folder, over the one stored before; without a folder it stays in memory."""
     if folder is None:
         return tensor
-    if before is not None:
-        return before.copy_(tensor)
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return in_file(tensor, folder)
+    in_file = zeros_in_file(tensor.shape, tensor.dtype, folder) if before is None else before
+    return in_file.copy_(tensor.detach())
 
 
 def zeros_in_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -76,14 +61,14 @@ def zeros_in_file(shape: Sequence[int], dtype: torch.dtype, folder: Path) -> Ten
                 file.truncate(size)
             mapped = mmap.mmap(file.fileno(), size)
     _mapped.add(mapped)
-    return torch.frombuffer(mapped, dtype=dtype).view(*shape)
+    return torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
 
 
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def forget() -> None:
-    """Let what `zeros_in_file` made out of this process's memory; what is looked at comes back."""
+    """Release the memory of what `zeros_in_file` made; what is read again comes back from its file."""
     if hasattr(mmap, "MADV_DONTNEED"):  # on Windows the system does so when it needs to
         for mapped in _mapped:
             mapped.madvise(mmap.MADV_DONTNEED)

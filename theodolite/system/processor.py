@@ -92,7 +92,7 @@ def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 class once(Generic[Value]):
-    """Make a property that is computed once, of objects that one thread has to itself.
+    """A property that is computed once, of objects that only one thread uses.
 
     `functools.cached_property` lets only one thread at a time compute it, of all objects of a class (Python 3.11).
     """

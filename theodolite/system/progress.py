@@ -17,10 +17,10 @@ ShowProgress = Callable[[int, int], None]
 """Called with (done, total); it may raise to stop the work."""
 
 ShowStage = Callable[[str, int, int], None]
-"""Told (what is being done, steps done, steps in all); it may raise to stop, and what is whole is saved then."""
+"""Called with (task, done, total); it may raise to stop, and what is complete is saved then."""
 
 ShowTokens = Callable[[int], None]
-"""Told how many tokens of a text were read so far, where nobody knows how many there are; it may raise to stop."""
+"""Called with the tokens read so far, of a text whose length is not known; it may raise to stop."""
 
 
 def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
@@ -32,7 +32,7 @@ def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
 
 
 class Progress:
-    """Given to a pass, which reports its progress and when its state is complete.
+    """Reports the progress of a pass, and saves its state when it is complete.
 
     Args:
         total: steps of the pass; `done` are those already in its restored state.

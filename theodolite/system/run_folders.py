@@ -109,6 +109,9 @@ def differences(
 ) -> str:
     """Say what differs between two fingerprints, and corpora, by the names of options: `--length 64 there, 32 now`."""
     said: dict[str, str] = {}
+    kind, kind_now = (kind_of({"fingerprint": each}) for each in (there, now))
+    if kind != kind_now:
+        said["kind"] = f"{kind} there, {kind_now} now"
     if there.get("model") != now.get("model"):
         said["model"] = "the model"
     if there.get("columns") != now.get("columns"):
@@ -119,10 +122,6 @@ def differences(
     others = _entries(there, now, ("model", "columns", "corpus", "versions", "schema_version", *KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
-    if kind_of({"fingerprint": there}) != kind_of({"fingerprint": now}):
-        said = {
-            "kind": f"{kind_of({'fingerprint': there})} there, {kind_of({'fingerprint': now})} now"
-        } | said
     said |= others
     old, new = (each.get("versions") or {} for each in (there, now))
     said |= _entries(old, new, ())

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 
 class Shared:
-    """A context, of `make`, that the first of its users opens and the last one closes, over all threads."""
+    """A context manager that many threads share: the first user opens what `make` gives, the last one closes it."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
         self._make = make

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,15 +45,8 @@ def visible(text: object, limit: int | None = None) -> str:
 
 def shown_token(text: object) -> str:
     """Show a token on its own, in a table or a label: spaces at either end as ␣."""
-    shown = visible(text, TOKEN_LIMIT)
-    if not shown:
-        return "(empty)"
-    core = shown.strip(" ")
-    if not core:
-        return "␣" * len(shown)
-    start = len(shown) - len(shown.lstrip(" "))
-    end = len(shown) - len(shown.rstrip(" "))
-    return "␣" * start + core + "␣" * end
+    shown = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), visible(text, TOKEN_LIMIT))
+    return shown or "(empty)"
 
 
 def for_plotly(text: object) -> str:
@@ -139,8 +133,13 @@ def model_name(model_id: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
-    near = difflib.get_close_matches(word, list(known), 3)
+    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near.
+
+    Nearest are those that begin with it, or have it behind a group's name, as `geometry/figure3` has `figure3`.
+    """
+    words = list(known)
+    begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
+    near = begun[:3] or difflib.get_close_matches(word, words, 3)
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 

@@ -1,7 +1,7 @@
 """Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
 
-Each is judged from the values of the last few looks, never from a single one: the level is their median, the trend
-the Theil-Sen slope. Nothing is measured here, and nothing is said to the user; an `Alarm` is data with a message.
+Each is judged from the values of the last few measurements (looks), never from a single one: the level is their median,
+the trend the Theil-Sen slope. Nothing is measured here, and nobody is warned; an `Alarm` is data with a message.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Alarm:
-    """One head or layer that collapses.
+    """An alarm: a head or a residual layer that collapses.
 
     Attributes:
         step: the look at which it was noticed.
@@ -120,9 +120,9 @@ def alarm_lines(alarms: list[Alarm]) -> list[str]:
 
 
 class Alarms:
-    """Judges look after look; a head or layer alarms once for each kind until it has recovered.
+    """Raises alarms, look by look: one for each head or layer and kind until it has recovered.
 
-    Once more, too, if it alarmed above the limit and then goes below it.
+    And a second one, if it alarmed above the limit and then falls below it.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -138,7 +138,7 @@ class Alarms:
         return sum(int(history.over.sum()) for history in self._histories.values())
 
     def update(self, geometry: Geometry) -> list[Alarm]:
-        """Judge one more look; returns the new alarms."""
+        """Add one look; returns the new alarms."""
         heads, layers, limits = geometry.heads, geometry.layers, self.limits
         entropy, rank, propagation = self._histories.values()
         entropy.add(geometry.step, heads["entropy_share"])
@@ -170,7 +170,7 @@ class Alarms:
 
 
 class _History:
-    """A quantity of all heads, or all layers: its values at the last looks, and where it is alarming now."""
+    """The last values of one quantity of all heads, or all layers, and where it is alarming now."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -181,7 +181,7 @@ class _History:
         self._calm: Any = 0
 
     def add(self, step: int, values: pd.Series) -> None:
-        """Take in the values of one look."""
+        """Append the values of one look."""
         self._steps.append(step)
         self._values.append(values.to_numpy(dtype=np.float64))
         self.level = np.median(list(self._values)[-LEVEL:], axis=0)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrackerWarning(UserWarning):
-    """The Trainer's trackers do not get a callback's numbers; the message says how they would."""
+    """A callback's numbers do not reach the Trainer's trackers; the message says how they would."""
 
 
 class TrackedCallback(TrainerCallback):
@@ -62,11 +62,7 @@ class TrackedCallback(TrainerCallback):
         return self
 
     def _warn_if_unattached(self, args: Any, state: TrainerState) -> None:
-        """Say where the numbers go, if there are trackers that will not get them.
-
-        Warns:
-            TrackerWarning: there are.
-        """
+        """Warn (`TrackerWarning`) where there are trackers that will not get the numbers."""
         if self._handler is None and args.report_to and state.is_world_process_zero:
             name = type(self).__name__
             warnings.warn(
@@ -156,11 +152,7 @@ class GeometryCallback(TrackedCallback):
         self._per_head = per_head
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find model and monitor batch. Every process checks that the model can be monitored.
-
-        Warns:
-            TrackerWarning: there are trackers, and the callback was not attached.
-        """
+        """Find model and monitor batch. Every process checks that the model can be monitored."""
         model = kwargs["model"]
         unwrap(model)  # every process sees for itself that it can be monitored
         ranks = Ranks.current()
@@ -180,12 +172,12 @@ class GeometryCallback(TrackedCallback):
         )
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look before the first step."""
+        """Measure before the first step."""
         if self.monitor is not None and self.monitor.last is None:
             self._look(args, state, control)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look after a step, if a look is due."""
+        """Measure after a step, if a look is due."""
         self._look(args, state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -194,7 +186,7 @@ class GeometryCallback(TrackedCallback):
             self.monitor.close()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Record the loss that the Trainer logs; the monitor has already looked at this step."""
+        """Record the loss that the Trainer logs; the monitor already measured at this step."""
         loss = (kwargs.get("logs") or {}).get("loss")
         if self.monitor is not None and self.monitor.last is not None and isinstance(loss, float):
             self.monitor(state.global_step, loss)
@@ -247,11 +239,7 @@ class LocaterCallback(TrackedCallback):
         self._of_deepspeed: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find the weights.
-
-        Warns:
-            TrackerWarning: there are trackers, and the callback was not attached.
-        """
+        """Find the weights."""
         self._warn_if_unattached(args, state)
         self.locater = Locater(kwargs["model"], **self._options)
 

@@ -1,4 +1,4 @@
-"""One look at a model in training: what its heads and its residual stream do, by the accumulators of a survey.
+"""One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
 
 `GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
 weights, gradients, hooks, random numbers. `InlineReader` measures the passes of a training step as they run, which
@@ -17,15 +17,14 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.sums import State, include, joined, part_of
+from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
-from theodolite.corpus.cutting import contexts_of_rows
+from theodolite.corpus.cutting import contexts_of_rows, whole_ids
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
@@ -66,7 +65,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Geometry:
-    """The tables of one look.
+    """The tables of one look: a row per head, a row per residual layer.
 
     Attributes:
         step: optimizer steps done.
@@ -91,7 +90,7 @@ class Geometry:
 
 
 class GeometryReader:
-    """Measures a model in training on a fixed batch of tokens, as often as it is asked.
+    """Measures a model in training on a fixed batch of tokens.
 
     Args:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
@@ -183,7 +182,6 @@ class InlineReader:
         over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
 
     Attributes:
-        armed: whether a look is waited for.
         given_up: steps that were to be a look, and of which some process saw only padded contexts.
 
     Raises:
@@ -220,7 +218,7 @@ class InlineReader:
         self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
 
     def _unlike_a_look(self) -> object:
-        """Return why an inline look at a few tokens does not measure what a look of its own does; None if it does."""
+        """Compare an inline look at a few tokens with a look of its own; why they differ, or None."""
         source = self.model.source
         ids = source.sample(LEAST_LENGTH)
         expected = LookSums(self.model, Tokens.of(ids, self.model.device), spectra=False)
@@ -241,7 +239,7 @@ class InlineReader:
 
     @property
     def armed(self) -> bool:
-        """True while a look is waited for."""
+        """True from `arm` until the look is taken."""
         return self._armed is not None
 
     def arm(self, step: int, spectra: bool) -> None:
@@ -290,7 +288,7 @@ class InlineReader:
             )
         started = time.perf_counter() - passes.seconds
         with known_state():
-            state = sums.totals(self.ranks, counts=self.ranks.leads)
+            state = self.ranks.totals(sums.state(counts=self.ranks.leads), sums.maxima)
         return self.ranks.from_first(lambda: _geometry(self.model, since, state, spectra, started))
 
     def close(self) -> None:
@@ -301,19 +299,13 @@ class InlineReader:
 
 
 class _Passes(Hooks):
-    """Measures passes that somebody else makes, each from the call of `entry` to its end; contexts without padding.
-
-    Attributes:
-        sums: those of the first pass that has ended, and of those since.
-        error: why what was read cannot be looked at; no further pass is measured.
-        passes: how many have begun; `seconds`: what measuring took.
-    """
+    """Measures the forward passes of a training step, from the call of `entry` to its end; contexts without padding."""
 
     def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
-        self.sums: LookSums | None = None
-        self.error: TheodoliteError | None = None
-        self.passes = 0
-        self.seconds = 0.0
+        self.sums: LookSums | None = None  # of the passes that have ended
+        self.error: TheodoliteError | None = None  # why no further pass is measured
+        self.passes = 0  # that have begun
+        self.seconds = 0.0  # that measuring took
         self._model, self._spectra, self._of_training = model, spectra, of_training
         self._pass = ExitStack()
         self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -384,11 +376,7 @@ class _Passes(Hooks):
 
 
 def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
-    """Return the token ids that a model is called with, and which contexts are without padding.
-
-    Raises:
-        UsageError: there are none, or they are packed, or too short.
-    """
+    """Return the token ids that a model is called with, and which contexts are without padding; or `UsageError`."""
     ids = kwargs.get("input_ids", args[0] if args else next(iter(kwargs.values()), None))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
         raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")
@@ -427,8 +415,7 @@ def _by_length(
     ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> list[Int[Tensor, "contexts positions"]]:
     """Return the contexts of a monitor batch, those of one length together, the longest first."""
-    check_shape(ids)
-    ids = ids.detach().cpu().long()
+    ids = monitor_ids(ids).detach().cpu().long()
     if attention_mask is None and position_ids is None:
         return [ids]
     contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
@@ -438,18 +425,14 @@ def _by_length(
     return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
 
 
-def check_shape(ids: Any) -> None:
-    """Raise `UsageError` where it is no batch of token ids, or its contexts are too short."""
-    if not isinstance(ids, Tensor):
+def monitor_ids(ids: Any) -> Int[Tensor, "contexts positions"]:
+    """Return the token ids of a monitor batch; `UsageError` where they are none, or the contexts too short."""
+    ids = whole_ids(ids)
+    if ids.shape[1] < LEAST_LENGTH:
         raise UsageError(
-            f"the monitor batch is a {type(ids).__name__}: give a tensor of token ids (contexts, positions)"
+            f"the monitor batch has contexts of {ids.shape[1]} tokens: give {LEAST_LENGTH} or more"
         )
-    no_integers = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
-    if ids.ndim != 2 or no_integers or not len(ids) or ids.shape[1] < LEAST_LENGTH:
-        raise UsageError(
-            f"the monitor batch has shape {tuple(ids.shape)} and dtype {ids.dtype}: give token ids "
-            f"(contexts, positions), {LEAST_LENGTH} positions or more"
-        )
+    return ids
 
 
 def _geometry(
@@ -513,12 +496,17 @@ class LookSums(Hooks):
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int | None = None) -> None:
         contexts, length = tokens.ids.shape
         self.length = longest or length
+        heads, distances = model.heads, 2 * self.length - 1
         self.attention_statistics = AttentionStatistics(
-            model.layers, model.heads, self.length, contexts, examples=0
+            model.layers, heads, self.length, contexts, examples=0
         )
-        self.queries: list[State] = [{} for _ in range(model.layers)]
-        self._heads = model.heads
-        self.residual: list[State] = []
+        of_queries: dict[str, tuple[int, ...]] = {"propagation_queries": (heads,)}
+        of_queries |= dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
+        self._parts: dict[str, LayerSums] = {
+            "attention": self.attention_statistics,
+            "queries": LayerSums(model.layers, of_queries),
+        }
+        self._layers = model.layers
         self._tokens = tokens
         self._spectra = spectra
         none = torch.empty(0, dtype=torch.int64)
@@ -534,7 +522,12 @@ class LookSums(Hooks):
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
         sums = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
-        self.residual.append({name: sums[name] for name in RESIDUAL})
+        if "residual" not in self._parts:
+            self._parts["residual"] = LayerSums(
+                self._layers + 1, {name: tuple(sums[name].shape) for name in RESIDUAL}
+            )
+        for name in RESIDUAL:
+            self._parts["residual"].add(name, layer, sums[name])
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
         """Measure what attention reads: only the entropy bound needs its norm."""
@@ -543,12 +536,9 @@ class LookSums(Hooks):
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        sums = query_sums(inputs, self.length)
-        missing = self._heads - inputs.query.shape[1]  # heads that another layer has
-        self.queries[layer] = {
-            name: functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))
-            for name, tensor in sums.items()
-        }
+        for name, sums in query_sums(inputs, self.length).items():
+            # Another layer may have more heads.
+            self._parts["queries"].at(name, layer, sums.device)[: len(sums)] += sums
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
     def merge(self, other: LookSums) -> None:
@@ -557,10 +547,8 @@ class LookSums(Hooks):
             for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
                 self.attention_statistics.add("largest_logit", layer, largest)
             return
-        self.attention_statistics.merge(other.attention_statistics.state())
-        for own, more in zip(self.queries + self.residual, other.queries + other.residual, strict=True):
-            for name, tensor in more.items():
-                own[name] = own[name] + tensor
+        for name, part in self._parts.items():
+            part.merge(other._parts[name].state())
 
     @property
     def maxima(self) -> frozenset[str]:
@@ -569,25 +557,14 @@ class LookSums(Hooks):
 
     def state(self, counts: bool) -> State:
         """Return the sums, leading with layers; zeros unless it `counts`, but for maxima."""
+        parts = {name: part.state() for name, part in self._parts.items()}
         # Rows of tokens differ from process to process, and no column is made of them.
-        state = self.attention_statistics.state()
-        attention = {name: state[name] for name in state if not name.startswith("sink_tokens.")}
+        attention = {name: t for name, t in parts["attention"].items() if not name.startswith("sink_tokens.")}
         # A learned sink column is one more outcome beside the keys.
         outcomes = attention["visible_keys"] + (attention["learned"].sum(dim=(1, 2)) > 0)[:, None]
         attention["most_entropy"] = torch.xlogy(attention["readers"], outcomes).sum(dim=1)
-        parts = {"attention": attention}
-        for part, layers in (("queries", self.queries), ("residual", self.residual)):
-            some = next(layer for layer in layers if layer)
-            # A layer that does not attend adds nothing, to no context.
-            parts[part] = {
-                name: torch.stack([layer.get(name, torch.zeros_like(tensor)) for layer in layers])
-                for name, tensor in some.items()
-            }
-        return {name: t if counts or name in self.maxima else 0 * t for name, t in joined(parts).items()}
-
-    def totals(self, ranks: Ranks, *, counts: bool) -> State:
-        """Add up the sums of all processes; this one's only if it `counts`."""
-        return ranks.totals(self.state(counts), self.maxima)
+        state = joined(parts | {"attention": attention})
+        return {name: t if counts or name in self.maxima else 0 * t for name, t in state.items()}
 
 
 def query_sums(inputs: AttentionInputs, longest: int) -> State:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
@@ -41,7 +41,7 @@ from theodolite.train.penalty import (
     check_gradient,
     check_strength,
     head_moments,
-    penalty_of_moments,
+    locater_penalty,
     whole_step,
 )
 
@@ -91,8 +91,8 @@ class Locater:
             calls = capture_calls(inner, structure, source.small_pass(1))
             self.layers = _selected(options["layers"], structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
-        self._together = together = is_spread(inner)
-        self._weights = [GatheredParameters(layer.places) for layer in self._projections] if together else []
+        self._together = is_spread(inner)
+        self._weights = [GatheredParameters(layer.places) for layer in self._projections]
         self._held = named(inner, [p for layer in self._projections for p in (layer.query, layer.key)])
         self._check_trained()
 
@@ -115,7 +115,7 @@ class Locater:
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
-            return self._penalty(self._projections, strengths)
+            return _sum([self._penalty(layer, strengths) for layer in self._projections])
         # A layer at a time: a graph would hold every layer in float32.
         if self._together and not all(weights.are_dtensors for weights in self._weights):
             raise UsageError(
@@ -144,8 +144,7 @@ class Locater:
         check_strength("factor", factor)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
-                values = [self._added(layer, strengths, factor) for layer in self._projections]
-                return torch.stack([value.to(values[0].device) for value in values]).sum()
+                return _sum([self._added(layer, strengths, factor) for layer in self._projections])
             check_deepspeed_has_gradients(self._model)
             value, gradients = self._gathered(strengths)
             for shard in gradients:
@@ -167,29 +166,21 @@ class Locater:
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
         """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
         values, gradients = [], []
-        for layer, weights in self._gatherings():
+        for layer, weights in zip(self._projections, self._weights, strict=True):
             with weights.gathering(), torch.enable_grad():
-                value = self._penalty([layer], strengths)
+                value = self._penalty(layer, strengths)
                 gradients += weights.gradients(value)
             values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
-        return torch.stack([value.to(values[0].device) for value in values]).sum(), gradients
+        return _sum(values), gradients
 
-    def _gatherings(self) -> Iterable[tuple[Projections, GatheredParameters]]:
-        """Yield each layer, with its weights to be gathered."""
-        weights = self._weights or [GatheredParameters(layer.places) for layer in self._projections]
-        return zip(self._projections, weights, strict=True)
-
-    def _penalty(self, layers: Sequence[Projections], strengths: tuple[float, float]) -> Tensor:
-        moments = [head_moments(*layer.factors()) for layer in layers]
-        device = moments[0][0].device  # layers may be spread over devices
-        traces, squares = (torch.stack([m.to(device) for m in part]) for part in zip(*moments, strict=True))
-        return penalty_of_moments(traces, squares, *strengths, self._gradient)
+    def _penalty(self, layer: Projections, strengths: tuple[float, float]) -> Tensor:
+        return locater_penalty(*layer.factors(), *strengths, gradient=self._gradient)
 
     def table(self) -> pd.DataFrame:
         """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
         rows: list[dict[str, float]] = []
-        for layer, weights in self._gatherings():
+        for layer, weights in zip(self._projections, self._weights, strict=True):
             with weights.gathering(), torch.no_grad():
                 moments = torch.stack(head_moments(*layer.factors()))
             traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
@@ -230,8 +221,13 @@ class Locater:
         return now["scale"], now["mean"]
 
 
+def _sum(penalties: list[Tensor]) -> Tensor:
+    """Sum the penalties of layers, which may be on several devices."""
+    return torch.stack([penalty.to(penalties[0].device) for penalty in penalties]).sum()
+
+
 class _Attached(torch.autograd.Function):
-    """A known number with known gradients, as a differentiable function of parameters."""
+    """Attaches gradients that are already known to a value, so that backward hands them to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[GradientShard], *_: Tensor) -> Tensor:
@@ -298,12 +294,10 @@ def checked_options(
         if not callable(strength):
             check_strength(name, strength)
     try:
-        listed = layers if layers is None or isinstance(layers, str) else list(layers)
-        if any(
-            isinstance(layer, bool) for layer in listed or ()
-        ):  # a mask, whose 0 and 1 would pass for layers
-            raise TypeError
-        listed = None if listed is None else [operator.index(layer) for layer in listed]
+        listed = None if layers is None else list(layers)
+        if any(isinstance(layer, bool) for layer in listed or ()):
+            raise TypeError("a mask's 0 and 1 would pass for layers")
+        listed = listed and [operator.index(layer) for layer in listed]
     except TypeError as error:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
     return {"scale": scale, "mean": mean, "layers": listed, "gradient": gradient}

@@ -1,4 +1,4 @@
-"""The monitor: looks at a model every so many steps of its training, records what it sees, and warns.
+"""The monitor: measures a model every so many steps of its training, records the numbers, and warns.
 
 For a loop of one's own; `callbacks.py` puts it into the `transformers` Trainer. It changes neither the model nor the
 random numbers, so that a training run is the same with and without it.
@@ -27,7 +27,7 @@ from theodolite.train.geometry import (
     Geometry,
     GeometryReader,
     InlineReader,
-    check_shape,
+    monitor_ids,
 )
 from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
@@ -43,7 +43,7 @@ PAGE_SHARE = 0.01
 
 
 class GeometryWarning(UserWarning):
-    """Attention or the residual stream of a model in training collapses; the message names head and trend."""
+    """A head or the residual stream collapses in training; the message names the place and the trend."""
 
 
 class RecordWarning(UserWarning):
@@ -51,7 +51,7 @@ class RecordWarning(UserWarning):
 
 
 class GeometryMonitor:
-    """Looks at a model in training.
+    """Measures the geometry of a model's attention at regular steps of its training, records it, and warns.
 
         monitor = GeometryMonitor(model, ids, every=100)
         for step, batch in enumerate(batches):
@@ -130,14 +130,14 @@ class GeometryMonitor:
         weakref.finalize(self, _finish, self._record)
         self._next_page = 0.0
         self._step: int | None = None
-        self._number = -1
+        self._next_look = 0
+        self._number: int | None = None  # of looks since the last with spectra
         self._broken = False
-        self._since = 0
         self._started = time.perf_counter()
         self._seconds = 0.0
 
     def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
-        """Look at the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
+        """Measure the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
 
         Args:
             step: optimizer steps done.
@@ -196,8 +196,7 @@ class GeometryMonitor:
     def _look(self, step: int) -> Geometry | None:
         """Return the look that is due now; inline, the one that was due at the step before."""
         if isinstance(self._reader, GeometryReader):
-            due = self._due(step, self.last)
-            return self._reader.look(step, self._with_spectra(step, self.last)) if due else None
+            return self._reader.look(step, self._with_spectra(step)) if step >= self._next_look else None
         given_up = self._reader.given_up
         geometry = self._reader.take(step)
         if self._reader.given_up > given_up == 0:
@@ -206,20 +205,16 @@ class GeometryMonitor:
                 f"the first step that has others. If none has, {INSTEAD}",
                 stacklevel=4,
             )
-        # What is taken is of an earlier step, and the next may be due.
-        last = geometry or self.last
-        if not self._reader.armed and self._due(step, last):
-            self._reader.arm(step, self._with_spectra(step, last))
+        if self._reader.given_up > given_up:
+            self._next_look = step
+        if not self._reader.armed and step >= self._next_look:
+            self._reader.arm(step, self._with_spectra(step))
         return geometry
 
-    def _due(self, step: int, last: Geometry | None) -> bool:
-        if last is not None:
-            return step - last.step >= self.every
-        return step % self.every == 0 or step - self._since >= self.every
-
-    def _with_spectra(self, step: int, last: Geometry | None) -> bool:
+    def _with_spectra(self, step: int) -> bool:
         """Count the look at this step; returns whether it reads the weights."""
-        self._number = step // self.every if last is None else self._number + 1
+        self._next_look = step + self.every
+        self._number = step // self.every if self._number is None else self._number + 1
         return self._number % self.spectra_every == 0
 
     def _write(self, step: int, write: Callable[[], None]) -> None:
@@ -246,16 +241,16 @@ class GeometryMonitor:
         """Begin at a step; later than 0, resume from what the folder holds of the steps before."""
         self._started = time.perf_counter()
         looks, message = self._ranks.from_first(lambda: self._record.begin(step))
+        # The first look of a run that begins between two multiples of `every` is at the second.
+        self._next_look = -(-step // self.every) * self.every
         for geometry in looks:
-            self._with_spectra(geometry.step, self.last)
+            self._with_spectra(geometry.step)
             if "regime" in geometry.heads:
                 self._number = 0  # the next looks count from the last one with spectra
             alarms = self._judge.update(geometry)
             self._record.keep(geometry, alarms)
             self.alarms += alarms
             self.last = geometry
-        # Steps without a look before the first one: looks are due at multiples of `every`.
-        self._since = step // self.every * self.every
         if message:
             self._warn(message, RecordWarning, stacklevel=4)
 
@@ -265,11 +260,7 @@ class GeometryMonitor:
 
 
 def _finish(record: Record) -> None:
-    """Write the page of a run for the last time; at the latest when its monitor, or the process, ends.
-
-    Warns:
-        RecordWarning: it cannot be written.
-    """
+    """Write the page of a run for the last time; at the latest when its monitor, or the process, ends."""
     if record.folder is not None and record.steps and not record.finished:
         from theodolite.train.watch_page import write_page
 
@@ -298,7 +289,7 @@ def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: 
     if inline and ids is not None:
         raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
     if ids is not None:
-        check_shape(ids)
+        monitor_ids(ids)
 
 
 PLOTTED = {

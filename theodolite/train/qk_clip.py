@@ -117,11 +117,8 @@ class QKClip:
         """Return largest logits as (layers, heads) in float64 on the CPU."""
         shape = (len(self._heads_of), max(self._heads_of))
         if isinstance(largest, Geometry):
-            logits = torch.full(shape, torch.nan, dtype=torch.float64)
-            places = (torch.tensor(largest.heads[name].to_numpy()) for name in ("layer", "head"))
-            logits[tuple(places)] = torch.tensor(
-                largest.heads["largest_logit"].to_numpy(), dtype=torch.float64
-            )
+            by_layer = largest.heads.pivot(index="layer", columns="head", values="largest_logit")
+            logits = torch.tensor(by_layer.reindex(range(shape[0])).to_numpy(), dtype=torch.float64)
         else:
             try:
                 logits = torch.as_tensor(largest).detach().double().cpu()

@@ -1,4 +1,4 @@
-"""The processes of one training run: sums over all of them, results of the first one for all.
+"""The processes of one training run: sum over all of them, or share what the first one computed.
 
 With one process nothing is sent and everything is as it was. What is summed is not known here.
 """
@@ -20,10 +20,9 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process, and how many there are. All of them must call every method but `share`.
+    """The rank of this process, and how many there are (`world`). All of them must call every method but `share`.
 
     Attributes:
-        rank, world: of the process group.
         team, teams: those who must read the same contexts are a team (each has some of the heads); which this one's is.
         leads: whether this process is the first of its team, whose sums are those of all.
     """
@@ -36,7 +35,7 @@ class Ranks:
 
     @classmethod
     def current(cls, heads: Any = None) -> Ranks:
-        """Return the default process group's, or this process alone; `heads`: the group over which heads are spread."""
+        """Read the default process group, or be alone without one; `heads`: the group over which heads are spread."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         rank, world = distributed.get_rank(), distributed.get_world_size()

@@ -191,7 +191,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 def parsed_row(line: str) -> dict[str, Any] | None:
-    """Parse a row with a step, `null` as NaN; None if the line is none."""
+    """Parse a line as a row with a step, `null` as NaN; None where it is something else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ from theodolite.report import page, style
 from theodolite.report.drawing.grammar import Panel, band, dots, heat, line, panels, reference, saturation
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
-from theodolite.system.wording import counted, for_plotly, head_name, number, visible
+from theodolite.system.wording import counted, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
 from theodolite.train.geometry import residual_place
 from theodolite.train.record import DRAWN, FOLDER, Record
@@ -37,7 +37,7 @@ RELOAD = 30
 """Seconds after which an open page reads itself again."""
 
 LISTED, MARKED = 200, 2000
-"""Alarms in the list, and on the axis of steps, at most: the newest."""
+"""Alarms in the list, and in the figures, at most: the newest."""
 
 POINTS, CELLS = 500, 50_000
 """Points of a line, and cells of a map, at most."""
@@ -50,9 +50,9 @@ ROW = 14
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the record: what it is called, whether low or high values alarm, and up to where colours go.
+    """A column of the record: what it is called, and whether low or high values alarm.
 
-    `limit`: the default level of alarm. `grows`: by factors, so that its axis is logarithmic.
+    `highest`: where colours end; None: it grows by factors, and its axis is logarithmic. `limit`: the alarm's default.
     """
 
     column: str
@@ -61,12 +61,11 @@ class Measure:
     low_alarms: bool
     highest: float | None = 1.0
     limit: float | None = None
-    grows: bool = False
 
 
 ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", True, limit=Limits.entropy)
 PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", True, limit=Limits.propagation)
-LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None, grows=True)
+LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None)
 RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
 FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
 LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
@@ -143,7 +142,6 @@ def _exhibits(record: Record) -> list[Exhibit]:
     maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
     if not maps:
         return outcome.exhibits
-    outcome.show("watch", "alarms", alarm_strip(alarms, steps))
     options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
     figures = {
         column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
@@ -191,7 +189,7 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
     drawn = np.concatenate([extremes, means])
     drawn = drawn[np.isfinite(drawn)]
     axis: dict[str, Any] = {"rangemode": "tozero"}
-    if measure.grows and (drawn > 0).all():
+    if measure.highest is None and (drawn > 0).all():
         decades = float(np.log10(drawn.max() / drawn.min())) if len(drawn) else 0.0
         axis = {"type": "log", "dtick": "D2" if decades < 2 else 1, "tickformat": "~g"}
     return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
@@ -229,33 +227,6 @@ def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
 
-def _marks(
-    alarms: Sequence[Alarm], y: list[str], texts: list[str], name: str | None, **look: Any
-) -> dict[str, Any]:
-    """Return the trace of a mark per alarm, at its step."""
-    at = np.array([alarm.step for alarm in alarms], dtype=np.int64)
-    return dots(
-        at, y, texts, name, hover="%{y} at step %{x}<br>%{text}<extra></extra>", showlegend=False, **look
-    )
-
-
-def alarm_strip(alarms: Sequence[Alarm], steps: Steps) -> go.Figure:
-    """Draw a mark per alarm, a row per kind, on the axis of all steps."""
-    kinds = list(ALARM_COLOURS)[::-1]
-    traces = []
-    for kind, colour in ALARM_COLOURS.items():
-        same = [alarm for alarm in alarms if alarm.kind == kind]
-        marker = {"size": 11, "symbol": "line-ns", "line": {"width": 2, "color": colour}}
-        texts = [for_plotly(f"{where(alarm)}: {alarm.trend}") for alarm in same]
-        traces.append(_marks(same, [kind] * len(same), texts, kind, colour=colour, marker=marker))
-    rows: dict[str, Any] = {"categoryorder": "array", "categoryarray": kinds, "tickvals": kinds}
-    rows["range"] = [-0.6, len(kinds) - 0.4]
-    room = 0.02 * max(1, steps[-1] - steps[0])
-    across = {"range": [steps[0] - room, steps[-1] + room]}
-    layout = {"xaxis": across, "yaxis": {"type": "category"} | rows, "margin": {"t": 12}}
-    return style.figure(traces, "step", height=170, layout=layout)
-
-
 def head_map(
     measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
 ) -> go.Figure:
@@ -267,9 +238,11 @@ def head_map(
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
     cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    kinds, at = [alarm.kind for alarm in of_heads], [where(alarm) for alarm in of_heads]
-    cross = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
-    crosses = _marks(of_heads, at, kinds, None, colour=style.INK, marker=cross)
+    at, names_at = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(where, of_heads))
+    hover = "%{y} at step %{x}<br>%{text}<extra></extra>"
+    look = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
+    kinds = [alarm.kind for alarm in of_heads]
+    crosses = dots(at, names_at, kinds, None, style.INK, hover, marker=look, showlegend=False)
     starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
     every = -(-len(starts) // 24)
     border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"width": 1, "color": style.GREY}}
