@@ -499,9 +499,6 @@ def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, 
     return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
 
 
-PANELS_ACROSS, PANEL_DROP = 3, 0.16
-
-
 def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:

@@ -25,8 +25,6 @@ training = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
-Threads = Annotated[int, typer.Option(help="CPU threads.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the training, as JSON.")]
 
 
@@ -46,9 +44,9 @@ class _Small:
 class _Running:
     """Options of where a training run goes, and how."""
 
-    out: Out
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
-    threads: Threads = 2
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     as_json: AsJson = False
 
     def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
@@ -59,10 +57,6 @@ class _Running:
         config, console = replace(config, **given, seed=self.seed), _quiet_screen()
         result = train_task_model(self.out, task, config, threads=self.threads, console=console)
         _say(task.summary(result), self.out, self.as_json)
-
-
-RECORDS = ("training.json", "grid.json")
-"""The record that a trainer leaves in its folder."""
 
 
 @training.command("characters")
@@ -180,6 +174,6 @@ def _say(lines: list[str], out: Path, as_json: bool) -> None:
         for line in [*lines, str(out)]:
             print(line)
         return
-    found = (out / name for name in RECORDS if (out / name).is_file())
-    records = (json.loads(path.read_text(encoding="utf-8")) for path in found)
-    print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))
+    record = out / "training.json"  # a grid has none
+    training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
+    print(json_text({"folder": str(out), "said": lines, "training": training}, 2))
