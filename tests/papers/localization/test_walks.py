@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy import stats
 
-from theodolite.errors import UsageError
 from theodolite.theory.propagation import propagation_finite
 from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
 
@@ -83,10 +82,3 @@ def test_errors_over_walks_and_draws_are_those_of_means():
     walks, draws = sim.entropy_errors()
     assert float(walks) == pytest.approx(math.sqrt(6 / 101) / 3)
     assert float(draws) == pytest.approx(np.std([1, 2, 4], ddof=1) / math.sqrt(3))
-
-
-def test_what_cannot_be_simulated_is_refused():
-    with pytest.raises(UsageError, match="use isotropic or anisotropic"):
-        simulate_walks(WalkSetting(), "round", 0)
-    with pytest.raises(UsageError, match="two or more of each"):
-        WalkSetting(draws=1)
