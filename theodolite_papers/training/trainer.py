@@ -7,7 +7,6 @@ Until a model is finished everything is in `<out>.partial`.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -222,7 +221,12 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         torch.manual_seed(training.config.seed)
         model = training.build()
         if out.exists():
-            _check_finished(out, work)
+            there, _ = read_job(out)
+            if there != work.fingerprint:
+                differs = differences(there, work.fingerprint)
+                raise UsageError(
+                    f"{out} holds another training run ({differs}); give another folder or remove it."
+                )
             console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
             model = _finished_model(out, model)
         else:
@@ -231,17 +235,14 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         with console.status("measuring the model"):
             result = training.measure(model)
         if not out.exists():
-            _publish(out, work.folder, model, training, result)
+            with folder_written_atomically(out) as finished:
+                model.save_pretrained(finished)
+                training.tokenizer.save_pretrained(finished)
+                name, text = training.page(result)
+                (finished / name).write_text(text, encoding="utf-8")
+                shutil.copyfile(work.folder / JOB, finished / JOB)
         work.remove()
     return result
-
-
-def _check_finished(out: Path, work: Unfinished) -> None:
-    """Refuse a folder that another training run wrote."""
-    there, _ = read_job(out)
-    if there != work.fingerprint:
-        differs = differences(there, work.fingerprint)
-        raise UsageError(f"{out} holds another training run ({differs}); give another folder or remove it.")
 
 
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
@@ -266,12 +267,7 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     return trained
 
 
-def _fit(
-    model: PreTrainedModel,
-    training: ModelTraining[Result],
-    work: Unfinished,
-    console: Console,
-) -> None:
+def _fit(model: PreTrainedModel, training: ModelTraining[Result], work: Unfinished, console: Console) -> None:
     """Train to the last step, with a bar, and say how far it is at every checkpoint."""
     config, partial = training.config, work.folder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -312,27 +308,3 @@ def _fit(
 def _check_loss(loss: float, step: int, folder: Path) -> None:
     if not math.isfinite(loss):
         raise WorkError(f"The loss was {loss} at step {step}: remove {folder}, and train with a lower rate.")
-
-
-def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with folder_written_atomically(folder) as temporary:
-        model.save_pretrained(temporary)
-        training.tokenizer.save_pretrained(temporary)
-
-
-def _publish(
-    out: Path,
-    partial: Path,
-    model: PreTrainedModel,
-    training: ModelTraining[Result],
-    result: Result,
-) -> None:
-    """Write the finished folder beside `out`, and give it its name."""
-    finished = partial / "finished"
-    _write_model(finished, model, training)
-    with disk_errors(out):
-        name, text = training.page(result)
-        (finished / name).write_text(text, encoding="utf-8")
-        shutil.copyfile(partial / JOB, finished / JOB)
-        os.replace(finished, out)
