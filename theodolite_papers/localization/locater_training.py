@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.system.files import (
@@ -285,6 +286,7 @@ class LocaterTraining:
         if place.exists() and json.loads(place.read_text(encoding="utf-8"))["step"] == self.step:
             return
         losses = self._held_out(self.text.held_out)
+        mean, error = mean_and_error(losses.numpy())
         summary = {
             **asdict(self.setting),
             **asdict(self.recipe),
@@ -293,8 +295,8 @@ class LocaterTraining:
             "step": self.step,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "held_out_tokens": losses.numel() * self.recipe.length,
-            "held_out_loss": float(losses.mean()),
-            "held_out_loss_se": _standard_error(losses),
+            "held_out_loss": mean,
+            "held_out_loss_se": error,
             "tokens_per_word": self.text.tokens_per_word,
         }
         length, made = self.recipe.length, self.text.tokenizer
@@ -351,7 +353,7 @@ class LocaterTraining:
         held_out = self.text.held_out
         count = min(self.recipe.measured_windows, len(held_out))
         losses = self._held_out(held_out[np.linspace(0, len(held_out) - 1, count).astype(int)])
-        row = [training, float(losses.mean()), _standard_error(losses)]
+        row = [training, *mean_and_error(losses.numpy())]
         heads, propagation = self._heads(held_out[: self.recipe.batch, :-1])
         for name, values in (
             ("steps", torch.tensor(step)),
@@ -387,11 +389,6 @@ class LocaterTraining:
         return torch.stack(measures), torch.stack(propagations)
 
 
-def _standard_error(values: Float[Tensor, " windows"]) -> float:
-    """Compute a standard error over windows, as if they were independent."""
-    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
 WORDS = "words"
 
 
@@ -411,8 +408,8 @@ def train_locater(
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`,
-    joined by commas; an empty text: none of them. None: as published.
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of
+    `grid_settings`, joined by commas; an empty text: none of them. None: as published.
     """
     for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
         if given not in get_args(choices):
@@ -427,7 +424,7 @@ def train_locater(
     how: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
-    settings = Grid(seeds=seeds, gradient=gradient, reduction=reduction, **how).settings()
+    settings = grid_settings(Setting(gradient=gradient, reduction=reduction), seeds=seeds, **how)
     files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if steps is None else steps
     train_grid(Job(out, recipe, steps, device), settings, files, console)
@@ -463,33 +460,28 @@ ROUND = 5000
 RUN_FOLDERS = "points"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The published settings, and as many weight decays without LocAteR.
+def grid_settings(
+    how: Setting = Setting(),
+    *,
+    seeds: int = 3,
+    layers: Sequence[int] = (1,),
+    widths: Sequence[int] = (32,),
+    scales: Sequence[float] = (100.0,),
+    means: Sequence[float] = (0.0, 1e-3, 1e-2, 1e-1, 1.0),
+    decays: Sequence[float] = (0.0, 0.01, 0.1, 1.0, 10.0),
+) -> list[Setting]:
+    """List the published settings, and as many weight decays without LocAteR; a seed's before the next seed's.
 
-    seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
-    published one. gradient, reduction: as in `Setting`.
+    how: gradient and reduction of the LocAteR runs. scales, means: their κ₁ and κ₂. decays: of the runs without; 0.01
+    is the published one.
     """
-
-    layers: tuple[int, ...] = (1,)
-    widths: tuple[int, ...] = (32,)
-    seeds: int = 3
-    scales: tuple[float, ...] = (100.0,)
-    means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
-    decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
-    gradient: Gradient = "exact"
-    reduction: Reduction = "mean"
-
-    def settings(self) -> list[Setting]:
-        """List every setting; a seed's before the next seed's."""
-        settings = []
-        how = Setting(gradient=self.gradient, reduction=self.reduction)
-        for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
-            pairs = product(self.scales, self.means)
-            kinds = [replace(how, scale=scale, mean=mean) for scale, mean in pairs]
-            kinds += [Setting(weight_decay=decay) for decay in self.decays]
-            settings += [replace(kind, layers=layers, width=width, seed=seed) for kind in kinds]
-        return settings
+    kinds = [replace(how, scale=scale, mean=mean) for scale, mean in product(scales, means)]
+    kinds += [Setting(weight_decay=decay) for decay in decays]
+    return [
+        replace(kind, layers=depth, width=width, seed=seed)
+        for depth, width, seed in product(layers, widths, range(seeds))
+        for kind in kinds
+    ]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ from filelock import FileLock
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.files import read_checked
-from theodolite_papers.localization import locater_training as locater_command
 from theodolite_papers.localization import locater_training as module
 from theodolite_papers.localization.locater_training import (
-    Grid,
     Job,
     Recipe,
     Setting,
     TextFiles,
+    grid_settings,
     read_grid,
     train_grid,
     train_locater,
@@ -45,7 +44,7 @@ def step_of(folder: Path) -> int:
 
 def test_the_published_grid() -> None:
     """Oracle: section 7 and appendix D: κ₁ = 100, five κ₂, decay 0.01; and as many decays; once without LocAteR."""
-    settings = Grid(layers=(1, 3, 6), widths=(32, 128)).settings()
+    settings = grid_settings(layers=(1, 3, 6), widths=(32, 128))
     assert len(settings) == len({setting.name for setting in settings}) == 6 * 3 * (5 + 5)
     first = [setting for setting in settings if (setting.layers, setting.width, setting.seed) == (3, 128, 2)]
     assert {s.mean for s in first if s.scale == 100} == {0, 1e-3, 1e-2, 1e-1, 1}
@@ -149,7 +148,7 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
 
 def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder, and the perplexity that the summaries have."""
-    monkeypatch.setattr(locater_command, "Recipe", lambda **given: RECIPE)
+    monkeypatch.setattr(module, "Recipe", lambda **given: RECIPE)
     options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
     how: dict[str, Any] = {"reduction": "sum"}
     lines = train_locater(tmp_path / "g", files.train, files.held_out, quiet(), **options, **how)
