@@ -98,8 +98,11 @@ def figure_3(study: Study, outcome: Outcome) -> None:
         sinks = measured_once(study, name, model)
         kept, more = kept_sinks(untouched, sinks), loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
-        keeps = f"keeps {percent(kept[0])} of the dense model's sinks and {tags} of their tags; {more[0]:.2f} nats more"
-        outcome.read(f"{name}, beside examples", keeps)
+        outcome.read(
+            f"{name}, beside examples",
+            f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags; {more.value:.2f} nats "
+            "more",
+        )
         if name == OATS:
             for of, control in ((WITHOUT, None), (RANDOM, 0)):
                 with all_open(_take_out(model, pruned, control)):

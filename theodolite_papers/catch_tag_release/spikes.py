@@ -29,7 +29,6 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
 from theodolite.system.wording import listed, number, percent, with_error
-from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
 from theodolite_papers.catch_tag_release.few_shot import (
     Answers,
@@ -39,7 +38,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     tabulated,
 )
 from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
-from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of, ratio_over_contexts
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
 CONTEXTS = 32
@@ -185,13 +184,12 @@ def judge_text(outcome: Outcome, rows: Rows) -> None:
     )
     outcome.judge("constant", more(rows, CONSTANT))
     if before.any():
-        share = ratio(left, before)
-        estimate = Estimate(float(share.value), float(share.error), len(left), "contexts")
         levels = {
             "before": number(float(before.mean())),
             "control": percent(float(control.sum() / before.sum())),
         }
-        outcome.judge("sinks-follow", estimate.floored(count=int(before.sum())), **levels)
+        left_over_before = ratio_over_contexts(left, before).floored(count=int(before.sum()))
+        outcome.judge("sinks-follow", left_over_before, **levels)
     else:
         outcome.cannot_judge("sinks-follow", "no head has a sink at these tokens")
     outcome.judge("needed", more(rows, REMOVED, DIMENSIONS))
