@@ -201,7 +201,7 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         values, titles, y = [published[place], corrected[place]], ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
         lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
-        return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
+        return drawing.with_window(lines, "½ ≤ θ ≤ ½ + 1/5.12", *window(5.12))
 
     outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))
 
