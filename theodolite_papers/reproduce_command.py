@@ -116,8 +116,6 @@ def _with_corpus(text: Text, other: str | None) -> Text:
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of the command."""
-
     name: str
     model: str | None
     text: Text

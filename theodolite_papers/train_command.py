@@ -30,8 +30,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the
 
 @dataclass(frozen=True)
 class _Small:
-    """Options of a small model's training run."""
-
     steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
     batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
     learning_rate: Annotated[
@@ -101,8 +99,6 @@ def addition_command(
 
 @dataclass(frozen=True)
 class _Locater:
-    """Options of `train_locater`."""
-
     text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")]
     held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None

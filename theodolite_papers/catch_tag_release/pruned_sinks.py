@@ -76,8 +76,6 @@ class Prompt:
 
 
 class _SinkHooks(Hooks):
-    """Notes the sinks of one batch."""
-
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
 

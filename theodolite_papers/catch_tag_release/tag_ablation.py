@@ -152,7 +152,6 @@ def against_others(outcome: Outcome, table: pd.DataFrame) -> Verdict:
 
 
 def _paired(outcome: Outcome, claim: str, gain: Estimate, **values: str) -> Verdict:
-    """Judge a difference paired by context."""
     if not math.isfinite(gain.error):
         return untestable(outcome.sentence(claim), f"too few contexts; {outcome.criterion(claim)}")
     return outcome.verdict(claim, gain, **values)

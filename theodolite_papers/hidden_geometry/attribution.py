@@ -350,7 +350,6 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
 
 
 def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
-    """Split the logits of a layer on the prompt."""
     model = study.require_model()
     model.check_place(layer, head)
     try:
@@ -360,7 +359,6 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
 
 
 def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
-    """Tokenize the prompt: its ids and the text of each."""
     model = study.require_model()
     longest = study.run.arrays["positional_basis"].shape[1]
     ids = prompt_ids(model, study.focus.prompt, longest, study.provenance["seed"])

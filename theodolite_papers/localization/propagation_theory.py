@@ -285,7 +285,6 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 
 def _by_scale(values: Tensor) -> Floats:
-    """Reshape one number per pair to (means, scales)."""
     return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
@@ -346,7 +345,6 @@ def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
 
 
 def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
-    """Tabulate every covariance and pair."""
     parts = []
     for name, sim in sims.items():
         square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
@@ -365,7 +363,6 @@ def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame
 
 
 def _points(sims: dict[str, Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
-    """Tabulate every covariance, pair and token."""
     tokens = range(1, SETTING.length + 1)
     index = [(mean, scale, token) for (mean, scale), token in product(SETTING.pairs, tokens)]
     parts = []
