@@ -94,21 +94,8 @@ def parts(contexts: int, length: int, device: str) -> list[Ratio]:
         more = (peak_memory(device) - memory) / 2**30
         ratios.append(Ratio.of(f"survey of SmolLM2, {size}: GiB beyond the model and a pass", [more]))
         if not device.startswith("cuda") and path != Path(folder):
-            command = [
-                str(Path(sys.executable).with_name("theodolite")),
-                "survey",
-                str(path),
-                "--corpus",
-                str(TEXT),
-            ]
-            command += [
-                "--contexts",
-                str(contexts),
-                "--length",
-                str(length),
-                "--out",
-                str(Path(folder, "run")),
-            ]
+            command = [sys.executable, "-m", "theodolite", "survey", str(path), "--corpus", str(TEXT)]
+            command += f"--contexts {contexts} --length {length} --out {folder}/run".split()
             whole = seconds(lambda: subprocess.run(command, capture_output=True, check=True)).wall
             bound = WHOLE[contexts, length]
             what = f"theodolite survey of SmolLM2, {size}: whole command / bare pass"
