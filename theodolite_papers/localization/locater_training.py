@@ -226,11 +226,6 @@ def published_rate(width: int) -> float:
     return 32e-4 / width
 
 
-def measured(step: int, every: int) -> bool:
-    """Return whether the model is measured after `step` updates."""
-    return step % every == 0 or step in EARLY
-
-
 class LocaterTraining:
     """A model and what was measured of it so far; from its folder's checkpoint if there is one."""
 
@@ -342,7 +337,7 @@ class LocaterTraining:
 
     def _measure(self, step: int, _: Tensor | None) -> None:
         """Add a row to every table, after the steps that are measured."""
-        if not measured(step, self.recipe.measure_every):
+        if step % self.recipe.measure_every and step not in EARLY:
             return
         kept = self.trainer.kept
         before = int(self.history("steps")[-1]) if step else 0

@@ -112,19 +112,17 @@ def test_gradients() -> None:
 def test_errata() -> None:
     """The numbers of docs/errata.md: printed limits and denominators beside the model by hand."""
     numbers, t, s = [1.0, 0.0, 0.0], 2, 20.0
-    output, attention, _ = by_hand(numbers, t, s, 0.0, 1.0)
+    output, *_ = by_hand(numbers, t, s, 0.0, 1.0)
     assert output == pytest.approx(0.0, abs=1e-6)  # section 4.3 prints the sum from i = 1: 1
-    (_, attention, _), x = by_hand([1.0, 0.0, 1.0, 1.0], t, s, 0.0, 1.0), [1.0, 0.0, 1.0, 1.0]
+    _, attention, _ = by_hand([1.0, 0.0, 1.0, 1.0], t, s, 0.0, 1.0)
     assert (attention[2, 1] - attention[3, 3]) * s == pytest.approx(20.0, abs=1e-5)  # printed limit: 0
     assert abs(attention[2, 1] - attention[3, 1]) * s < 1e-6
-    _, attention, _ = by_hand([1.0, 0.0, 2.0, 1.0], t, 2.0, 0.0, 1.0)
-    x = [1.0, 0.0, 2.0, 1.0]
-    i, j = 3, 2  # from 0, so that [SEP] is 1
-    right = math.exp(1 + x[i] * x[j]) / (
-        math.exp(2.0) + sum(math.exp(1 + x[i] * x[k]) for k in range(4) if k != 1)
-    )
-    printed = math.exp(1 + x[i] * x[j]) / (
-        math.exp(2.0) + sum(math.exp(1 + x[i] * x[k]) for k in range(4) if k != j)
+    x, i, j, separator = [1.0, 0.0, 2.0, 1.0], 3, 2, 1  # places from 0
+    _, attention, _ = by_hand(x, t, 2.0, 0.0, 1.0)
+    right, printed = (
+        math.exp(1 + x[i] * x[j])
+        / (math.exp(2.0) + sum(math.exp(1 + x[i] * x[k]) for k in range(4) if k != left_out))
+        for left_out in (separator, j)
     )
     assert attention[i, j] == pytest.approx(right)
     assert (round(right, 3), round(printed, 3)) == (0.475, 0.807)

@@ -109,19 +109,6 @@ def test_noise_alone_has_neither_part(run):
     assert answers(outcome) == [FAILS, FAILS, FAILS]
 
 
-def test_the_corner_is_that_of_the_matrices_written_out(run):
-    """Oracle: numpy on W, D and V as d × d matrices."""
-    table = Study(run, _model(run, positional=1, diagonal=1)).outcome(figure_4).tables["heads"]
-    weights = _model(run, positional=1, diagonal=1).head_weights(0)
-    basis = run.arrays["positional_basis"][0, 1:].double().numpy()
-    v = np.linalg.svd(basis, full_matrices=True)[2].T
-    for head in range(HEADS):
-        w = weights.w_q[head].numpy() @ weights.w_k[head].numpy().T
-        energy = (v.T @ (w - np.diag(np.diag(w))) @ v) ** 2
-        assert table.loc[head, "corner_energy_20"] == pytest.approx(energy[:20, :20].sum() / energy.sum())
-        assert table.loc[head, "diagonal"] == pytest.approx((np.diag(w) ** 2).sum() / (w**2).sum())
-
-
 def test_blocks_without_weights_are_left_out_and_named(run):
     outcome = Study(run, _model(run, 2, 1, refused=(1,))).outcome(figure_4)
     assert set(outcome.tables["heads"]["layer"]) == {0}

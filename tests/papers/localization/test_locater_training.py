@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.papers.shared import hashes
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite_papers.localization.decoder import (
@@ -33,7 +31,6 @@ from theodolite_papers.localization.locater_training import (
     Setting,
     TextFiles,
     kept_text,
-    measured,
     published_rate,
 )
 
@@ -132,25 +129,6 @@ def test_first_step_in_closed_form(reduction, share, text, tmp_path):
             )
         assert undecided.float().mean() < 0.4
         torch.testing.assert_close(after[~undecided], expected[~undecided], rtol=0, atol=0.01 * rate)
-
-
-def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
-    """Oracle: a training run in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
-    uninterrupted = LocaterTraining(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
-    assert uninterrupted.trainer.advance(13)
-    uninterrupted.finish()
-    asked = iter([False] * 7 + [True] * 99)
-    parted = tmp_path / "parted"
-    assert not LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(11, lambda: next(asked))
-    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").step == 7
-    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(9)
-    last = LocaterTraining(parted, SETTING, RECIPE, text, "cpu")
-    assert last.trainer.advance(13)
-    last.finish()
-    assert hashes(parted) == hashes(tmp_path / "whole")
-    losses = pd.read_parquet(parted / "losses.parquet")
-    assert losses["step"].tolist() == [0, 1, 2, 5, 10]
-    assert losses["step"].tolist() == [step for step in range(14) if measured(step, 5)]
 
 
 def test_training_loss_is_the_mean_since_the_last_measurement(text: GridText, tmp_path: Path) -> None:
