@@ -1,4 +1,4 @@
-"""An experiment and its material: the run, and on demand the model, its text, further surveys."""
+"""An experiment, and what it reads: the run, and on demand the model and its text."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ Result = TypeVar("Result")
 
 
 class Study:
-    """A run with what it came from."""
+    """A run, with the model and the texts that experiments read besides."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Study:
         focus: Focus | None = None,
         show: ShowStage = lambda what, done, total: None,
     ) -> None:
-        """Hold a run against a paper.
+        """Prepare a run for experiments.
 
         run: the survey, or the provenance of what is read instead. model, corpus: of the run, where at hand. other: a
         second text; None: random tokens. folder: of traces and pruned models; None: in memory. focus: prompt and head.
@@ -239,7 +239,7 @@ class Study:
         return self._shared[name]
 
     def require_model(self, name: str = "this experiment") -> OpenModel:
-        """Return the model, or refuse."""
+        """Return the model; `UsageError` without one."""
         if self.model is None:
             raise UsageError(f"{name} needs the model as well as the run: pass it too")
         return self.model
@@ -247,7 +247,7 @@ class Study:
     def require_corpus(
         self, why: str = "this experiment reads the text of the run again: pass it as well"
     ) -> Corpus:
-        """Return the text of the run, or refuse."""
+        """Return the text of the run; `UsageError` without it."""
         if self.corpus is None:
             raise UsageError(why)
         return self.corpus

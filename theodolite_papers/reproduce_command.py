@@ -1,4 +1,4 @@
-"""`theodolite reproduce`: the list of experiments; and those that are named made, written and shown, one by one."""
+"""`theodolite reproduce`: list the experiments, or make, write and show the named ones, one by one."""
 
 from __future__ import annotations
 

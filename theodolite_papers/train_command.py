@@ -48,7 +48,7 @@ class _Running:
     as_json: AsJson = False
 
     def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
-        """Train a model on a task and say how good it is; `config`: where an option is not given."""
+        """Train a model on a task and print its results; `config` has what no option gives."""
         from theodolite_papers.training.tasks import train_task_model
 
         given = {name: value for name, value in asdict(options).items() if value is not None}

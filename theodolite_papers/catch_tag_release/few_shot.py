@@ -68,7 +68,7 @@ def accuracy_by_shots(answers: Mapping[str, Floats]) -> go.Figure:
 
 
 def answer(model: OpenModel, prompts: FewShotPrompts, batch: int | None = None) -> Answers:
-    """Mark the right answers of a model as it is now."""
+    """Mark which prompts the model answers correctly, after each number of examples."""
     return prompts.asked_of(model, batch).whole()["right"].numpy()
 
 
@@ -112,7 +112,7 @@ def figure_3(study: Study, outcome: Outcome) -> None:
 
 
 def tags_kept(before: Run, after: Run) -> str:
-    """Say how many of the tags of one trace another one has, weighted by what they catch and explain."""
+    """Report the share of the tags of one trace that another has, weighted by what they catch and explain."""
     table = survival_of_tags(before, after).table
     weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
     kept = weights[table["status"] == SURVIVED].sum()

@@ -1,4 +1,4 @@
-"""What examples in a prompt are told apart by (Zhang et al. 2025, sections 3.4, 3.5): sinks hidden, or tags taken out.
+"""Ablate what may separate the examples of a prompt: sinks, or tags (Zhang et al. 2025, sections 3.4, 3.5).
 
 Each ablation has controls, of which the one that costs most after sixteen examples is judged, paired by prompt. Tags
 are those of later tokens' sinks, found on other prompts, and are taken from the tokens that such a sink catches.
@@ -78,7 +78,7 @@ class Tag:
 
 
 def texts_of(prompts: FewShotPrompts) -> list[Tensor]:
-    """Return the prompts without what stands behind the shorter ones."""
+    """Return each prompt without its padding."""
     return [ids[:end] for ids, end in zip(prompts.ids, prompts.answers[:, -1, 1].tolist(), strict=True)]
 
 
@@ -143,8 +143,10 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
 
         return opened
 
-    made = {name: of_keys(name) for name in KEYS} | {name: of_tags(name) for name in (TAGS, RANDOM, OTHERS)}
-    return {DENSE: lambda reading: (), **made}
+    by_name = {name: of_keys(name) for name in KEYS} | {
+        name: of_tags(name) for name in (TAGS, RANDOM, OTHERS)
+    }
+    return {DENSE: lambda reading: (), **by_name}
 
 
 class _Sizes(Hooks):
@@ -182,7 +184,7 @@ def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> t
 
 
 def answered(model: OpenModel, prompts: FewShotPrompts, reading: Reading) -> Bool[Tensor, "texts lines"]:
-    """Mark the right answers to some prompts of a model as it is now."""
+    """Mark which of some prompts the model answers correctly, after each number of examples."""
     return prompts.right(model, reading.part, reading.ids)
 
 
@@ -205,11 +207,11 @@ def examples(study: Study, outcome: Outcome) -> None:
 
         return opened
 
-    made = {name: noting(name, ablation) for name, ablation in ablations(model, tags).items()}
+    by_name = {name: noting(name, ablation) for name, ablation in ablations(model, tags).items()}
     rows = under_ablations(
         model,
         texts,
-        made,
+        by_name,
         lambda reading: {"right": answered(model, prompts, reading)},
         study.show,
         "asking with something taken away",

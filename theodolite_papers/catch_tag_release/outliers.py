@@ -405,10 +405,10 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         rows.append((name, share, f"dimensions {dimensions}; up to {largest}"))
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows[:TOKENS], strict=True)
-    told = [[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)]
+    rows_shown = [[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)]
     hover = "%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>"
     at = list(range(len(names)))  # numbered, since two tokens may look alike
-    shown = bars(np.array(shares), at, "", style.BLUE, hover, orientation="h", customdata=told)
+    shown = bars(np.array(shares), at, "", style.BLUE, hover, orientation="h", customdata=rows_shown)
     down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
     down |= {"tickvals": at, "ticktext": [for_plotly(name) for name in names]}
     layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}

@@ -89,7 +89,7 @@ class _SinkHooks(Hooks):
 
 
 def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
-    """Measure a model as it is now."""
+    """Measure a model's losses and sinks on a text, and one head on the prompt."""
     losses, sinks = [], []
     for ids in corpus.contexts.split(batch_of(corpus, None)):
         batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])

@@ -1,4 +1,4 @@
-"""Test if a tag is used: ablate one sink's head, against norm-matched controls (Zhang et al. 2025, sections 2, 3)."""
+"""Test whether a tag is used: ablate it, against norm-matched controls (Zhang et al. 2025, sections 2, 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models trained on addition: does one add, which every claim about them supposes, and how well (appendix D.3)."""
+"""Measure how well a model trained on addition adds, which every claim about it presupposes (appendix D.3)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def share_of_sums(share: float, count: int) -> Estimate:
 
 
 def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
-    """Say why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
+    """Explain why the model is not known to add, with its accuracy where it can be measured; None: it adds."""
     if model is None:
         return "whether the model adds is unknown without it: pass the model together with the run"
     if not is_adder(model):
@@ -84,7 +84,7 @@ def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
 
 
 def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
-    """Say why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
+    """Explain why a model of this accuracy (`what`: on what) is not known to add; None: it adds."""
     verdict = judge("", what, accuracy, criterion("geometry/adds"))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 

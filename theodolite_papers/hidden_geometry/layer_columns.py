@@ -188,7 +188,7 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
 
 
 def hidden_in(hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> str:
-    """Word where a number is at the noise floor."""
+    """Report in how many layers a number is at the noise floor."""
     return AT_FLOOR if len(hidden) == 1 else f"{AT_FLOOR} in {hidden.sum()} of {counted(len(hidden), each)}"
 
 
@@ -220,7 +220,7 @@ LEAST_UNSMOOTH_POSITIONS = 20
 
 
 def no_room(run: Run) -> str | None:
-    """Say why no rank can be judged in contexts this short; None: it can."""
+    """Explain why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
     if min(positions - 1, width) >= LEAST_RANKED:
         return None
@@ -306,7 +306,7 @@ def beyond_random_order(lowest: Tensor, constant: Tensor, positions: int) -> Ten
 
 
 def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
-    """Say why low frequencies of so few positions say nothing; None: they do."""
+    """Explain why low frequencies of so few positions mean nothing; None: there are enough."""
     positions = need(run, "positional_basis").shape[1] - 1
     why = (
         f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"

@@ -1,4 +1,4 @@
-"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions."""
+"""Clusters of contexts by label, and incoherence of positions and contexts against random directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both theorems in numbers: the bound on smoothness and its worth (Theorem 1), kernels of drawn bases (Theorem 2)."""
+"""Check both theorems numerically: the bound on smoothness (Theorem 1), kernels of random bases (Theorem 2)."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
 
 
 def _noise_explains(outcome: Outcome, table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
-    """Word what else the corner of a majority of heads may come from; empty: nothing."""
+    """Explain what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"

@@ -271,7 +271,7 @@ class LocaterTraining:
         return self.trainer.kept[f"history/{name}"]
 
     def progress(self) -> str:
-        """Word the step, and the loss on held-out text when it was last measured."""
+        """Report the step, and the held-out loss when it was last measured."""
         last = self.tables()[0].iloc[-1]
         return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
@@ -294,8 +294,9 @@ class LocaterTraining:
             "held_out_loss_se": error,
             "tokens_per_word": self.text.tokens_per_word,
         }
-        length, made = self.recipe.length, self.text.tokenizer
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=self.text.tokenizer, model_max_length=self.recipe.length
+        )
         with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
@@ -481,7 +482,7 @@ def grid_settings(
 
 @dataclass(frozen=True)
 class Job:
-    """The place and the means of a grid's training: what its runs share."""
+    """What the runs of a grid share: the folder, the recipe, the steps and the device."""
 
     folder: Path
     recipe: Recipe

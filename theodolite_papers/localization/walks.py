@@ -90,7 +90,7 @@ def over_draws(values: Tensor) -> Tensor:
 
 
 def simulate_walks(setting: WalkSetting, covariance: str, seed: int) -> Simulation:
-    """Walk at random and count which tokens propagate.
+    """Simulate random walks and count which tokens propagate.
 
     x_1 ~ N(0, Σ), x_{t+1} ~ N(x_t, Σ) (Assumption 1); W_QK = B diag(w) Bᵀ with B a uniformly random orthogonal
     matrix; ω = X W_QK x_T/λ. Every draw has its own walks, B and standard normal z; w = mean + scale · z, so

@@ -176,7 +176,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class ModelTraining(Generic[Result]):
-    """A training run into a folder: its model, data, loss and what is said of it.
+    """A training run into a folder: its model, data, loss and reports.
 
     build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
     loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
@@ -194,7 +194,7 @@ class ModelTraining(Generic[Result]):
 
 
 def check_training(out: Path, config: ModelConfig, threads: int) -> None:
-    """Refuse numbers that no training run can use, and to train into what is there and is no training run."""
+    """Refuse invalid settings, and an existing `out` that is no training run."""
     check_numbers(config.seed, threads)
     check_target(out)
     if out.exists() and not (out / JOB).is_file():
@@ -246,7 +246,7 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
 
 
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Load the trained model in the place of the untrained one, all of whose weights are there."""
+    """Load the finished model; refuse a folder that is damaged or lacks weights."""
     advice = "give another folder or remove it."
     architecture: Any = type(model)
     try:
