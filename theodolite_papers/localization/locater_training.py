@@ -81,54 +81,47 @@ def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The texts, and how they are cut.
-
-    length: tokens of a context. batch: contexts per step. vocabulary: of a byte-level BPE; None: one token per word.
-    """
+    """The text to train on, and the held-out one."""
 
     train: Path
     held_out: Path
-    length: int = 64
-    batch: int = 64
-    vocabulary: int | None = 2048
 
-    def read(self) -> GridText:
+    def read(self, recipe: Recipe) -> GridText:
         """Tokenize and cut both."""
         texts = [read_text(path, "file") for path in (self.train, self.held_out)]
+        vocabulary, length = recipe.vocabulary, recipe.length
         tokenizer = (
-            word_tokenizer(texts[0])
-            if self.vocabulary is None
-            else byte_pair_tokenizer(texts[:1], self.vocabulary)
+            word_tokenizer(texts[0]) if vocabulary is None else byte_pair_tokenizer(texts[:1], vocabulary)
         )
         streams = [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
-        for path, stream, least in zip((self.train, self.held_out), streams, (self.batch, 1), strict=True):
-            if len(stream) <= least * self.length:
-                needed = least * self.length + 1
+        for path, stream, least in zip((self.train, self.held_out), streams, (recipe.batch, 1), strict=True):
+            if len(stream) <= least * length:
+                needed = least * length + 1
                 raise UsageError(f"{path} has {len(stream)} tokens; give a text of {needed} or more.")
         words = len(texts[1].split()) + texts[1].count("\n")
-        cut = [_windows(stream, self.length) for stream in streams]
-        return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())
+        cut = [_windows(stream, length) for stream in streams]
+        return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256(recipe))
 
-    def sha256(self) -> str:
+    def sha256(self, recipe: Recipe) -> str:
         """Hash of both files' text and of how they are cut."""
-        digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
+        digest = hashlib.sha256(f"{recipe.length} {recipe.vocabulary}".encode())
         for path in (self.train, self.held_out):
             digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
         return digest.hexdigest()
 
 
-def kept_text(work: Unfinished, files: TextFiles) -> GridText:
+def kept_text(work: Unfinished, files: TextFiles, recipe: Recipe) -> GridText:
     """Return the text of a grid as its folder keeps it, which the first call reads from `files`."""
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        text = files.read()
+        text = files.read(recipe)
         notes = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
         notes |= {"tokenizer": text.tokenizer.to_str()}
         return {"train": text.train, "held_out": text.held_out}, notes
 
     work.save_once("text", read)
     tensors, notes = work.load("text") or ({}, {})
-    if notes["sha256"] != files.sha256():
+    if notes["sha256"] != files.sha256(recipe):
         raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
     tokenizer = Tokenizer.from_str(notes["tokenizer"])
     cut = tensors["train"], tensors["held_out"]
@@ -179,9 +172,9 @@ class Recipe:
     all of the time goes.
     """
 
-    length: int = 64
-    batch: int = 64
-    vocabulary: int | None = 2048
+    length: int = 64  # tokens of a context
+    batch: int = 64  # contexts per step
+    vocabulary: int | None = 2048  # of a byte-level BPE; None: one token per word
     dropout: float = 0.1
     bfloat16: bool = field(default_factory=multiplies_halves)
     measure_every: int = 250  # steps
@@ -250,9 +243,8 @@ class LocaterTraining:
             measure=self._measure,
             before_save=self._write_tables,
             kept={
-                "summed": torch.zeros(
-                    (), dtype=torch.float64, device=self.device
-                ),  # loss since the last measurement
+                # The loss since the last measurement.
+                "summed": torch.zeros((), dtype=torch.float64, device=self.device),
                 "history/steps": torch.zeros(0, dtype=torch.int64),
                 "history/losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
                 "history/heads": torch.zeros(0, setting.layers, len(HEADS), dtype=torch.float64),
@@ -421,9 +413,8 @@ def train_locater(
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
     settings = grid_settings(Setting(gradient=gradient, reduction=reduction), seeds=seeds, **how)
-    files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
     steps = PUBLISHED_STEPS if steps is None else steps
-    train_grid(Job(out, recipe, steps, device), settings, files, console)
+    train_grid(Job(out, recipe, steps, device), settings, TextFiles(text, held_out), console)
     names = {setting.name for setting in settings}
     summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
     unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
@@ -504,7 +495,7 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
     for setting in settings:
         setting.check()
     check_target(job.folder)
-    text = kept_text(job.work, files)
+    text = kept_text(job.work, files, job.recipe)
     console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:

@@ -35,7 +35,7 @@ def files(tmp_path: Path) -> TextFiles:
     """Two texts of a few words."""
     for name, count in (("train.txt", 60), ("held.txt", 20)):
         (tmp_path / name).write_text("to be or not to be\nthat is the question\n" * count, encoding="utf-8")
-    return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt", length=16, batch=2, vocabulary=None)
+    return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt")
 
 
 def step_of(folder: Path) -> int:
@@ -58,7 +58,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "ROUND", 2)
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
-    text, asked = module.kept_text(job.work, files), iter([False] * 12 + [True] * 99)
+    text, asked = module.kept_text(job.work, files, RECIPE), iter([False] * 12 + [True] * 99)
     assert module.train_in_rounds(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
     reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
