@@ -11,27 +11,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.calls import call, one_error
 from tests.slow import chaos_but
-from theodolite.cli.app import app
 from theodolite.passes.run import TABLES, Run
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 40
-
-
-def call(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stderr
-
-
-def one_error(stderr: str) -> str:
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, stderr
-    assert "Traceback" not in stderr
-    assert "--debug" not in stderr, "was not foreseen"
-    return errors[0]
 
 
 @pytest.fixture
@@ -69,7 +54,7 @@ def test_a_disk_that_takes_no_more(command: str, size: int, words: list[object],
     more = ["--method", "wanda"] if command == "prune" else []
     assert call(command, *words, *more, "--out", tmp_path / "whole")[0] == 0
     with files_up_to(size):
-        status, stderr = call(command, *words, *more, "--out", tmp_path / "run")
+        status, _, stderr = call(command, *words, *more, "--out", tmp_path / "run")
     assert status == 1
     assert "cannot write" in one_error(stderr)
     if (tmp_path / "run").exists():  # the run was small enough, and its page was not

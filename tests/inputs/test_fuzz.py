@@ -15,10 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
+from tests.calls import call, one_error
 from tests.checkpoints import byte_tokenizer
-from theodolite.cli.app import app
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.passes.run import SCHEMA_VERSION, TABLES, Run
@@ -90,13 +89,10 @@ def test_tables_come_back_as_they_were(rows: list[tuple[str, float]], name: str,
 
 
 def expect_one_line(words: list[str]) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exception)
-    assert result.exit_code in (0, 1, 2), words
-    if result.exit_code and "Usage:" not in result.stderr:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, (words, result.stderr)
-        assert "--debug" not in result.stderr, (words, "was not foreseen", result.stderr)
+    status, _, stderr = call(*words)
+    assert status in (0, 1, 2), words
+    if status and "Usage:" not in stderr:
+        one_error(stderr)
 
 
 VALUES = st.sampled_from(
