@@ -6,6 +6,7 @@ is `separator` + 1. What is printed and does not hold is in docs/errata.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +35,11 @@ class AveragingOutput:
 def averaging_model(
     numbers: Float[Tensor, "*batch length"],
     separator: Int[Tensor, "*#batch"] | int,
-    s_tag: float | Tensor,
-    b: float | Tensor = 0.0,
-    d: float | Tensor = 1.0,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
 ) -> AveragingOutput:
-    """Compute the construction of Theorem 4.1 (eqs. 1 to 3) on sequences; differentiable in numbers, s_tag, b and d.
+    """Compute the construction of Theorem 4.1 (eqs. 1 to 3) on sequences.
 
     Numbers are embedded as (x, −1) and [SEP] as (0, −s_tag); what `numbers` has at its place is not read. Logits of the
     first layer are E Eᵀ, W_V¹ = diag(0, −1); the last query h meets a key h' as (b h_0 + d h_1) h'_1 (W_Q² W_K² as
@@ -50,26 +51,24 @@ def averaging_model(
     the numbers over T in the limit, and without [SEP] their mean, for any s_tag: nothing is tagged.
 
     Args:
-        numbers: any finite values. separator: place of [SEP], `ABSENT` for none.
-        s_tag, b, d: numbers, or tensors of one shape () or of the sequences' leading dimensions.
+        numbers: any finite values. separator: place of [SEP], `ABSENT` for none. s_tag, b, d: of the theorem.
 
     Raises:
         UsageError: a place that is not in the sequence, or d is not positive: the last query would then turn away from
             the tagged tokens.
     """
     separator = _checked(numbers, separator)
-    tag, number, gain = (torch.as_tensor(value, dtype=torch.float64) for value in (s_tag, b, d))
-    if not bool((gain > 0).all()):
-        raise UsageError(f"d is {gain.min().item():g}: Theorem 4.1 needs d > 0")
+    if not d > 0:
+        raise UsageError(f"d is {d:g}: Theorem 4.1 needs d > 0")
     here = _places(numbers) == separator[..., None]
     values = numbers.masked_fill(here, 0.0)
-    tags = torch.where(here, -tag[..., None], -1.0).expand_as(values)
+    tags = torch.full_like(values, -1.0).masked_fill(here, -s_tag)
     embedded = torch.stack([values, tags], -1)
     logits = embedded @ embedded.mT
     later = torch.ones_like(logits, dtype=torch.bool).triu(1)
     attention = logits.masked_fill(later, -torch.inf).softmax(-1)
     hidden = torch.stack([values, tags - (attention @ tags[..., None])[..., 0]], -1)
-    slope = number * hidden[..., -1, 0] + gain * hidden[..., -1, 1]
+    slope = b * hidden[..., -1, 0] + d * hidden[..., -1, 1]
     last = (slope[..., None] * hidden[..., 1]).softmax(-1)  # the last query sees all keys
     return AveragingOutput((last * hidden[..., 0]).sum(-1), attention, hidden)
 
@@ -89,9 +88,9 @@ def mean_after(
 def averaging_error(
     numbers: Float[Tensor, "*batch length"],
     separator: Int[Tensor, "*#batch"] | int,
-    s_tag: float | Tensor,
-    b: float | Tensor = 0.0,
-    d: float | Tensor = 1.0,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
 ) -> Float[Tensor, "*batch"]:
     """Compute the leading term of f(x) − mean as s_tag → ∞, signed; ours, the paper has no rate.
 
@@ -107,7 +106,6 @@ def averaging_error(
         UsageError: a place that is not in the sequence.
     """
     separator = _checked(numbers, separator)
-    tag = torch.as_tensor(s_tag, dtype=torch.float64)
     place = _places(numbers)
     is_number = place != separator[..., None]
     products = (numbers[..., :, None] * numbers[..., None, :] + 1).exp()
@@ -117,8 +115,8 @@ def averaging_error(
     mean = torch.where(after, sums, 0.0).sum(-1) / count
     deviation = torch.where(after, sums - mean[..., None], 0.0)
     covariance = (deviation * torch.where(after, numbers, 0.0)).sum(-1) / count
-    logit = (tag - 1) * (b * numbers[..., -1] + d * (tag - 1))  # of a tagged token, but for e^(−s)
-    return -logit * (-tag).exp() * covariance
+    logit = (s_tag - 1) * (b * numbers[..., -1] + d * (s_tag - 1))  # of a tagged token, but for e^(−s)
+    return -logit * math.exp(-s_tag) * covariance
 
 
 def _places(numbers: Tensor) -> Tensor:
