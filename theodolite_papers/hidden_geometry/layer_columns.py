@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from theodolite import Corpus, Run
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import (
@@ -207,6 +208,15 @@ def unless_hidden(verdict: Verdict, hidden: Bool[np.ndarray, " parts"], each: st
     if 2 * hidden.sum() < len(hidden) or verdict.answer == UNTESTABLE:
         return replace(verdict, evidence=evidence)
     return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=floor)
+
+
+def judge_seen(
+    outcome: Outcome, key: str, number: Estimate | Estimates, of_layers: Floats, /, **words: Any
+) -> None:
+    """Judge a claim on the layers that have a number, with their count for its words; the others by `unless_hidden`."""
+    hidden = np.isnan(of_layers)
+    verdict = outcome.verdict(key, number, layers=int((~hidden).sum()), **words)
+    outcome.verdicts.append(unless_hidden(verdict, hidden))
 
 
 LEAST_RANKED = 42
