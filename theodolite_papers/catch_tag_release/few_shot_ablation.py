@@ -6,7 +6,7 @@ are those of later tokens' sinks, found on other prompts, and are taken from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -194,32 +194,19 @@ def examples(study: Study, outcome: Outcome) -> None:
     prompts = prompts_for(model, PROMPTS, SEED)
     texts = texts_of(prompts)
     tags = later_tags(model, prompts_for(model, TAG_PROMPTS, TAG_SEED), study.show)
-    noted: dict[str, list[Tensor]] = {name: [] for name in (*KEYS, TAGS)}
 
-    def noting(name: str, ablation: Ablation) -> Ablation:
-        def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
-            if name in KEYS:
-                noted[name].append(share_hidden(reading, keys_of(name, reading)))
-            elif name == TAGS:
-                caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
-                noted[name].append(sum(caught, torch.zeros(len(reading.ids))))
-            return ablation(reading)
+    def measured(reading: Reading) -> dict[str, Tensor]:
+        caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
+        went = {name: share_hidden(reading, keys_of(name, reading)) for name in KEYS}
+        right = answered(model, prompts, reading)
+        return went | {"right": right, "caught": sum(caught, torch.zeros(len(reading.ids)))}
 
-        return opened
-
-    by_name = {name: noting(name, ablation) for name, ablation in ablations(model, tags).items()}
-    rows = under_ablations(
-        model,
-        texts,
-        by_name,
-        lambda reading: {"right": answered(model, prompts, reading)},
-        study.show,
-        "asking with something taken away",
-    )
+    title = "asking with something taken away"
+    rows = under_ablations(model, texts, ablations(model, tags), measured, study.show, title)
     answers = {name: of["right"] for name, of in rows.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
-    went = {name: percent(float(torch.cat(noted[name]).nanmean())) for name in KEYS}
-    caught = torch.cat(noted[TAGS])
+    went = {name: percent(float(torch.from_numpy(rows[DENSE][name]).nanmean())) for name in KEYS}
+    caught = rows[DENSE]["caught"]
     outcome.read(
         "attention that went there, in heads with sinks",
         "; ".join(f"{name} {of}" for name, of in went.items()),
@@ -227,10 +214,10 @@ def examples(study: Study, outcome: Outcome) -> None:
     words = f"in {int((caught > 0).sum())} of {counted(len(texts), 'prompt')}, {number(float(caught.mean()))} a prompt"
     outcome.read("tokens that a later token's sink catches, in heads with a tag", words)
     if caught.any():
-        some = [texts[row] for row in caught.nonzero().flatten()[:TAG_PROMPTS]]
+        some = [texts[row] for row in np.flatnonzero(caught)[:TAG_PROMPTS]]
         of_tags, elsewhere = map(number, amounts(model, tags, some))
         outcome.read("taken from such a token", f"{of_tags}; {elsewhere} along leading directions at others")
-    show_ablations(outcome, answers, prompts.tasks, went, (caught > 0).numpy())
+    show_ablations(outcome, answers, prompts.tasks, went, caught > 0)
 
 
 def show_ablations(
