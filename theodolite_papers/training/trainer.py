@@ -135,14 +135,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        if not all(parameter.isfinite().all() for _, parameter in self._parameters()):
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
             raise WorkError(
                 f"The weights are no longer finite numbers: remove {self.work.folder}, and train with a lower rate."
             )
         with disk_errors(self.work.folder):
             self.before_save()
         tensors = dict(self.kept)
-        for name, parameter in self._parameters():
+        for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]  # empty before the first update
             tensors[name] = parameter.detach()
             tensors |= {
@@ -161,17 +161,12 @@ class Trainer:
         if not notes:
             return
         self.step = int(notes["step"])
-        for name, parameter in self._parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.data.copy_(tensors[name])
             moments = {key: tensors[f"{name}/{key}"].to(parameter.device) for key in MOMENTS}
             count = torch.tensor(float(self.step), device=parameter.device)
             self.optimizer.state[parameter] = {"step": count, **moments}
         self.kept = {name: tensors[name].to(value.device) for name, value in self.kept.items()}
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        ]
 
 
 @dataclass(frozen=True)
@@ -270,10 +265,9 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
 def _fit(model: PreTrainedModel, training: ModelTraining[Result], work: Unfinished, console: Console) -> None:
     """Train to the last step, with a bar, and say how far it is at every checkpoint."""
     config, partial = training.config, work.folder
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
 
     def measure(step: int, loss: Tensor | None) -> None:
