@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -58,43 +58,13 @@ def check_numbers(seed: int, threads: int = 1) -> None:
         raise UsageError(f"threads is {threads}; it must be {MOST_THREADS} at most.")
 
 
-def updates(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[int], Tensor],
-    rate: Callable[[int], float],
-    steps: range,
-    *,
-    seed: int | None = None,
-    clip: Callable[[nn.Module], object] | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Train `model` in place, and yield after every update how many were done, and the loss before it.
-
-    seed: of what is random in the model, such as dropout. clip: changes the gradient before an update.
-    """
-    for step in steps:
-        learning_rate = rate(step)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        if seed is not None:
-            torch.manual_seed((seed << 32) + step)
-        model.train()
-        value = loss(step)
-        optimizer.zero_grad()
-        value.backward()
-        if clip is not None:
-            clip(model)
-        optimizer.step()
-        yield step + 1, value.detach()
-
-
 @dataclass
 class Trainer:
-    """A model with its optimizer, trained by `updates`, which resumes from the checkpoint in its unfinished work.
+    """A model with its optimizer, which resumes from the checkpoint in its unfinished work.
 
     measure: gets the number of updates done and the loss before the last one, once before the first update (no loss)
-    and then after every one. before_save: writes what must not be older than a checkpoint. kept: tensors that are saved
-    and resumed with the weights; `measure` may replace them.
+    and then after every one. before_save: writes what must not be older than a checkpoint. clip: the gradient's largest
+    norm; None: any. kept: tensors that are saved and resumed with the weights; `measure` may replace them.
     """
 
     work: Unfinished
@@ -106,27 +76,39 @@ class Trainer:
     save_every: int
     measure: Callable[[int, Tensor | None], None]
     before_save: Callable[[], None] = lambda: None
-    clip: Callable[[nn.Module], object] | None = None
+    clip: float | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
     def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to step `until`, saving on the way and at the end; False where `stop` ended it before."""
         began, saved = self.step, self.saved
-        steps = range(began, until)
-        done = updates(
-            self.model, self.optimizer, self.loss, self.rate, steps, seed=self.seed, clip=self.clip
-        )
         if not began and not saved:
             self.measure(0, None)
         while self.step < until and not stop():
-            self.step, loss = next(done)
+            loss = self._update()
             self.measure(self.step, loss)
             if self.step % self.save_every == 0 and self.step < until:
                 self.save()
         if self.step > began or not saved:
             self.save()
         return self.step >= until
+
+    def _update(self) -> Tensor:
+        """Take one step, and return the loss before it."""
+        learning_rate = self.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        torch.manual_seed((self.seed << 32) + self.step)
+        self.model.train()
+        loss = self.loss(self.step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.step += 1
+        return loss.detach()
 
     @property
     def saved(self) -> bool:
@@ -288,7 +270,7 @@ def _fit(model: PreTrainedModel, training: ModelTraining[Result], work: Unfinish
         seed=config.seed,
         save_every=config.checkpoint_every,
         measure=measure,
-        clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
+        clip=CLIP,
     )
     trainer.resume()
     with interruptible(lambda: console.print(STOPPING)) as pressed, Progress(console=console) as progress:
