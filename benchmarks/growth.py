@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,11 +17,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.timing import in_process, in_turns, peak_memory
+from benchmarks.survey import bare_seconds, stage_seconds
+from benchmarks.timing import in_process, peak_memory
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import open_model
-from theodolite.passes.corpus_pass import batch_of
-from theodolite.passes.survey import TEXT_TITLE, survey
+from theodolite.passes.survey import TEXT_TITLE
 from theodolite.system.processor import keep_pages
 from tools.real_models import REPOSITORY
 
@@ -73,26 +72,10 @@ def timed(size: Size) -> dict[str, float]:
         model = open_model(folder, device="cpu", dtype=size.dtype)
         corpus = Corpus.random_tokens(VOCABULARY, size.length, size.contexts)
         weights = sum(parameter.nbytes for parameter in model.hf.parameters())
-
-        def bare() -> None:
-            with torch.inference_mode():
-                for ids in corpus.contexts.split(batch_of(corpus, None)):
-                    model.hf.base_model(input_ids=ids, use_cache=False)
-
-        forward = [taken.wall for taken in in_turns({"bare": bare}, 2)["bare"]]
-        seen: dict[str, float] = {}
-        survey(
-            model, corpus, show_progress=lambda what, done, total: seen.setdefault(what, time.perf_counter())
-        )
-        ends = [*seen.values(), time.perf_counter()]
-        text = ends[list(seen).index(TEXT_TITLE) + 1] - seen[TEXT_TITLE]
+        bare, stages = min(bare_seconds(model, corpus, 2)), stage_seconds(model, corpus)
+        text = stages.pop(TEXT_TITLE)
         memory = (peak_memory("cpu") - weights) / 2**30
-        return {
-            "bare": min(forward),
-            "text": text,
-            "rest": ends[-1] - ends[0] - text,
-            "gib beyond weights": memory,
-        }
+        return {"bare": bare, "text": text, "rest": sum(stages.values()), "gib beyond weights": memory}
 
 
 def rows() -> Iterator[dict[str, object]]:

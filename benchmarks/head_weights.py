@@ -1,4 +1,4 @@
-"""Reading the weights of all heads over a bare pass of 4,096 tokens, in a model of SmolLM's sizes with random weights.
+"""Reading the weights of all heads over a bare pass of 4,096 tokens, in a random model of SmolLM2's shape.
 
 30 layers × 9 heads (3 key heads), d = 576.
 """
@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import of_smollm2
 from benchmarks.timing import Ratio, in_turns, over
 from theodolite import open_model
 
-SIZES = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
 TOKENS, ROUNDS, BUDGET = 4096, 3, 0.3
 
 
 def measure(device: str) -> Iterator[Ratio]:
-    torch.manual_seed(0)
-    hf = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=1536, vocab_size=49152)).to(device)  # type: ignore[arg-type]
-    model = open_model(hf)
+    model = open_model(of_smollm2().to(device))
     ids = torch.randint(49152, (TOKENS // 256, 256))
     works = {
         "pass": lambda: model.forward(ids),

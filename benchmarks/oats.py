@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.pruning import RANK_RATIO, SPARSITY
+from benchmarks.pruning import oats as released
 from benchmarks.timing import Ratio, in_turns, over
 from theodolite.prune import oats
-from theodolite.prune.methods import largest
 
 SHAPES = ((768, 768), (3072, 768), (768, 3072))
-SPARSITY, RANK_RATIO = 0.5, 0.25
 ROUNDS = 2
 
 
@@ -57,13 +57,6 @@ def moments(inputs: int) -> Tensor:
 
 def full_svds(weight: Tensor, second_moment: Tensor, iterations: int) -> float:
     """Compute the error of the same alternation by full SVDs."""
-    outputs, inputs = weight.shape
-    rank = int(RANK_RATIO * (1 - SPARSITY) * outputs * inputs / (outputs + inputs))
-    entries = inputs - int(inputs * (1 - (1 - RANK_RATIO) * (1 - SPARSITY)))
-    scaled = weight * second_moment.sqrt()
-    sparse = torch.zeros_like(scaled)
-    for _ in range(iterations):
-        left, values, right = torch.linalg.svd(scaled - sparse, full_matrices=False)
-        residual = scaled - (left[:, :rank] * values[:rank]) @ right[:rank]
-        sparse = residual * largest(residual.abs(), entries)
-    return float(torch.linalg.vector_norm(residual - sparse) / torch.linalg.vector_norm(scaled))
+    pruned, scale = weight.clone(), second_moment.sqrt()
+    released(pruned, second_moment, iterations)
+    return float(((weight - pruned) * scale).norm() / (weight * scale).norm())

@@ -101,7 +101,7 @@ def sparsegpt(weight: Tensor, hessian: Tensor, blocksize: int = 128) -> None:
         weight[:, last:] -= errors.matmul(inverse[first:last, last:])
 
 
-def oats(weight: Tensor, sums: Tensor) -> None:
+def oats(weight: Tensor, sums: Tensor, iterations: int = ITERATIONS) -> None:
     """Alternate a full SVD with keeping each row's largest entries."""
     scale = sums.sqrt()
     scaled = weight * scale
@@ -109,7 +109,7 @@ def oats(weight: Tensor, sums: Tensor) -> None:
     rank = int(RANK_RATIO * (1 - SPARSITY) * outputs * inputs / (outputs + inputs))
     zeros = int(inputs * (1 - (1 - RANK_RATIO) * (1 - SPARSITY)))
     sparse = torch.zeros_like(scaled)
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         left, values, right = torch.linalg.svd(scaled - sparse, full_matrices=False)
         low_rank = left[:, :rank] @ torch.diag(values[:rank]) @ right[:rank]
         sparse = scaled - low_rank

@@ -29,7 +29,7 @@ from theodolite.train import GeometryMonitor, Locater, QKClip
 from theodolite.train.monitor import CONTEXTS, GeometryWarning
 from theodolite_papers.training.models import LearningRate, gpt2
 from theodolite_papers.training.tasks import Characters
-from theodolite_papers.training.trainer import BETAS, updates
+from theodolite_papers.training.trainer import BETAS
 
 LEARNING_RATES = {
     "healthy": LearningRate(1e-3),
@@ -122,8 +122,14 @@ def trained(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GeometryWarning)
         monitor(0)
-        for step, _ in updates(model, optimizer, loss_of, rate, range(steps)):
-            monitor(step)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            loss = loss_of(step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            monitor(step + 1)
             clipped += 0 if clip is None else len(clip(monitor.last)) > 0
             if not math.isfinite(losses[-1]):
                 break

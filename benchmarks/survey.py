@@ -25,7 +25,7 @@ from benchmarks.models import gpt2, of_smollm2
 from benchmarks.timing import Ratio, in_process, in_turns, over, peak_memory, seconds
 from theodolite.corpus.corpus import Corpus
 from theodolite.models import OpenModel, open_model
-from theodolite.passes.corpus_pass import TOKENS_A_BATCH
+from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey import survey
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.processor import keep_pages
@@ -56,6 +56,29 @@ def opened(layers: int, device: str) -> OpenModel:
         return open_model(folder, device=device)
 
 
+def bare_seconds(model: OpenModel, corpus: Corpus, rounds: int, device: str = "cpu") -> list[float]:
+    """Time the bare pass of a text, some rounds."""
+
+    def bare() -> None:
+        with torch.inference_mode():
+            for ids in corpus.contexts.split(batch_of(corpus, None)):
+                model.hf.base_model(input_ids=ids.to(device), use_cache=False)
+
+    return [taken.wall for taken in in_turns({"bare": bare}, rounds, device)["bare"]]
+
+
+def stage_seconds(model: OpenModel, corpus: Corpus) -> dict[str, float]:
+    """Survey, and time each stage."""
+    began: dict[str, float] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        began.setdefault(what, time.perf_counter())
+
+    survey(model, corpus, show_progress=show)
+    began["end"] = time.perf_counter()
+    return {what: then - first for (what, first), (_, then) in pairwise(began.items())}
+
+
 def parts(contexts: int, length: int, device: str) -> list[Ratio]:
     """Time the stages of a survey of a real model, and the whole command on a CPU, over the bare pass."""
     keep_pages()
@@ -68,51 +91,22 @@ def parts(contexts: int, length: int, device: str) -> list[Ratio]:
         model = open_model(path, device=device)
         if path != Path(folder):
             corpus = Corpus.from_path(TEXT, model.tokenizer, contexts=contexts, length=length)
-        batches = corpus.contexts.split(max(1, TOKENS_A_BATCH // length))
-
-        def bare() -> None:
-            with torch.inference_mode():
-                for ids in batches:
-                    model.hf.base_model(input_ids=ids.to(device), use_cache=False)
-
-        forward = [time.wall for time in in_turns({"bare": bare}, ROUNDS, device)["bare"]]
-        began: dict[str, float] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            began.setdefault(what, time.perf_counter())
-
+        bare = statistics.median(bare_seconds(model, corpus, ROUNDS, device))
         memory = peak_memory(device)
-        survey(model, corpus, show_progress=show)
-        began["end"] = time.perf_counter()
         size = f"{contexts} × {length:,}"
-        bare_seconds = statistics.median(forward)
-        spans = pairwise(began.items())
         ratios = [
-            Ratio.of(f"survey of SmolLM2, {size}: {what} / bare pass", [(then - first) / bare_seconds])
-            for (what, first), (_, then) in spans
+            Ratio.of(f"survey of SmolLM2, {size}: {what} / bare pass", [taken / bare])
+            for what, taken in stage_seconds(model, corpus).items()
         ]
         more = (peak_memory(device) - memory) / 2**30
         ratios.append(Ratio.of(f"survey of SmolLM2, {size}: GiB beyond the model and a pass", [more]))
         if not device.startswith("cuda") and path != Path(folder):
-            command = [
-                str(Path(sys.executable).with_name("theodolite")),
-                "survey",
-                str(path),
-                "--corpus",
-                str(TEXT),
-            ]
-            command += [
-                "--contexts",
-                str(contexts),
-                "--length",
-                str(length),
-                "--out",
-                str(Path(folder, "run")),
-            ]
+            command = [sys.executable, "-m", "theodolite", "survey", str(path), "--corpus", str(TEXT)]
+            command += f"--contexts {contexts} --length {length} --out {folder}/run".split()
             whole = seconds(lambda: subprocess.run(command, capture_output=True, check=True)).wall
             bound = WHOLE[contexts, length]
             what = f"theodolite survey of SmolLM2, {size}: whole command / bare pass"
-            ratios.append(Ratio.of(what, [whole / bare_seconds], bound))
+            ratios.append(Ratio.of(what, [whole / bare], bound))
     return ratios
 
 

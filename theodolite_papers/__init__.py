@@ -1,4 +1,4 @@
-"""Each published table and figure by name: made again for a model that one names, with a verdict on each claim."""
+"""Reproduce published tables and figures for any model, with a verdict on each claim."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CLAIMS = "Every claim that the other experiments judge, on one page"
 
 @dataclass(frozen=True)
 class Declaration:
-    """An experiment as `experiments.toml` has it; nothing is imported for it.
+    """What `experiments.toml` declares of an experiment; nothing is imported for it.
 
     needs: `layers.COLUMN`, `arrays.NAME`, `labels`, `model`; `prompt`: one, and no text; `nothing`: no model and no
     text; `theodolite train …`: a folder that it wrote. options: `other`, `prompt`, `layer`, `head`. scaled_down: what
@@ -54,7 +54,7 @@ class Alias:
 @cache
 def declarations() -> dict[str, Declaration]:
     """Read all declarations by name: of each paper the tables, the figures, the rest, the claims."""
-    found: dict[str, Declaration] = {}
+    declared: dict[str, Declaration] = {}
     for group, folder in PAPERS.items():
         text = (files("theodolite_papers") / folder / "experiments.toml").read_text(encoding="utf-8")
         modules = tomllib.loads(text)
@@ -66,16 +66,20 @@ def declarations() -> dict[str, Declaration]:
                 whole = _like(entries, {"elsewhere": {}, **entry})
                 claims = whole.get("claims", {}).items()
                 whole["claims"] = {key: _like(shared, claim) for key, claim in claims}
-                found[f"{group}/{name}"] = Declaration(f"{group}/{name}", place, criteria=criteria, **whole)
+                declared[f"{group}/{name}"] = Declaration(
+                    f"{group}/{name}", place, criteria=criteria, **whole
+                )
         options = sorted({option for entry in entries.values() for option in entry.get("options", [])})
         name = f"{group}/claims"
-        found[name] = Declaration(name, "", CLAIMS, paper, options=options, criteria=criteria)
-    order = sorted(found, key=lambda it: (it.partition("/")[0], not found[it].module, *reading_order(it)))
-    return {name: found[name] for name in order}
+        declared[name] = Declaration(name, "", CLAIMS, paper, options=options, criteria=criteria)
+    order = sorted(
+        declared, key=lambda it: (it.partition("/")[0], not declared[it].module, *reading_order(it))
+    )
+    return {name: declared[name] for name in order}
 
 
 def _like(others: Mapping[str, Mapping[str, Any]], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete an entry with all that it does not give from the other one that it is `like`."""
+    """Fill the keys that an entry lacks from the entry that its `like` names."""
     own = dict(entry)
     return {**others.get(own.pop("like", ""), {}), **own}
 

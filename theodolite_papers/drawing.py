@@ -18,6 +18,7 @@ from theodolite.report.data import layer_numbers, need_column
 from theodolite.report.drawing.grammar import (
     HEADROOM,
     Panel,
+    bars,
     cosine_map,
     dots,
     heat,
@@ -115,19 +116,12 @@ def propagation_curves(
     return curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
 
 
-def with_windows(drawn: go.Figure, windows: Mapping[str, tuple[float, float]]) -> go.Figure:
-    """Shade intervals of the figure's x axis, named at the top."""
-    for index, (name, (low, high)) in enumerate(windows.items()):
-        colour = style.CATEGORIES[index % len(style.CATEGORIES)]
-        drawn.add_vrect(
-            x0=low,
-            x1=high,
-            fillcolor=style.translucent(colour, style.BAND),
-            line_width=0,
-            annotation_text=for_plotly(name),
-            annotation_position="top left",
-        )
-    return drawn
+def with_window(drawn: go.Figure, name: str, low: float, high: float) -> go.Figure:
+    """Shade an interval of the figure's x axis, named at the top."""
+    look = {"fillcolor": style.translucent(style.CATEGORIES[0], style.BAND), "line_width": 0}
+    return drawn.add_vrect(
+        low, high, **look, annotation_text=for_plotly(name), annotation_position="top left"
+    )
 
 
 def maps(
@@ -226,22 +220,15 @@ def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
     return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.2, "width": 3}
 
 
-def bars(
+def grouped_bars(
     groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
 ) -> go.Figure:
     """Draw grouped bars with their intervals: name → (values, (2, groups) lower and upper)."""
-    traces = [
-        {
-            "type": "bar",
-            "x": list(groups),
-            "y": heights.astype(np.float32),
-            "name": for_plotly(name),
-            "marker": {"color": colour},
-            "error_y": whiskers(heights, *interval),
-            "hovertemplate": f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>",
-        }
-        for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False)
-    ]
+    traces = []
+    for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False):
+        hover = f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>"
+        own = {"error_y": whiskers(heights, *interval)}
+        traces.append(bars(list(groups), heights, for_plotly(name), colour, hover, **own))
     layout = {"barmode": "group", "yaxis": {"range": list(limits)}}
     return style.figure(traces, "", y, height=CURVES_HEIGHT, layout=layout)
 
@@ -499,29 +486,17 @@ def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, 
     return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
 
 
-PANELS_ACROSS, PANEL_DROP = 3, 0.16
-
-
 def accuracies(
     names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
 ) -> go.Figure:
     """Draw the accuracy by number of digits: this model with standard errors, and rows of the paper."""
-    rows: list[tuple[str, Floats, str, dict[str, Any]]] = [
-        ("this model", measured[0], THIS_MODEL, {"error_y": style.error_bars(measured[1])})
-    ]
+
+    def points(name: str, values: Floats, colour: str, **own: Any) -> dict[str, Any]:
+        shown = [percent(float(value)) for value in values]
+        return dots(names, values, shown, name, colour, f"%{{x}}<br>{name}: %{{text}}<extra></extra>", **own)
+
+    traces = [points("this model", measured[0], THIS_MODEL, error_y=style.error_bars(measured[1]))]
     for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True):
-        rows.append((name, values, colour, {"marker": {"symbol": "diamond-open"}}))
-    traces = [
-        dots(
-            names,
-            values,
-            [percent(float(value)) for value in values],
-            name,
-            colour,
-            f"%{{x}}<br>{name}: %{{text}}<extra></extra>",
-            **own,
-        )
-        for name, values, colour, own in rows
-    ]
+        traces.append(points(name, values, colour, marker={"symbol": "diamond-open"}))
     layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
     return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

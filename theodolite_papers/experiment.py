@@ -1,4 +1,4 @@
-"""An experiment and its material: the run, and on demand the model, its text, further surveys."""
+"""An experiment, and what it reads: the run, and on demand the model and its text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite import Corpus, OpenModel, Run, survey
+from theodolite import Corpus, OpenModel, Run
 from theodolite.corpus.groups import halves
 from theodolite.errors import UsageError
 from theodolite.estimates import SIGMAS, Estimate, Estimates
 from theodolite.judging import Answer, Criterion, Verdict, contexts_needed, independent, judge, untestable
-from theodolite.measure.publications import BAO as BAO
-from theodolite.measure.publications import SONG as SONG
-from theodolite.measure.publications import ZHANG as ZHANG
 from theodolite.models.prompts import Focus
 from theodolite.passes.run import SCHEMA_VERSION, describe_model, versions
 from theodolite.report.data import array
@@ -54,10 +51,6 @@ class Outcome(PageOutcome):
         if entry == "claim":
             self.judged.add(key.partition(".")[0])
         return str(self._claim(key)[entry]).format(**values)
-
-    def parts(self, key: str) -> list[str]:
-        """Return the names of a claim's parts."""
-        return [name for name, entry in self._claim(key).items() if isinstance(entry, Mapping)]
 
     def criterion(self, key: str, /, **values: Any) -> Criterion:
         """Return the criterion of a claim or part; `limit` is among the values where it depends on the numbers."""
@@ -186,7 +179,7 @@ Result = TypeVar("Result")
 
 
 class Study:
-    """A run with what it came from."""
+    """A run, with the model and the texts that experiments read besides."""
 
     def __init__(
         self,
@@ -199,10 +192,10 @@ class Study:
         focus: Focus | None = None,
         show: ShowStage = lambda what, done, total: None,
     ) -> None:
-        """Hold a run against a paper.
+        """Prepare a run for experiments.
 
         run: the survey, or the provenance of what is read instead. model, corpus: of the run, where at hand. other: a
-        second text; None: random tokens. folder: of further surveys; None: in memory. focus: prompt and head.
+        second text; None: random tokens. folder: of traces and pruned models; None: in memory. focus: prompt and head.
         show: told how far the work is; it may raise to stop.
         """
         self._run = run if isinstance(run, Run) else None
@@ -246,7 +239,7 @@ class Study:
         return self._shared[name]
 
     def require_model(self, name: str = "this experiment") -> OpenModel:
-        """Return the model, or refuse."""
+        """Return the model; `UsageError` without one."""
         if self.model is None:
             raise UsageError(f"{name} needs the model as well as the run: pass it too")
         return self.model
@@ -254,27 +247,10 @@ class Study:
     def require_corpus(
         self, why: str = "this experiment reads the text of the run again: pass it as well"
     ) -> Corpus:
-        """Return the text of the run, or refuse."""
+        """Return the text of the run; `UsageError` without it."""
         if self.corpus is None:
             raise UsageError(why)
         return self.corpus
-
-    def training_folder(self, key: str, purpose: str, command: str, outcome: Outcome | None = None) -> Path:
-        """Find the folder of training runs that the provenance has under `key`; the outcome's then has it, too."""
-        training: dict[str, Any] | None = self.provenance.get(key)
-        if training is None:
-            raise UsageError(f"{purpose}: pass the folder that `{command}` wrote")
-        if outcome is not None:
-            outcome.runs["trainings"] = training
-        return Path(training["folder"])
-
-    def survey(self, model: OpenModel, corpus: Corpus, place: Path | None) -> Run:
-        """Survey a further model, into a folder or in memory."""
-
-        def show(what: str, done: int, total: int) -> None:
-            self.show(f"{Path(place or corpus.name).name}: {what}", done, total)
-
-        return survey(model, corpus, place, seed=self.provenance["seed"], show_progress=show)
 
     def _require(self, need: str, name: str) -> None:
         kind, _, what = need.partition(".")

@@ -1,4 +1,4 @@
-"""`theodolite reproduce`: the list of experiments; and those that are named made, written and shown, one by one."""
+"""`theodolite reproduce`: list the experiments, or make, write and show the named ones, one by one."""
 
 from __future__ import annotations
 
@@ -116,8 +116,6 @@ def _with_corpus(text: Text, other: str | None) -> Text:
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of the command."""
-
     name: str
     model: str | None
     text: Text

@@ -25,15 +25,11 @@ training = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
-Threads = Annotated[int, typer.Option(help="CPU threads.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only a record of the training, as JSON.")]
 
 
 @dataclass(frozen=True)
 class _Small:
-    """Options of a small model's training run."""
-
     steps: Annotated[int | None, typer.Option(help="Training steps [default: as published].")] = None
     batch: Annotated[int | None, typer.Option(help="Contexts per step [default: as published].")] = None
     learning_rate: Annotated[
@@ -46,23 +42,19 @@ class _Small:
 class _Running:
     """Options of where a training run goes, and how."""
 
-    out: Out
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the models and the tokenizer.")]
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0
-    threads: Threads = 2
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     as_json: AsJson = False
 
     def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
-        """Train a model on a task and say how good it is; `config`: where an option is not given."""
+        """Train a model on a task and print its results; `config` has what no option gives."""
         from theodolite_papers.training.tasks import train_task_model
 
         given = {name: value for name, value in asdict(options).items() if value is not None}
         config, console = replace(config, **given, seed=self.seed), _quiet_screen()
         result = train_task_model(self.out, task, config, threads=self.threads, console=console)
         _say(task.summary(result), self.out, self.as_json)
-
-
-RECORDS = ("training.json", "grid.json")
-"""The record that a trainer leaves in its folder."""
 
 
 @training.command("characters")
@@ -107,8 +99,6 @@ def addition_command(
 
 @dataclass(frozen=True)
 class _Locater:
-    """Options of `train_locater`."""
-
     text: Annotated[Path, typer.Option(help="Text to train on, such as a part of WikiText-2.")]
     held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None
@@ -180,6 +170,6 @@ def _say(lines: list[str], out: Path, as_json: bool) -> None:
         for line in [*lines, str(out)]:
             print(line)
         return
-    found = (out / name for name in RECORDS if (out / name).is_file())
-    records = (json.loads(path.read_text(encoding="utf-8")) for path in found)
-    print(json_text({"folder": str(out), "said": lines, "training": next(records, None)}, 2))
+    record = out / "training.json"  # a grid has none
+    training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
+    print(json_text({"folder": str(out), "said": lines, "training": training}, 2))

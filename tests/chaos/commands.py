@@ -90,7 +90,7 @@ def _train(root: Path, out: str = "out") -> object:
 def _train_grid(root: Path) -> None:
     recipe = replace(Recipe(), length=16, batch=4, vocabulary=None, measure_every=3, checkpoint_every=2)
     settings = [Setting(layers=1, width=8, seed=0, scale=100.0, mean=0.1), Setting(1, 8, 0)]
-    files = TextFiles(root / "text.txt", root / "text.txt", recipe.length, recipe.batch, None)
+    files = TextFiles(root / "text.txt", root / "text.txt")
     grid.train_grid(grid.Job(root / "out", recipe, 9, "cpu"), settings, files, Console(quiet=True))
 
 

@@ -1,20 +1,19 @@
 """Pages in a real browser: what a token, a label, a prompt or a file name says is shown, and never run or fetched.
 
-Oracle: Chromium. Every hostile text tries to change the title, to mark the document and to fetch from a host; what the
-browser shows after its scripts have run is looked at, and the log of its network.
+Oracle: Chromium. Every hostile text tries to change the title, to mark the document and to fetch from a host.
 """
 
 from __future__ import annotations
 
 import html
 import re
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import checkpoints
-from tests.browser import BROWSER, needs_browser
+from tests.browser import needs_browser, watched
 from tests.calls import call
 
 HOST = "owned.invalid"
@@ -71,41 +70,32 @@ def pages(hostile_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return sorted(root.rglob("index.html"))
 
 
-def shown(page: Path, folder: Path) -> tuple[str, str]:
-    """The document after its scripts have run, and the log of the network."""
-    log = folder / "net.json"
-    options = (
-        "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run --dump-dom"
-    )
-    options += " --disable-component-update --disable-sync --virtual-time-budget=3000"
-    own = (f"--log-net-log={log}", f"--user-data-dir={folder / 'profile'}", page.as_uri())
-    command = [str(BROWSER), *options.split(), *own]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    return done.stdout.decode("utf-8", "replace"), log.read_text(encoding="utf-8", errors="replace")
+def shown(page: Path, chromium: Any) -> tuple[str, str | None, list[str]]:
+    """The title after the scripts of a page have run, the mark on its document, and what it asked of the host."""
+    tab = chromium.new_page()
+    asked = watched(tab, console=False)
+    tab.goto(page.as_uri())
+    tab.wait_for_timeout(1000)
+    title, mark = tab.title(), tab.evaluate("document.documentElement.dataset.owned")
+    tab.close()
+    return title, mark, [address for address in asked if HOST in address]
 
 
 @pytest.mark.slow
 @needs_browser
-def test_what_a_token_says_is_not_run(pages: list[Path], tmp_path: Path) -> None:
+def test_what_a_token_says_is_not_run(pages: list[Path], chromium: Any) -> None:
     assert len(pages) >= 4
     for page in pages:
         title = re.search(r"<title>(.*?)</title>", page.read_text(encoding="utf-8"), re.S)
         assert title is not None
-        document, log = shown(page, tmp_path)
-        after = re.search(r"<title>(.*?)</title>", document, re.S)
-        assert after is not None, page
-        assert html.unescape(after[1]) == html.unescape(title[1]), page
-        assert "data-owned" not in document.partition(">")[0] + document.partition("<head")[0], page
-        assert HOST not in log, page
+        after, mark, asked = shown(page, chromium)
+        assert (after.split(), mark, asked) == (html.unescape(title[1]).split(), None, []), page
 
 
 @pytest.mark.slow
 @needs_browser
-def test_this_browser_would_run_it(tmp_path: Path) -> None:
+def test_this_browser_would_run_it(tmp_path: Path, chromium: Any) -> None:
     """The test above can fail: the same text in a page without our escapes is run, and fetched."""
     page = tmp_path / "page.html"
     page.write_text(f"<!doctype html><title>plain</title><body>{HOSTILE[0]}</body>")
-    document, log = shown(page, tmp_path)
-    assert "<title>owned</title>" in document
-    assert "data-owned" in document
-    assert HOST in log
+    assert shown(page, chromium) == ("owned", "1", [f"http://{HOST}/f"])

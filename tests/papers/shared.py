@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from theodolite.judging import Verdict
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.measure.column import WITHOUT
 from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
@@ -47,6 +47,23 @@ def verdicts_of(
 def answers(of: Outcome | list[Verdict]) -> list[str]:
     """Of the verdicts of an outcome."""
     return [verdict.answer for verdict in (of.verdicts if isinstance(of, Outcome) else of)]
+
+
+def assert_whole(outcome: Outcome) -> None:
+    """Every claim has a verdict with a number, and every figure a caption; all that its picker offers can be drawn."""
+    assert not outcome.unjudged
+    for verdict in outcome.verdicts:
+        assert verdict.answer in (HOLDS, IN_PART, FAILS, UNDECIDED, UNTESTABLE)
+        assert any(c.isdigit() for c in verdict.evidence) or "missing in this run" in verdict.evidence
+        assert verdict.answer == UNTESTABLE or "criterion: " in verdict.evidence
+    for exhibit in outcome.exhibits:
+        assert exhibit.shows
+        assert exhibit.look_for
+        assert exhibit.source
+        if exhibit.choice:
+            last = exhibit.choice.variants()[exhibit.choice.options[-1].key]
+            assert len(last) == len(exhibit.figure.data)
+    assert all(len(table) for table in outcome.tables.values())
 
 
 def changed(run: Run, **columns: object) -> Run:

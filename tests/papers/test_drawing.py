@@ -58,7 +58,7 @@ def test_entropies_and_bars_keep_their_intervals():
     figure = drawing.entropies((0.1, 1.0), (0.0, 0.5), ROWS[:, :2] + 1, ROWS[:, :2] / 10, 0.01)
     np.testing.assert_allclose(figure.data[1].error_y.array, ROWS[1, :2] / 10, rtol=1e-6)
     heights = np.array([0.2, np.nan])
-    bars = drawing.bars(
+    bars = drawing.grouped_bars(
         ("a", "b"), {"source": (heights, np.array([[0.1, np.nan], [0.4, np.nan]]))}, "y", (-1, 1)
     )
     assert bars.data[0].error_y.array[0] == pytest.approx(0.2)

@@ -1,6 +1,6 @@
-"""Read texts again and again while sinks, tags or massive activations are taken away, each text by its own.
+"""Measure texts while sinks, tags or massive activations are ablated.
 
-What is taken away is that of the untouched model in each text alone, without padding.
+What is ablated in a text is what the unablated model has in that text alone, without padding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class Reading:
-    """Some texts, and what the untouched model does with each; behind a shorter text there is nothing.
+    """A batch of texts, and what the unablated model does with each; shorter texts are padded.
 
     Attributes:
         part: which of all texts they are.
@@ -88,7 +88,7 @@ class _Tap(Hooks):
 def read_alone(
     model: OpenModel, texts: Sequence[Tensor], part: slice, spikes: Spikes | None = None
 ) -> Reading:
-    """Read some of the texts one by one; `spikes`: mark the tokens that carry massive activations."""
+    """Run the model on each of some texts alone; `spikes`: mark the tokens that carry massive activations."""
     chosen, alone = texts[part], []
     for ids in chosen:
         tap = _Tap(spikes)
@@ -138,7 +138,7 @@ def under_ablations(
 
 @contextmanager
 def all_open(interventions: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
-    """Open all interventions, and leave them together."""
+    """Open all interventions, and close them together."""
     with ExitStack() as stack:
         for intervention in interventions:
             stack.enter_context(intervention)
@@ -148,7 +148,7 @@ def all_open(interventions: Iterable[AbstractContextManager[object]]) -> Iterato
 def hidden(
     model: OpenModel, keys: Mapping[int, Bool[Tensor, "texts heads positions"]]
 ) -> Iterator[AbstractContextManager[object]]:
-    """Hide keys, given by layer, in the heads that have any."""
+    """Knock out keys, given by layer, in the heads that have any."""
     for layer, of_layer in keys.items():
         for head in of_layer.any(dim=-1).any(dim=0).nonzero().flatten().tolist():
             yield attention_knockout(model, layer, head, of_layer[:, head])

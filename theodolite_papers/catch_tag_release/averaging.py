@@ -44,7 +44,7 @@ def construction(study: Study, outcome: Outcome) -> None:
     places = torch.randint(LENGTH - 1, (SEQUENCES,), generator=generator)
     middle = LENGTH // 2
     pictures = {
-        f"s_tag = {tag:g}": averaging_model(tag)(numbers[:1], middle).attention[0].numpy()
+        f"s_tag = {tag:g}": averaging_model(numbers[:1], middle, tag).attention[0].numpy()
         for tag in SHOWN_TAGS
     }
     outcome.draw("attention", attention_maps(pictures, middle))
@@ -63,8 +63,7 @@ def construction(study: Study, outcome: Outcome) -> None:
     curves[f"{PLAIN}, largest"] = (by_tag["largest"].to_numpy(), np.full(len(by_tag), np.nan))
     outcome.draw("convergence", convergence(S_TAGS, curves, "|f(x) − mean|"))
     # Where the theorem says nothing: [SEP] in the last place, or absent.
-    model = averaging_model(SHOWN_TAGS[-1])
-    last, absent = (model(numbers, place).output for place in (LENGTH - 1, ABSENT))
+    last, absent = (averaging_model(numbers, place, SHOWN_TAGS[-1]).output for place in (LENGTH - 1, ABSENT))
     for what, difference in (
         (
             "[SEP] in the last place: largest |f(x) − sum of the numbers/T|",
@@ -86,7 +85,7 @@ def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
     averages = mean_after(numbers, places)
     rows = []
     for (name, (b, d)), tag in product(VARIANTS.items(), S_TAGS.tolist()):
-        error = (averaging_model(tag, b, d)(numbers, places).output - averages).abs()
+        error = (averaging_model(numbers, places, tag, b, d).output - averages).abs()
         derived = averaging_error(numbers, places, tag, b, d).abs()
         values = error.median(), error.mean(), error.max(), derived.median()
         rows.append((name, tag, *map(float, values)))
@@ -101,7 +100,7 @@ def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:
     sums = products.tril().sum(-1)[after].median()
     rows = []
     for tag in S_TAGS.tolist():
-        attention = averaging_model(tag)(numbers, places).attention
+        attention = averaging_model(numbers, places, tag).attention
         # Summed, as 1 − A would be rounding.
         off_separator = attention.masked_fill(is_separator[:, None], 0.0).sum(-1)
         rest, of_separator = (float(off_separator[of].median()) for of in (after, is_separator))

@@ -6,6 +6,7 @@ is `separator` + 1. What is printed and does not hold is in docs/errata.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,99 +21,56 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class AveragingOutput:
-    """The output of an averaging model, and its hidden parts.
+    """The output f(x) of the construction, and its hidden parts.
 
-    output: f(x), the average that it finds.
-    attention: A¹, rows are queries, causal.
-    hidden: H = A¹ E W_V¹ + E; coordinate 0 holds the numbers, coordinate 1 the tags.
-    last_attention: the last query's row of A².
+    attention: A¹, rows are queries, causal. hidden: H = A¹ E W_V¹ + E; coordinate 0 holds the numbers, coordinate 1 the
+    tags.
     """
 
     output: Float[Tensor, "*batch"]
     attention: Float[Tensor, "*batch length length"]
     hidden: Float[Tensor, "*batch length 2"]
-    last_attention: Float[Tensor, "*batch length"]
-
-
-@dataclass(frozen=True)
-class AveragingModel:
-    """Eqs. (1) and (2) with any weights; those with leading dimensions broadcast against the sequences.
-
-    Numbers are embedded as (x, −1) and [SEP] as (s_num, −s_tag). The first layer's logits are E Eᵀ without weights
-    or temperature. Rows are tokens, so that a query h meets a key h' as h · query_key · h'.
-
-    Attributes:
-        value_1: W_V¹. query_key: W_Q² W_K² as printed, W_Q² (W_K²)ᵀ in eq. (2). value_2: W_V².
-        s_num, s_tag: of [SEP].
-    """
-
-    value_1: Float[Tensor, "*#batch 2 2"]
-    query_key: Float[Tensor, "*#batch 2 2"]
-    value_2: Float[Tensor, "*#batch 2 1"]
-    s_num: Float[Tensor, "*#batch"]
-    s_tag: Float[Tensor, "*#batch"]
-
-    def embed(
-        self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"]
-    ) -> Float[Tensor, "*batch length 2"]:
-        """Embed the numbers: E; what `numbers` has at the place of [SEP] is not read."""
-        here = _places(numbers) == separator[..., None]
-        values = torch.where(here, self.s_num[..., None], numbers)
-        tags = torch.where(here, -self.s_tag[..., None], -1.0)
-        return torch.stack([values, tags.expand_as(values)], -1)
-
-    def __call__(
-        self, numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int
-    ) -> AveragingOutput:
-        """Compute the output and what leads to it.
-
-        In the construction, with [SEP] in the last place the output is the sum of the numbers over T in the limit,
-        and without [SEP] it is their mean, for any s_tag: nothing is tagged, and all tokens count alike.
-
-        Args:
-            numbers: any finite values. separator: place of [SEP], `ABSENT` for none.
-
-        Raises:
-            UsageError: a place that is not in the sequence.
-        """
-        separator = _checked(numbers, separator)
-        embedded = self.embed(numbers, separator)
-        attention = causal_softmax(embedded @ embedded.mT)
-        hidden = attention @ (embedded @ self.value_1) + embedded
-        last = (hidden[..., -1:, :] @ self.query_key @ hidden.mT).softmax(-1)  # the last query sees all keys
-        output = last @ (hidden @ self.value_2)
-        return AveragingOutput(output[..., 0, 0], attention, hidden, last[..., 0, :])
 
 
 def averaging_model(
-    s_tag: float | Tensor, b: float | Tensor = 0.0, d: float | Tensor = 1.0
-) -> AveragingModel:
-    """Build the construction of Theorem 4.1 (eq. 3), in float64 and differentiable in all three.
+    numbers: Float[Tensor, "*batch length"],
+    separator: Int[Tensor, "*#batch"] | int,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
+) -> AveragingOutput:
+    """Compute the construction of Theorem 4.1 (eqs. 1 to 3) on sequences.
+
+    Numbers are embedded as (x, −1) and [SEP] as (0, −s_tag); what `numbers` has at its place is not read. Logits of the
+    first layer are E Eᵀ, W_V¹ = diag(0, −1); the last query h meets a key h' as (b h_0 + d h_1) h'_1 (W_Q² W_K² as
+    printed, W_Q² (W_K²)ᵀ in eq. 2), and W_V² reads coordinate 0.
 
     With k ≤ t < j, and up to what vanishes as e^{−s²}, the second coordinates of H are τ_k = 0 and
     τ_j = (s − 1) A¹_jt, and the last query's logits are (b x_T + d τ_T) τ. So the output tends to the mean of the
-    numbers after [SEP] as s_tag → ∞, and `averaging_error` says how fast.
+    numbers after [SEP] as s_tag → ∞, and `averaging_error` says how fast. With [SEP] in the last place it is the sum of
+    the numbers over T in the limit, and without [SEP] their mean, for any s_tag: nothing is tagged.
 
     Args:
-        s_tag, b, d: numbers, or tensors of one shape () or that broadcasts against the sequences' leading
-            dimensions.
+        numbers: any finite values. separator: place of [SEP], `ABSENT` for none. s_tag, b, d: of the theorem.
 
     Raises:
-        UsageError: d is not positive: the last query would then turn away from the tagged tokens.
+        UsageError: a place that is not in the sequence, or d is not positive: the last query would then turn away from
+            the tagged tokens.
     """
-    tag, number, gain = torch.broadcast_tensors(
-        *(torch.as_tensor(value, dtype=torch.float64) for value in (s_tag, b, d))
-    )
-    if not bool((gain > 0).all()):
-        raise UsageError(f"d is {gain.min().item():g}: Theorem 4.1 needs d > 0")
-    zero = torch.zeros_like(tag)
-    return AveragingModel(
-        value_1=torch.tensor([[0.0, 0.0], [0.0, -1.0]], dtype=torch.float64),
-        query_key=torch.stack([torch.stack([zero, number], -1), torch.stack([zero, gain], -1)], -2),
-        value_2=torch.tensor([[1.0], [0.0]], dtype=torch.float64),
-        s_num=zero,
-        s_tag=tag,
-    )
+    separator = _checked(numbers, separator)
+    if not d > 0:
+        raise UsageError(f"d is {d:g}: Theorem 4.1 needs d > 0")
+    here = _places(numbers) == separator[..., None]
+    values = numbers.masked_fill(here, 0.0)
+    tags = torch.full_like(values, -1.0).masked_fill(here, -s_tag)
+    embedded = torch.stack([values, tags], -1)
+    logits = embedded @ embedded.mT
+    later = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    attention = logits.masked_fill(later, -torch.inf).softmax(-1)
+    hidden = torch.stack([values, tags - (attention @ tags[..., None])[..., 0]], -1)
+    slope = b * hidden[..., -1, 0] + d * hidden[..., -1, 1]
+    last = (slope[..., None] * hidden[..., 1]).softmax(-1)  # the last query sees all keys
+    return AveragingOutput((last * hidden[..., 0]).sum(-1), attention, hidden)
 
 
 def mean_after(
@@ -130,9 +88,9 @@ def mean_after(
 def averaging_error(
     numbers: Float[Tensor, "*batch length"],
     separator: Int[Tensor, "*#batch"] | int,
-    s_tag: float | Tensor,
-    b: float | Tensor = 0.0,
-    d: float | Tensor = 1.0,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
 ) -> Float[Tensor, "*batch"]:
     """Compute the leading term of f(x) − mean as s_tag → ∞, signed; ours, the paper has no rate.
 
@@ -148,7 +106,6 @@ def averaging_error(
         UsageError: a place that is not in the sequence.
     """
     separator = _checked(numbers, separator)
-    tag = torch.as_tensor(s_tag, dtype=torch.float64)
     place = _places(numbers)
     is_number = place != separator[..., None]
     products = (numbers[..., :, None] * numbers[..., None, :] + 1).exp()
@@ -158,16 +115,8 @@ def averaging_error(
     mean = torch.where(after, sums, 0.0).sum(-1) / count
     deviation = torch.where(after, sums - mean[..., None], 0.0)
     covariance = (deviation * torch.where(after, numbers, 0.0)).sum(-1) / count
-    logit = (tag - 1) * (b * numbers[..., -1] + d * (tag - 1))  # of a tagged token, but for e^(−s)
-    return -logit * (-tag).exp() * covariance
-
-
-def causal_softmax(
-    logits: Float[Tensor, "*batch length length"],
-) -> Float[Tensor, "*batch length length"]:
-    """Compute softmax over keys; rows are queries, and no query sees a later key."""
-    later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-    return logits.masked_fill(later, -torch.inf).softmax(-1)
+    logit = (s_tag - 1) * (b * numbers[..., -1] + d * (s_tag - 1))  # of a tagged token, but for e^(−s)
+    return -logit * math.exp(-s_tag) * covariance
 
 
 def _places(numbers: Tensor) -> Tensor:

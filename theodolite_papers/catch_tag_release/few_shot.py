@@ -68,7 +68,7 @@ def accuracy_by_shots(answers: Mapping[str, Floats]) -> go.Figure:
 
 
 def answer(model: OpenModel, prompts: FewShotPrompts, batch: int | None = None) -> Answers:
-    """Mark the right answers of a model as it is now."""
+    """Mark which prompts the model answers correctly, after each number of examples."""
     return prompts.asked_of(model, batch).read_all()["right"].numpy()
 
 
@@ -98,8 +98,11 @@ def figure_3(study: Study, outcome: Outcome) -> None:
         sinks = measured_once(study, name, model)
         kept, more = kept_sinks(untouched, sinks), loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
-        keeps = f"keeps {percent(kept[0])} of the dense model's sinks and {tags} of their tags; {more[0]:.2f} nats more"
-        outcome.read(f"{name}, beside examples", keeps)
+        outcome.read(
+            f"{name}, beside examples",
+            f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags; {more.value:.2f} nats "
+            "more",
+        )
         if name == OATS:
             for of, control in ((WITHOUT, None), (RANDOM, 0)):
                 with all_open(_take_out(model, pruned, control)):
@@ -109,7 +112,7 @@ def figure_3(study: Study, outcome: Outcome) -> None:
 
 
 def tags_kept(before: Run, after: Run) -> str:
-    """Say how many of the tags of one trace another one has, weighted by what they catch and explain."""
+    """Report the share of the tags of one trace that another has, weighted by what they catch and explain."""
     table = survival_of_tags(before, after).table
     weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
     kept = weights[table["status"] == SURVIVED].sum()

@@ -1,4 +1,4 @@
-"""What examples in a prompt are told apart by (Zhang et al. 2025, sections 3.4, 3.5): sinks hidden, or tags taken out.
+"""Ablate what may separate the examples of a prompt: sinks, or tags (Zhang et al. 2025, sections 3.4, 3.5).
 
 Each ablation has controls, of which the one that costs most after sixteen examples is judged, paired by prompt. Tags
 are those of later tokens' sinks, found on other prompts, and are taken from the tokens that such a sink catches.
@@ -6,7 +6,7 @@ are those of later tokens' sinks, found on other prompts, and are taken from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -78,7 +78,7 @@ class Tag:
 
 
 def texts_of(prompts: FewShotPrompts) -> list[Tensor]:
-    """Return the prompts without what stands behind the shorter ones."""
+    """Return each prompt without its padding."""
     return [ids[:end] for ids, end in zip(prompts.ids, prompts.answers[:, -1, 1].tolist(), strict=True)]
 
 
@@ -143,8 +143,10 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
 
         return opened
 
-    made = {name: of_keys(name) for name in KEYS} | {name: of_tags(name) for name in (TAGS, RANDOM, OTHERS)}
-    return {DENSE: lambda reading: (), **made}
+    by_name = {name: of_keys(name) for name in KEYS} | {
+        name: of_tags(name) for name in (TAGS, RANDOM, OTHERS)
+    }
+    return {DENSE: lambda reading: (), **by_name}
 
 
 class _Sizes(Hooks):
@@ -182,7 +184,7 @@ def amounts(model: OpenModel, tags: Sequence[Tag], texts: Sequence[Tensor]) -> t
 
 
 def answered(model: OpenModel, prompts: FewShotPrompts, reading: Reading) -> Bool[Tensor, "texts lines"]:
-    """Mark the right answers to some prompts of a model as it is now."""
+    """Mark which of some prompts the model answers correctly, after each number of examples."""
     return prompts.right(model, reading.part, reading.ids)
 
 
@@ -192,32 +194,19 @@ def examples(study: Study, outcome: Outcome) -> None:
     prompts = prompts_for(model, PROMPTS, SEED)
     texts = texts_of(prompts)
     tags = later_tags(model, prompts_for(model, TAG_PROMPTS, TAG_SEED), study.show)
-    noted: dict[str, list[Tensor]] = {name: [] for name in (*KEYS, TAGS)}
 
-    def noting(name: str, ablation: Ablation) -> Ablation:
-        def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
-            if name in KEYS:
-                noted[name].append(share_hidden(reading, keys_of(name, reading)))
-            elif name == TAGS:
-                caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
-                noted[name].append(sum(caught, torch.zeros(len(reading.ids))))
-            return ablation(reading)
+    def measured(reading: Reading) -> dict[str, Tensor]:
+        caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
+        went = {name: share_hidden(reading, keys_of(name, reading)) for name in KEYS}
+        right = answered(model, prompts, reading)
+        return went | {"right": right, "caught": sum(caught, torch.zeros(len(reading.ids)))}
 
-        return opened
-
-    made = {name: noting(name, ablation) for name, ablation in ablations(model, tags).items()}
-    rows = under_ablations(
-        model,
-        texts,
-        made,
-        lambda reading: {"right": answered(model, prompts, reading)},
-        study.show,
-        "asking with something taken away",
-    )
+    title = "asking with something taken away"
+    rows = under_ablations(model, texts, ablations(model, tags), measured, study.show, title)
     answers = {name: of["right"] for name, of in rows.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
-    went = {name: percent(float(torch.cat(noted[name]).nanmean())) for name in KEYS}
-    caught = torch.cat(noted[TAGS])
+    went = {name: percent(float(torch.from_numpy(rows[DENSE][name]).nanmean())) for name in KEYS}
+    caught = rows[DENSE]["caught"]
     outcome.read(
         "attention that went there, in heads with sinks",
         "; ".join(f"{name} {of}" for name, of in went.items()),
@@ -225,10 +214,10 @@ def examples(study: Study, outcome: Outcome) -> None:
     words = f"in {int((caught > 0).sum())} of {counted(len(texts), 'prompt')}, {number(float(caught.mean()))} a prompt"
     outcome.read("tokens that a later token's sink catches, in heads with a tag", words)
     if caught.any():
-        some = [texts[row] for row in caught.nonzero().flatten()[:TAG_PROMPTS]]
+        some = [texts[row] for row in np.flatnonzero(caught)[:TAG_PROMPTS]]
         of_tags, elsewhere = map(number, amounts(model, tags, some))
         outcome.read("taken from such a token", f"{of_tags}; {elsewhere} along leading directions at others")
-    show_ablations(outcome, answers, prompts.tasks, went, (caught > 0).numpy())
+    show_ablations(outcome, answers, prompts.tasks, went, caught > 0)
 
 
 def show_ablations(

@@ -21,7 +21,7 @@ from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.drawing.grammar import bars, heat, line, reference, rows_down
+from theodolite.report.drawing.grammar import bars, heat, reference, rows_down
 from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
@@ -363,12 +363,13 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         (dimension, carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)
         for (dimension, _, token, first), rows in activations
     }
-    lines: list[tuple[str, Floats, str, str]] = []
+    lines: dict[Line, Floats] = {}
     of_dimension: dict[int, int] = {}  # lines drawn so far
     for (dimension, token), values in list(named.items())[:LINES]:
         count = of_dimension[dimension] = of_dimension.get(dimension, -1) + 1
         colour = style.CATEGORIES[list(of_dimension).index(dimension) % (len(style.CATEGORIES) - 1)]
-        lines.append((f"dimension {dimension}, {token}", values, colour, DASHES[count % len(DASHES)]))
+        drawn = Line(f"dimension {dimension}, {token}", colour, DASHES[count % len(DASHES)], marker=5)
+        lines[drawn] = values
     layers = outliers.dimensions.groupby("layer")
     references = {
         "RMS of the median dimension": typical_rms(outliers).groupby(outliers.dimensions["layer"]).median(),
@@ -376,22 +377,19 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
         "largest |x| at position 0": layers["maximum_first"].max(),
     }
     for (name, of_layers), dash in zip(references.items(), DASHES[1:], strict=True):
-        lines.append((name, of_layers.to_numpy(dtype=np.float64), style.GREY, dash))
-    traces: list[Any] = []
-    for name, values, colour, dash in lines:
-        hover = f"{for_plotly(name)}<br>layer %{{x}}: %{{y:.4g}}<extra></extra>"
-        at, positive = np.arange(len(values)), np.where(values > 0, values, np.nan)
-        traces += line(at, positive, name, colour, dash=dash, width=2, marker=5, hover=hover)
+        lines[Line(name, style.GREY, dash, marker=5)] = of_layers.to_numpy(dtype=np.float64)
     threshold, length = outliers.numbers["thresholds"]["massive"], layers.ngroups
-    all_values = np.concatenate([*(values for _, values, *_ in lines), [threshold]])
+    all_values = np.concatenate([*lines.values(), [threshold]])
     top = float(np.nanmax(all_values))
     low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
-    traces += reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
-    layout = {
+    axes = {
         "xaxis": {"zeroline": False} | style.every_tick(length),
         "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
     }
-    outcome.draw("growth", style.figure(traces, "layer", "|value|", height=420, layout=layout))
+    positive = [np.where(values > 0, values, np.nan) for values in lines.values()]
+    figure = curves(np.arange(length), list(lines), positive, ("layer", "|value|"), height=420, **axes)
+    limit = reference([0, length - 1], threshold, f"published threshold, {threshold:g}")
+    outcome.draw("growth", figure.add_traces(limit))
 
 
 def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
@@ -405,10 +403,10 @@ def _carriers(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
         rows.append((name, share, f"dimensions {dimensions}; up to {largest}"))
     rows.sort(key=lambda row: (-row[1], row[0]))
     names, shares, notes = zip(*rows[:TOKENS], strict=True)
-    told = [[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)]
+    rows_shown = [[for_plotly(name), for_plotly(note)] for name, note in zip(names, notes, strict=True)]
     hover = "%{customdata[0]}: %{x:.1%} of contexts<br>%{customdata[1]}<extra></extra>"
     at = list(range(len(names)))  # numbered, since two tokens may look alike
-    shown = bars(np.array(shares), at, "", style.BLUE, hover, orientation="h", customdata=told)
+    shown = bars(np.array(shares), at, "", style.BLUE, hover, orientation="h", customdata=rows_shown)
     down = {"autorange": "reversed", "tickmode": "array", "showgrid": False}
     down |= {"tickvals": at, "ticktext": [for_plotly(name) for name in names]}
     layout = {"yaxis": down, "xaxis": {"tickformat": ".0%", "rangemode": "tozero"}}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel
@@ -24,7 +24,6 @@ from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
-from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import FAILS, all_of, mix_of
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.prompts import prompt_or_shipped
@@ -77,8 +76,6 @@ class Prompt:
 
 
 class _SinkHooks(Hooks):
-    """Notes the sinks of one batch."""
-
     def __init__(self, contexts: int, layers: int, heads: int, length: int) -> None:
         self.sinks = torch.zeros(contexts, layers, heads, length, dtype=torch.bool)
 
@@ -92,7 +89,7 @@ class _SinkHooks(Hooks):
 
 
 def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None) -> ModelSinks:
-    """Measure a model as it is now."""
+    """Measure a model's losses and sinks on a text, and one head on the prompt."""
     losses, sinks = [], []
     for ids in corpus.contexts.split(batch_of(corpus, None)):
         batch_sinks = _SinkHooks(len(ids), model.layers, model.heads, ids.shape[1])
@@ -104,25 +101,28 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
     return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)
 
 
-def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> tuple[float, float]:
-    """Compute the share of a model's sinks, by context and key, that another has; its standard error over contexts."""
-    return _ratio(dense.sinks & other.sinks, dense.sinks, layer)
+def kept_sinks(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
+    """Estimate the share of a model's sinks (of a layer's), by context and key, that another has."""
+    of_layer = slice(None) if layer is None else layer
+    return ratio_over_contexts((dense.sinks & other.sinks)[:, of_layer], dense.sinks[:, of_layer])
 
 
-def new_sinks(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Compute another model's sinks that the first lacks, over the first one's; its standard error over contexts."""
-    return _ratio(other.sinks & ~dense.sinks, dense.sinks, None)
+def new_sinks(dense: ModelSinks, other: ModelSinks) -> Estimate:
+    """Estimate another model's sinks that the first lacks, over the first one's."""
+    return ratio_over_contexts(other.sinks & ~dense.sinks, dense.sinks)
 
 
-def _ratio(part: Tensor, reference: Tensor, layer: int | None) -> tuple[float, float]:
-    b, t = ((s if layer is None else s[:, layer]).flatten(1).sum(1).double() for s in (part, reference))
-    kept = ratio(b, t)
-    return float(kept.value), float(kept.error)
+def ratio_over_contexts(
+    parts: Shaped[Tensor, "contexts ..."], wholes: Shaped[Tensor, "contexts ..."]
+) -> Estimate:
+    """Estimate the sum of `parts` over that of `wholes`, with its error over contexts."""
+    share = ratio(*(each.double().reshape(len(each), -1).sum(dim=1) for each in (parts, wholes)))
+    return Estimate(float(share.value), float(share.error), len(parts), "contexts")
 
 
-def loss_difference(dense: ModelSinks, other: ModelSinks) -> tuple[float, float]:
-    """Compute the mean loss of another model less that of the first, and its standard error: paired by context."""
-    return mean_and_error((other.loss - dense.loss).numpy())
+def loss_difference(dense: ModelSinks, other: ModelSinks) -> Estimate:
+    """Estimate the mean loss of another model less that of the first: paired by context."""
+    return Estimate.mean((other.loss - dense.loss).numpy(), "contexts")
 
 
 def halves(study: Study) -> tuple[Corpus, Corpus]:
@@ -204,23 +204,18 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 def judge_methods(outcome: Outcome, dense: ModelSinks, measured: Mapping[str, ModelSinks]) -> None:
     """Judge whether OATS keeps the sinks, and more of them than each other method: paired by context."""
-    others, count = [name for name in measured if name != "OATS"], dense.sinks.flatten(1).sum(1).double()
-    if not count.any():
+    others = [name for name in measured if name != "OATS"]
+    if not dense.sinks.any():
         why = "the dense model has no sink in this text"
         outcome.cannot_judge("retains", why)
         for name in others:
             outcome.cannot_judge("loses", why, method=name)
         return
-    kept = {name: (dense.sinks & of.sinks).flatten(1).sum(1).double() for name, of in measured.items()}
-    outcome.judge("retains", _kept(dense, measured["OATS"]), sparsity=f"{SPARSITY:.0%}")
+    kept = {name: (dense.sinks & of.sinks).int() for name, of in measured.items()}
+    outcome.judge("retains", kept_sinks(dense, measured["OATS"]).floored(), sparsity=f"{SPARSITY:.0%}")
     for name in others:
-        gain = ratio(kept["OATS"] - kept[name], count)
-        known = Estimate(float(gain.value), float(gain.error), len(count), "contexts")
-        outcome.judge("loses", known.floored(), method=name)
-
-
-def _kept(dense: ModelSinks, other: ModelSinks, layer: int | None = None) -> Estimate:
-    return Estimate(*kept_sinks(dense, other, layer), len(dense.sinks), "contexts").floored()
+        gain = ratio_over_contexts(kept["OATS"] - kept[name], dense.sinks)
+        outcome.judge("loses", gain.floored(), method=name)
 
 
 def ablations(layer: int) -> dict[str, int | None]:
@@ -239,7 +234,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
     _read(outcome, "models", dense, measured, layer)
     oats = measured["OATS"]
     if (dense.sinks[:, layer] & oats.sinks[:, layer]).any():
-        left = {name: _kept(oats, measured[name], layer) for name in ablations(layer)}
+        left = {name: kept_sinks(oats, measured[name], layer).floored() for name in ablations(layer)}
         judge_low_rank(outcome, left, layer)
     else:
         why = "the pruned model has none of the layer's sinks in this text"
@@ -283,13 +278,13 @@ def _read(
     whose = "the dense model's sinks" + ("" if layer is None else f" in layer {layer}")
     rows = []
     for name, model in measured.items():
-        kept, new = kept_sinks(dense, model, layer), new_sinks(dense, model)
-        more = loss_difference(dense, model)
-        rows.append((name, *kept, *new, *more))
+        estimates = kept_sinks(dense, model, layer), new_sinks(dense, model), loss_difference(dense, model)
+        rows.append((name, *(number for each in estimates for number in (each.value, each.error))))
+        kept, new, more = (with_error(each.value, each.error) for each in estimates)
         outcome.read(
             name,
-            f"keeps {with_error(*kept)} of {whose}; the whole model has {with_error(*new)} times as many new sinks, "
-            f"and its loss is {with_error(*more)} nats more",
+            f"keeps {kept} of {whose}; the whole model has {new} times as many new sinks, and its loss is {more} nats "
+            "more",
         )
     columns = ["sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se"]
     outcome.tables[key] = pd.DataFrame(rows, columns=["model", *columns])

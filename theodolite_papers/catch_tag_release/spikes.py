@@ -29,7 +29,6 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
 from theodolite.system.wording import listed, number, percent, with_error
-from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
 from theodolite_papers.catch_tag_release.few_shot import (
     Answers,
@@ -39,7 +38,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     tabulated,
 )
 from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
-from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of, ratio_over_contexts
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
 CONTEXTS = 32
@@ -78,11 +77,11 @@ def ablations(model: OpenModel, spikes: Spikes) -> dict[str, Ablation]:
 
         return opened
 
-    made = {name: of_values(name) for name in replaced} | {name: of_keys(name) for name in (HIDDEN, KEYS)}
+    by_name = {name: of_values(name) for name in replaced} | {name: of_keys(name) for name in (HIDDEN, KEYS)}
     return {
         DENSE: lambda reading: (),
-        **made,
-        BOTH: lambda reading: [*made[HIDDEN](reading), *made[REMOVED](reading)],
+        **by_name,
+        BOTH: lambda reading: [*by_name[HIDDEN](reading), *by_name[REMOVED](reading)],
     }
 
 
@@ -122,19 +121,21 @@ def spikes(study: Study, outcome: Outcome) -> None:
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} predicts no next tokens, by which it is said what is needed")
     found_on, judged_on = (few_of(part, CONTEXTS) for part in chosen_and_judged(corpus))
-    found = find_spikes(model, found_on)
+    massive = find_spikes(model, found_on)
     outcome.contexts = 0  # more of them would not be read
-    if not found.dimensions.any():
+    if not massive.dimensions.any():
         for key in outcome.declared.claims:
             outcome.cannot_judge(key, "no activation is massive by the published rule", name=REMOVED)
         return
-    made, prompts = ablations(model, found), prompts_for(model, PROMPTS, SEED)
+    by_name, prompts = ablations(model, massive), prompts_for(model, PROMPTS, SEED)
 
     def asked(reading: Reading) -> dict[str, Tensor]:
         return {"right": answered(model, prompts, reading)}
 
     rows, answered_by = (
-        under_ablations(model, texts, made, measure, study.show, f"{doing} with something taken away", found)
+        under_ablations(
+            model, texts, by_name, measure, study.show, f"{doing} with something taken away", massive
+        )
         for doing, texts, measure in (
             ("reading", list(judged_on.contexts), partial(loss_and_attention, model)),
             ("asking", texts_of(prompts), asked),
@@ -142,7 +143,7 @@ def spikes(study: Study, outcome: Outcome) -> None:
     )
     answers = {name: of["right"] for name, of in answered_by.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
-    _read(outcome, found, rows, answers)
+    _read(outcome, massive, rows, answers)
     judge_text(outcome, rows)
     judge_answers(outcome, answers, prompts.tasks)
     outcome.draw("loss", costs(rows))
@@ -158,8 +159,8 @@ def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
     return Estimate.mean(rows[name]["loss"] - rows[than]["loss"], "contexts")
 
 
-def _read(outcome: Outcome, found: Spikes, rows: Rows, answers: Mapping[str, Answers]) -> None:
-    layers, dimensions = found.dimensions.nonzero(as_tuple=True)
+def _read(outcome: Outcome, massive: Spikes, rows: Rows, answers: Mapping[str, Answers]) -> None:
+    layers, dimensions = massive.dimensions.nonzero(as_tuple=True)
     outcome.read(
         "dimensions with massive activations",
         f"{listed([str(one) for one in dimensions.unique().tolist()], 8)}, behind blocks {int(layers.min())} to "
@@ -179,19 +180,18 @@ def _read(outcome: Outcome, found: Spikes, rows: Rows, answers: Mapping[str, Ans
 
 
 def judge_text(outcome: Outcome, rows: Rows) -> None:
-    """Judge what losses and sinks on the text say."""
+    """Judge the claims on the text, by losses and sinks."""
     before, left, control = (
         torch.from_numpy(rows[name]["sinks"]).double() for name in (DENSE, REMOVED, DIMENSIONS)
     )
     outcome.judge("constant", more(rows, CONSTANT))
     if before.any():
-        share = ratio(left, before)
-        estimate = Estimate(float(share.value), float(share.error), len(left), "contexts")
         levels = {
             "before": number(float(before.mean())),
             "control": percent(float(control.sum() / before.sum())),
         }
-        outcome.judge("sinks-follow", estimate.floored(count=int(before.sum())), **levels)
+        left_over_before = ratio_over_contexts(left, before).floored(count=int(before.sum()))
+        outcome.judge("sinks-follow", left_over_before, **levels)
     else:
         outcome.cannot_judge("sinks-follow", "no head has a sink at these tokens")
     outcome.judge("needed", more(rows, REMOVED, DIMENSIONS))
@@ -200,7 +200,7 @@ def judge_text(outcome: Outcome, rows: Rows) -> None:
 
 
 def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str]) -> None:
-    """Judge what the answers after sixteen examples say."""
+    """Judge the claims on few-shot accuracy, after sixteen examples."""
     last = {name: of[:, -1].astype(np.float64) for name, of in answers.items()}
     pairs = (REMOVED, DIMENSIONS, "massive activations"), (HIDDEN, KEYS, "the sinks' attention")
     for name, control, words in pairs:

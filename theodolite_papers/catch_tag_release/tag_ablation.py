@@ -1,4 +1,4 @@
-"""Test if a tag is used: ablate one sink's head, against norm-matched controls (Zhang et al. 2025, sections 2, 3)."""
+"""Test whether a tag is used: ablate it, against norm-matched controls (Zhang et al. 2025, sections 2, 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from theodolite import Corpus, Run, trace_sinks
+from theodolite import Corpus, trace_sinks
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Verdict, all_of, untestable
@@ -46,15 +46,9 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
 
 @declared("sinks/trace")
 def traced(study: Study, outcome: Outcome) -> None:
-    show_trace(outcome, trace_of(study))
-
-
-def trace_of(study: Study) -> Run:
-    """Trace the study's text once, and keep the run next to the pages."""
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
-    folder = None if study.folder is None else study.folder / "trace"
-    model, show = study.require_model(), study.show
-    return study.cached("trace", lambda: trace_sinks(model, corpus, folder, show_progress=show))
+    folder = study.folder and study.folder / "trace"
+    show_trace(outcome, trace_sinks(study.require_model(), corpus, folder, show_progress=study.show))
 
 
 HALF = 0.5
@@ -152,7 +146,6 @@ def against_others(outcome: Outcome, table: pd.DataFrame) -> Verdict:
 
 
 def _paired(outcome: Outcome, claim: str, gain: Estimate, **values: str) -> Verdict:
-    """Judge a difference paired by context."""
     if not math.isfinite(gain.error):
         return untestable(outcome.sentence(claim), f"too few contexts; {outcome.criterion(claim)}")
     return outcome.verdict(claim, gain, **values)

@@ -1,10 +1,11 @@
-"""Models trained on addition: does one add, which every claim about them supposes, and how well (appendix D.3)."""
+"""Measure how well a model trained on addition adds, which every claim about it presupposes (appendix D.3)."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pandas as pd
 
 from theodolite import OpenModel, Run
 from theodolite.errors import UsageError
-from theodolite.estimates import Estimate, Floats
+from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
 from theodolite.report.data import provenance
 from theodolite.system.wording import counted, with_error
@@ -29,12 +30,6 @@ PAPER_ACCURACY = {
 """Appendix D.3, on 1, 2, 3 and 4 digits."""
 
 RECORD = "training.json"
-
-
-def reads_additions(run: Run) -> bool:
-    """Return whether the text of the run is additions: its example tokens have no other characters."""
-    tokens = "".join(run.examples["token"].astype(str)) if len(run.examples) else ""
-    return "=" in tokens and "+" in tokens and set(tokens) <= set(CHARACTERS)
 
 
 def is_adder(model: OpenModel) -> bool:
@@ -71,34 +66,33 @@ def on_cpu(model: OpenModel) -> Any:
     return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
 
 
-def binomial_error(share: float, count: int) -> float:
-    """Compute a share's standard error, at (k + 2)/(n + 4) (Agresti & Coull 1998): all or none right has one too."""
+def share_of_sums(share: float, count: int) -> Estimate:
+    """Give an accuracy its error, at (k + 2)/(n + 4) (Agresti & Coull 1998): all or none right has one too."""
     moved = (share * count + 2) / (count + 4)
-    return math.sqrt(moved * (1 - moved) / count)
+    return Estimate(share, math.sqrt(moved * (1 - moved) / count), count, "sums", by_chance=True)
 
 
 def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
-    """Say why the model is not known to add, with its accuracy where it can be asked; None: it adds."""
+    """Explain why the model is not known to add, with its accuracy where it can be measured; None: it adds."""
     if model is None:
         return "whether the model adds is unknown without it: pass the model together with the run"
     if not is_adder(model):
         return f"{model.id} was not trained on addition alone, so whether it adds is not known"
     task = task_of(run)
-    share = task.accuracy(on_cpu(model))
     what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
-    error = binomial_error(share, QUICK_TEST)
-    return why_not_known_to_add(what, Estimate(share, error, QUICK_TEST, "sums", by_chance=True))
+    return why_not_known_to_add(what, share_of_sums(task.accuracy(on_cpu(model)), QUICK_TEST))
 
 
 def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
-    """Say why a model of this accuracy, of which `what` says on what, is not known to add; None: it adds."""
+    """Explain why a model of this accuracy (`what`: on what) is not known to add; None: it adds."""
     verdict = judge("", what, accuracy, criterion("geometry/adds"))
     return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
 
 
 def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: str) -> Verdict:
     """Judge what the paper says of models trained on addition: not testable where the model is none."""
-    if not reads_additions(run):
+    characters = set("".join(run.examples["token"].astype(str))) if len(run.examples) else set()
+    if not {"+", "="} <= characters <= set(CHARACTERS):
         why = f"the corpus of this run contains no addition problems ({measured})"
         why += ": survey a model trained on addition on addition problems"
         return untestable(verdict.claim, why)
@@ -107,13 +101,14 @@ def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: s
     return verdict
 
 
-def judge_accuracy(outcome: Outcome, values: Floats, errors: Floats, count: int, trained: str) -> None:
+def judge_accuracy(outcome: Outcome, accuracies: Sequence[Estimate], trained: str) -> None:
     """Judge accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
-    in_distribution = Estimate(float(values[0]), float(errors[0]), count, "sums", by_chance=True)
-    words = {"count": count, "trained": trained}
+    in_distribution, *by_digits = accuracies
+    count, words = in_distribution.n, {"count": in_distribution.n, "trained": trained}
     outcome.judge("in-distribution", in_distribution, **words)
-    spread = float(np.sqrt(np.square(errors[1:]).mean() / len(errors[1:])))
-    of_shorter = Estimate(float(values[1:].mean()), spread, count * len(errors[1:]), "sums", by_chance=True)
+    values, errors = np.array([(each.value, each.error) for each in by_digits]).T
+    spread = float(np.sqrt(np.square(errors).mean() / len(errors)))
+    of_shorter = Estimate(float(values.mean()), spread, count * len(errors), "sums", by_chance=True)
     shorter = outcome.verdict("shorter", of_shorter, **words)
     what = outcome.sentence("in-distribution", "what", **words)
     if unknown := why_not_known_to_add(what, in_distribution):
@@ -133,14 +128,14 @@ def addition(study: Study, outcome: Outcome) -> None:
     measured = task.measure(on_cpu(model))
     count, by_digits = measured["tested"], measured["accuracy_by_digits"]
     names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
-    values = np.array([measured["accuracy"], *by_digits.values()])
-    errors = np.array([binomial_error(float(value), count) for value in values])
+    accuracies = [share_of_sums(value, count) for value in (measured["accuracy"], *by_digits.values())]
+    values, errors = np.array([(each.value, each.error) for each in accuracies]).T
     absolute, rotary = PAPER_ACCURACY.values()
     printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
-    for name, words, value, error in zip(names, ["“above 99 %”", *printed], values, errors, strict=True):
-        outcome.read(f"exact-match accuracy, {name}", with_error(float(value), float(error)), words)
+    for name, words, accuracy in zip(names, ["“above 99 %”", *printed], accuracies, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(accuracy.value, accuracy.error), words)
     outcome.read("positions of this model", model.positions, "absolute; rotary")
-    judge_accuracy(outcome, values, errors, count, trained)
+    judge_accuracy(outcome, accuracies, trained)
     outcome.tables["accuracy"] = pd.DataFrame(
         {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
     )

@@ -1,4 +1,4 @@
-"""Logits by constituent: what makes a head what it is (section 5.2), what carries most (eq. 10), and on a prompt.
+"""Split logits by constituent: what makes a head's pattern (section 5.2), what is largest (eq. 10), and on a prompt.
 
 Figs. 6, 19 and 30 to 34 of Song & Zhong 2024, and what the global mean does to them.
 """
@@ -350,7 +350,6 @@ def _chosen(study: Study, top: dict[str, list[Head]]) -> ChosenHeads:
 
 
 def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
-    """Split the logits of a layer on the prompt."""
     model = study.require_model()
     model.check_place(layer, head)
     try:
@@ -360,7 +359,6 @@ def _split(study: Study, ids: Tensor, layer: int, head: int) -> Constituents:
 
 
 def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
-    """Tokenize the prompt: its ids and the text of each."""
     model = study.require_model()
     longest = study.run.arrays["positional_basis"].shape[1]
     ids = prompt_ids(model, study.focus.prompt, longest, study.provenance["seed"])
@@ -368,7 +366,7 @@ def _prompt_tokens(study: Study) -> tuple[Int[Tensor, " positions"], list[str]]:
 
 
 def _panel_caption(study: Study, length: int) -> str:
-    """Word what the panels were made of, for their captions."""
+    """Describe what the panels show, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
     rotated = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from theodolite import Corpus, Run
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS
 from theodolite.corpus.spec import RANDOM
-from theodolite.estimates import Estimate, Estimates
+from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import (
@@ -188,7 +189,7 @@ def columns_with_errors(run: Run, names: Iterable[str]) -> pd.DataFrame:
 
 
 def hidden_in(hidden: Bool[np.ndarray, " parts"], each: str = "layer") -> str:
-    """Word where a number is at the noise floor."""
+    """Report in how many layers a number is at the noise floor."""
     return AT_FLOOR if len(hidden) == 1 else f"{AT_FLOOR} in {hidden.sum()} of {counted(len(hidden), each)}"
 
 
@@ -209,6 +210,15 @@ def unless_hidden(verdict: Verdict, hidden: Bool[np.ndarray, " parts"], each: st
     return replace(verdict, answer=UNDECIDED, evidence=evidence, withheld=floor)
 
 
+def judge_seen(
+    outcome: Outcome, key: str, number: Estimate | Estimates, of_layers: Floats, /, **words: Any
+) -> None:
+    """Judge a claim on the layers that have a number, with their count for its words; the others by `unless_hidden`."""
+    hidden = np.isnan(of_layers)
+    verdict = outcome.verdict(key, number, layers=int((~hidden).sum()), **words)
+    outcome.verdicts.append(unless_hidden(verdict, hidden))
+
+
 LEAST_RANKED = 42
 """Rows and columns below which ScreeNOT's upper bound of 20 has no room (it needs 2·20 + 1 values below it)."""
 
@@ -220,7 +230,7 @@ LEAST_UNSMOOTH_POSITIONS = 20
 
 
 def no_room(run: Run) -> str | None:
-    """Say why no rank can be judged in contexts this short; None: it can."""
+    """Explain why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
     if min(positions - 1, width) >= LEAST_RANKED:
         return None
@@ -306,7 +316,7 @@ def beyond_random_order(lowest: Tensor, constant: Tensor, positions: int) -> Ten
 
 
 def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
-    """Say why low frequencies of so few positions say nothing; None: they do."""
+    """Explain why low frequencies of so few positions mean nothing; None: there are enough."""
     positions = need(run, "positional_basis").shape[1] - 1
     why = (
         f"{positions} positions have only {positions} frequencies: use contexts of {least + 1} tokens or more"

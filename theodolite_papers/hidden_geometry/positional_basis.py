@@ -43,6 +43,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     estimate_of,
     estimates_of,
     jackknifed,
+    judge_seen,
     leading_of_others,
     mean_of,
     shown,
@@ -91,9 +92,7 @@ def table_1(study: Study, outcome: Outcome) -> None:
     layer_columns.judge_significant(outcome, run)
     _separation(outcome, run)
     ratio = estimates_of(layer_columns.over_random(run))
-    hidden = np.isnan(ratio.values)
-    verdict = outcome.verdict("incoherent", mean_of(ratio), layers=int((~hidden).sum()))
-    outcome.verdicts.append(unless_hidden(verdict, hidden))
+    judge_seen(outcome, "incoherent", mean_of(ratio), ratio.values)
     outcome.draw("table1", drawing.averages(rows, list(QUANTITIES)))
 
 
@@ -104,10 +103,8 @@ def _separation(outcome: Outcome, run: Run) -> None:
         outcome.cannot_judge("separated", "the text has no labels, or no two contexts with the same one")
         return
     ratio = estimates_of(layer_columns.between_over_within(run))
-    hidden = np.isnan(ratio.values)
-    within, between = (layer_average(run, f"similarity_{name}")[0].value for name in ("within", "between"))
-    words = {"within": within, "between": between, "layers": int((~hidden).sum())}
-    outcome.verdicts.append(unless_hidden(outcome.verdict("separated", mean_of(ratio), **words), hidden))
+    levels = {name: layer_average(run, f"similarity_{name}")[0].value for name in ("within", "between")}
+    judge_seen(outcome, "separated", mean_of(ratio), ratio.values, **levels)
 
 
 @declared("geometry/table2")
@@ -162,7 +159,7 @@ def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
         means = (mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
         words = dict(zip(("here", "other"), means, strict=True))
         change = mean_of(replace(here, values=changes, errors=errors))
-        outcome.verdicts.append(unless_hidden(outcome.verdict("rank", change, **words), hidden))
+        judge_seen(outcome, "rank", change, changes, **words)
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, second))
 
 
@@ -263,12 +260,8 @@ def stable_rank(study: Study, outcome: Outcome) -> None:
     run, first = study.run, 1
     _beside_published(outcome, run, "stable_rank", "stable rank", published.STABLE_RANK, "Table 5", log=True)
     values = value_of(run, "stable_rank")[first:]
-    hidden = np.isnan(values)
-    worst = first + int(np.where(hidden, -np.inf, values).argmax())
-    highest, words = layer_estimates(run, "stable_rank").at(worst), {"layers": int((~hidden).sum())}
-    outcome.verdicts.append(
-        unless_hidden(outcome.verdict("stable-rank", highest, worst=worst, **words), hidden)
-    )
+    worst = first + int(np.where(np.isnan(values), -np.inf, values).argmax())
+    judge_seen(outcome, "stable-rank", layer_estimates(run, "stable_rank").at(worst), values, worst=worst)
 
 
 @declared("geometry/table6")
@@ -332,8 +325,7 @@ def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> 
     estimates = {name: estimates_of(numbers) for name, numbers in shape.items()}
     rough, turned = estimates["roughness"], estimates["turns"]
     for claim, name in (("continuous", "roughness"), ("low-dimensional", "share_of_two_directions")):
-        verdict = outcome.verdict(claim, estimates[name], place=place)
-        outcome.verdicts.append(unless_hidden(verdict, np.isnan(estimates[name].values)))
+        judge_seen(outcome, claim, estimates[name], estimates[name].values, place=place)
     continuous, _ = outcome.criterion("continuous").decided(rough.values, rough.shared_margins)
     if continuous.any():
         outcome.judge(
@@ -359,7 +351,7 @@ def principal_components(study: Study, outcome: Outcome) -> None:
         outcome.cannot_judge("growing", WITHOUT_TEXT)
     else:
         growth = scale_growth(bases)
-        outcome.verdicts.append(unless_hidden(outcome.verdict("growing", growth), np.isnan([growth.value])))
+        judge_seen(outcome, "growing", growth, np.array([growth.value]))
 
 
 def scale_growth(bases: list[Basis]) -> Estimate:
@@ -389,8 +381,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         table = table.assign(energy_within_rank=energy.values, energy_within_rank_se=energy.errors)
         outcome.read("share of energy within the rank", percent(mean_of(energy).value))
         lowest, highest = (number(of(ranks[ranks > 0], default=0)) for of in (min, max))
-        verdict = outcome.verdict("few-values", energy, lowest=lowest, highest=highest)
-        outcome.verdicts.append(unless_hidden(verdict, np.isnan(energy.values)))
+        judge_seen(outcome, "few-values", energy, energy.values, lowest=lowest, highest=highest)
     singular_values = need(run, "singular_values")
     for index in range(singular_values.shape[1]):
         table[f"singular_value_{index + 1}"] = singular_values[:, index]

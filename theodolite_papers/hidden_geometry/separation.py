@@ -1,4 +1,4 @@
-"""Contexts apart from one another and from positions: clusters by label, incoherence against random directions."""
+"""Clusters of contexts by label, and incoherence of positions and contexts against random directions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     columns_with_errors,
     estimates_of,
     jackknifed,
+    judge_seen,
     mean_of,
     over_random,
     smooth_verdict,
-    unless_hidden,
 )
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
@@ -111,7 +111,7 @@ def chosen_contexts(
 
 def _judge_layers(outcome: Outcome, key: str, numbers: Jackknifed) -> None:
     estimates = estimates_of(numbers)
-    outcome.verdicts.append(unless_hidden(outcome.verdict(key, estimates), np.isnan(estimates.values)))
+    judge_seen(outcome, key, estimates, estimates.values)
 
 
 BLOCKS = {

@@ -50,7 +50,6 @@ class _Streams(Hooks):
         self.layers: list[Tensor] = []
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """Keep one layer."""
         self.layers.append(hidden[0, 1:].double().cpu())
 
 

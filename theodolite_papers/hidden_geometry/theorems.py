@@ -1,4 +1,4 @@
-"""Both theorems in numbers: the bound on smoothness and its worth (Theorem 1), kernels of drawn bases (Theorem 2)."""
+"""Check both theorems numerically: the bound on smoothness (Theorem 1), kernels of random bases (Theorem 2)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     bases_by_group,
     estimates_of,
     gram_between,
+    judge_seen,
     shown,
-    unless_hidden,
 )
 
 _PAIRS = 64
@@ -355,15 +355,14 @@ def _judge_approximation(
             f"{name} over no approximation at k = {moderate}, median of layers", shown(median), paper
         )
     words = {"k": moderate, "orders": f"m = {', '.join(map(str, ORDERS))}"}
-    hidden = np.isnan(values)
-    outcome.verdicts.append(unless_hidden(outcome.verdict("premise", premise, **words), hidden))
+    judge_seen(outcome, "premise", premise, values, **words)
     meets, _ = outcome.criterion("premise").decided(premise.values, premise.margins)
     if meets.any():
         implied = replace(near, values=np.where(meets, near.values, np.nan))
         outcome.judge("implied", implied, k=moderate)
     else:
         outcome.cannot_judge("implied", "no layer is known to have bounded differences, the premise")
-    outcome.verdicts.append(unless_hidden(outcome.verdict("approximated", near, k=moderate), hidden))
+    judge_seen(outcome, "approximated", near, values, k=moderate)
     columns = {"bound": values, "bound_se": errors, "attained": near.values, "attained_se": near.errors}
     outcome.tables["premise"] = pd.DataFrame({"layer": layers} | columns)
 

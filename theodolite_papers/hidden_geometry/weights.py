@@ -22,7 +22,7 @@ from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, judge, unless_explained
-from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
+from theodolite.measure.rank_correlation import error_under_independence, rank_correlation_of_heads
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import column, evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
@@ -166,19 +166,10 @@ def _stack(parts: Sequence[RotatedEnergy]) -> RotatedEnergy:
 MOSTLY = 0.8
 """“for more than 80 % positions t” (section 4.2)."""
 
-LEAST_HEADS = 8  # below that, a rank correlation over heads says nothing
-
 LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
 """How local a head's attention is on the text: high, and low."""
 
 MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed": "behind the layer's norm"}
-
-
-def _over_heads(x: Floats, y: Floats) -> tuple[float, int]:
-    """Correlate ranks over the heads that have both, and count these; NaN where they are too few."""
-    both = np.isfinite(x) & np.isfinite(y)
-    count = int(both.sum())
-    return float(rank_correlation(x[both], y[both])) if count >= LEAST_HEADS else math.nan, count
 
 
 def _by_layers(run: Run, correlation: float) -> Estimate:
@@ -189,13 +180,12 @@ def _by_layers(run: Run, correlation: float) -> Estimate:
 
 
 def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
-    """Correlate each share with local attention, entropy and depth, by ranks over heads."""
-    rows: list[tuple[str, str, float, int]] = []
+    rows, layers = [], run.heads["layer"].to_numpy()
     for name, values in shares.items():
-        for measure in ("previous_token", "entropy", "layer"):
-            other = column(run.heads, measure)
-            correlation, count = (math.nan, 0) if other is None else _over_heads(values, other)
-            rows.append((name, measure, correlation, count))
+        for measure in (*LOCALITY, "layer"):
+            other = need_column(run.heads, measure)
+            count = int(np.isfinite([values, other]).all(axis=0).sum())
+            rows.append((name, measure, rank_correlation_of_heads(values, other, layers).value, count))
     return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
 
 
@@ -358,7 +348,7 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
 
 
 def _noise_explains(outcome: Outcome, table: pd.DataFrame, corner: int, low_rank: pd.Series) -> str:
-    """Word what else the corner of a majority of heads may come from; empty: nothing."""
+    """Explain what else the corner of a majority of heads may come from; empty: nothing."""
     energy, noise = (f"corner_energy_{corner}{of}" for of in ("", "_noise"))
     if noise not in table:
         return "whether sampling noise alone would do so is told by the text, which is not at hand"

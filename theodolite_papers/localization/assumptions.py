@@ -1,4 +1,4 @@
-"""Ask why the spectrum does not predict propagation: put what is measured in place of one assumption after the other.
+"""Find out why the spectrum does not predict propagation: replace each assumption in turn by what is measured.
 
 Bao et al. 2024 have tokens walk at random, at every position turned alike, so that logits are Gaussian and grow along
 the context. Each step here leaves one of these assumptions out.

@@ -254,4 +254,6 @@ def _draw(
         value, margin = np.array([(each.value, each.margin) for each in estimates]).T
         values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
     groups = [f"{predicted} → {known}" for *_, predicted, known in COMPARED]
-    outcome.draw("correlations", drawing.bars(groups, values, "Spearman's correlation", (-1.05, 1.05)))
+    outcome.draw(
+        "correlations", drawing.grouped_bars(groups, values, "Spearman's correlation", (-1.05, 1.05))
+    )

@@ -432,9 +432,6 @@ CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 FIGURES = {6: (1, 128), 8: (1, 32), 9: (3, 32), 10: (6, 32), 11: (3, 128), 12: (6, 128)}
 """Number of the published figure → layers and width."""
 
-COMMAND = "theodolite train locater"
-"""Writes the grid."""
-
 
 def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], key: str, title: str) -> None:
     """Draw measures against training step: means over seeds, the range over seeds as a band."""
@@ -534,8 +531,12 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
 
 def _of_shape(study: Study, shape: tuple[int, int] | None) -> tuple[list[GridRun], dict[str, Any]]:
     """Read the grid's training runs of some layers and width, and its recipe."""
-    purpose = "figures 6 to 12 of localization are read from a grid of training runs"
-    recipe, runs = read_grid(study.training_folder("grid", purpose, COMMAND))
+    if "grid" not in study.provenance:
+        raise UsageError(
+            "figures 6 to 12 of localization are read from a grid of training runs: pass the folder that "
+            "`theodolite train locater` wrote"
+        )
+    recipe, runs = read_grid(study.provenance["grid"]["folder"])
     shapes = sorted({(p.setting.layers, p.setting.width) for p in runs})
     layers, width = shape or (FIGURES[6] if FIGURES[6] in shapes else shapes[0])
     if (layers, width) not in shapes:

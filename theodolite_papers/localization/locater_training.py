@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.system.files import (
@@ -80,54 +81,47 @@ def _order(windows: int, seed: int, epoch: int) -> Int[Tensor, " windows"]:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The texts, and how they are cut.
-
-    length: tokens of a context. batch: contexts per step. vocabulary: of a byte-level BPE; None: one token per word.
-    """
+    """The text to train on, and the held-out one."""
 
     train: Path
     held_out: Path
-    length: int = 64
-    batch: int = 64
-    vocabulary: int | None = 2048
 
-    def read(self) -> GridText:
+    def read(self, recipe: Recipe) -> GridText:
         """Tokenize and cut both."""
         texts = [read_text(path, "file") for path in (self.train, self.held_out)]
+        vocabulary, length = recipe.vocabulary, recipe.length
         tokenizer = (
-            word_tokenizer(texts[0])
-            if self.vocabulary is None
-            else byte_pair_tokenizer(texts[:1], self.vocabulary)
+            word_tokenizer(texts[0]) if vocabulary is None else byte_pair_tokenizer(texts[:1], vocabulary)
         )
         streams = [np.array(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
-        for path, stream, least in zip((self.train, self.held_out), streams, (self.batch, 1), strict=True):
-            if len(stream) <= least * self.length:
-                needed = least * self.length + 1
+        for path, stream, least in zip((self.train, self.held_out), streams, (recipe.batch, 1), strict=True):
+            if len(stream) <= least * length:
+                needed = least * length + 1
                 raise UsageError(f"{path} has {len(stream)} tokens; give a text of {needed} or more.")
         words = len(texts[1].split()) + texts[1].count("\n")
-        cut = [_windows(stream, self.length) for stream in streams]
-        return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256())
+        cut = [_windows(stream, length) for stream in streams]
+        return GridText(tokenizer, cut[0], cut[1], len(streams[1]) / words, self.sha256(recipe))
 
-    def sha256(self) -> str:
+    def sha256(self, recipe: Recipe) -> str:
         """Hash of both files' text and of how they are cut."""
-        digest = hashlib.sha256(f"{self.length} {self.vocabulary}".encode())
+        digest = hashlib.sha256(f"{recipe.length} {recipe.vocabulary}".encode())
         for path in (self.train, self.held_out):
             digest.update(hashlib.sha256(read_text(path, "file").encode()).digest())
         return digest.hexdigest()
 
 
-def kept_text(work: Unfinished, files: TextFiles) -> GridText:
+def kept_text(work: Unfinished, files: TextFiles, recipe: Recipe) -> GridText:
     """Return the text of a grid as its folder keeps it, which the first call reads from `files`."""
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        text = files.read()
+        text = files.read(recipe)
         notes = {"sha256": text.sha256, "tokens_per_word": text.tokens_per_word}
         notes |= {"tokenizer": text.tokenizer.to_str()}
         return {"train": text.train, "held_out": text.held_out}, notes
 
     work.save_once("text", read)
     tensors, notes = work.load("text") or ({}, {})
-    if notes["sha256"] != files.sha256():
+    if notes["sha256"] != files.sha256(recipe):
         raise UsageError(f"{work.folder} holds a grid of another text or vocabulary; choose another folder.")
     tokenizer = Tokenizer.from_str(notes["tokenizer"])
     cut = tensors["train"], tensors["held_out"]
@@ -178,9 +172,9 @@ class Recipe:
     all of the time goes.
     """
 
-    length: int = 64
-    batch: int = 64
-    vocabulary: int | None = 2048
+    length: int = 64  # tokens of a context
+    batch: int = 64  # contexts per step
+    vocabulary: int | None = 2048  # of a byte-level BPE; None: one token per word
     dropout: float = 0.1
     bfloat16: bool = field(default_factory=multiplies_halves)
     measure_every: int = 250  # steps
@@ -225,11 +219,6 @@ def published_rate(width: int) -> float:
     return 32e-4 / width
 
 
-def measured(step: int, every: int) -> bool:
-    """Return whether the model is measured after `step` updates."""
-    return step % every == 0 or step in EARLY
-
-
 class LocaterTraining:
     """A model and what was measured of it so far; from its folder's checkpoint if there is one."""
 
@@ -254,9 +243,8 @@ class LocaterTraining:
             measure=self._measure,
             before_save=self._write_tables,
             kept={
-                "summed": torch.zeros(
-                    (), dtype=torch.float64, device=self.device
-                ),  # loss since the last measurement
+                # The loss since the last measurement.
+                "summed": torch.zeros((), dtype=torch.float64, device=self.device),
                 "history/steps": torch.zeros(0, dtype=torch.int64),
                 "history/losses": torch.zeros(0, len(LOSSES), dtype=torch.float64),
                 "history/heads": torch.zeros(0, setting.layers, len(HEADS), dtype=torch.float64),
@@ -275,7 +263,7 @@ class LocaterTraining:
         return self.trainer.kept[f"history/{name}"]
 
     def progress(self) -> str:
-        """Word the step, and the loss on held-out text when it was last measured."""
+        """Report the step, and the held-out loss when it was last measured."""
         last = self.tables()[0].iloc[-1]
         return f"step {self.step}, held-out loss {last['held_out_loss']:.4f} at step {int(last['step'])}"
 
@@ -285,6 +273,7 @@ class LocaterTraining:
         if place.exists() and json.loads(place.read_text(encoding="utf-8"))["step"] == self.step:
             return
         losses = self._held_out(self.text.held_out)
+        mean, error = mean_and_error(losses.numpy())
         summary = {
             **asdict(self.setting),
             **asdict(self.recipe),
@@ -293,12 +282,13 @@ class LocaterTraining:
             "step": self.step,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "held_out_tokens": losses.numel() * self.recipe.length,
-            "held_out_loss": float(losses.mean()),
-            "held_out_loss_se": _standard_error(losses),
+            "held_out_loss": mean,
+            "held_out_loss_se": error,
             "tokens_per_word": self.text.tokens_per_word,
         }
-        length, made = self.recipe.length, self.text.tokenizer
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=length)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=self.text.tokenizer, model_max_length=self.recipe.length
+        )
         with disk_errors(self.folder):
             as_opt(self.model).save_pretrained(self.folder / "model")
             tokenizer.save_pretrained(self.folder / "model")
@@ -340,7 +330,7 @@ class LocaterTraining:
 
     def _measure(self, step: int, _: Tensor | None) -> None:
         """Add a row to every table, after the steps that are measured."""
-        if not measured(step, self.recipe.measure_every):
+        if step % self.recipe.measure_every and step not in EARLY:
             return
         kept = self.trainer.kept
         before = int(self.history("steps")[-1]) if step else 0
@@ -351,7 +341,7 @@ class LocaterTraining:
         held_out = self.text.held_out
         count = min(self.recipe.measured_windows, len(held_out))
         losses = self._held_out(held_out[np.linspace(0, len(held_out) - 1, count).astype(int)])
-        row = [training, float(losses.mean()), _standard_error(losses)]
+        row = [training, *mean_and_error(losses.numpy())]
         heads, propagation = self._heads(held_out[: self.recipe.batch, :-1])
         for name, values in (
             ("steps", torch.tensor(step)),
@@ -387,11 +377,6 @@ class LocaterTraining:
         return torch.stack(measures), torch.stack(propagations)
 
 
-def _standard_error(values: Float[Tensor, " windows"]) -> float:
-    """Compute a standard error over windows, as if they were independent."""
-    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
 WORDS = "words"
 
 
@@ -411,8 +396,8 @@ def train_locater(
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of `Grid`,
-    joined by commas; an empty text: none of them. None: as published.
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of
+    `grid_settings`, joined by commas; an empty text: none of them. None: as published.
     """
     for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
         if given not in get_args(choices):
@@ -427,10 +412,9 @@ def train_locater(
     how: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
-    settings = Grid(seeds=seeds, gradient=gradient, reduction=reduction, **how).settings()
-    files = TextFiles(text, held_out, recipe.length, recipe.batch, recipe.vocabulary)
+    settings = grid_settings(Setting(gradient=gradient, reduction=reduction), seeds=seeds, **how)
     steps = PUBLISHED_STEPS if steps is None else steps
-    train_grid(Job(out, recipe, steps, device), settings, files, console)
+    train_grid(Job(out, recipe, steps, device), settings, TextFiles(text, held_out), console)
     names = {setting.name for setting in settings}
     summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
     unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
@@ -463,38 +447,33 @@ ROUND = 5000
 RUN_FOLDERS = "points"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The published settings, and as many weight decays without LocAteR.
+def grid_settings(
+    how: Setting = Setting(),
+    *,
+    seeds: int = 3,
+    layers: Sequence[int] = (1,),
+    widths: Sequence[int] = (32,),
+    scales: Sequence[float] = (100.0,),
+    means: Sequence[float] = (0.0, 1e-3, 1e-2, 1e-1, 1.0),
+    decays: Sequence[float] = (0.0, 0.01, 0.1, 1.0, 10.0),
+) -> list[Setting]:
+    """List the published settings, and as many weight decays without LocAteR; a seed's before the next seed's.
 
-    seeds: 0 … seeds − 1. scales, means: κ₁ and κ₂ of the LocAteR training runs. decays: of those without; 0.01 is the
-    published one. gradient, reduction: as in `Setting`.
+    how: gradient and reduction of the LocAteR runs. scales, means: their κ₁ and κ₂. decays: of the runs without; 0.01
+    is the published one.
     """
-
-    layers: tuple[int, ...] = (1,)
-    widths: tuple[int, ...] = (32,)
-    seeds: int = 3
-    scales: tuple[float, ...] = (100.0,)
-    means: tuple[float, ...] = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
-    decays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0, 10.0)
-    gradient: Gradient = "exact"
-    reduction: Reduction = "mean"
-
-    def settings(self) -> list[Setting]:
-        """List every setting; a seed's before the next seed's."""
-        settings = []
-        how = Setting(gradient=self.gradient, reduction=self.reduction)
-        for layers, width, seed in product(self.layers, self.widths, range(self.seeds)):
-            pairs = product(self.scales, self.means)
-            kinds = [replace(how, scale=scale, mean=mean) for scale, mean in pairs]
-            kinds += [Setting(weight_decay=decay) for decay in self.decays]
-            settings += [replace(kind, layers=layers, width=width, seed=seed) for kind in kinds]
-        return settings
+    kinds = [replace(how, scale=scale, mean=mean) for scale, mean in product(scales, means)]
+    kinds += [Setting(weight_decay=decay) for decay in decays]
+    return [
+        replace(kind, layers=depth, width=width, seed=seed)
+        for depth, width, seed in product(layers, widths, range(seeds))
+        for kind in kinds
+    ]
 
 
 @dataclass(frozen=True)
 class Job:
-    """The place and the means of a grid's training: what its runs share."""
+    """What the runs of a grid share: the folder, the recipe, the steps and the device."""
 
     folder: Path
     recipe: Recipe
@@ -516,7 +495,7 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
     for setting in settings:
         setting.check()
     check_target(job.folder)
-    text = kept_text(job.work, files)
+    text = kept_text(job.work, files, job.recipe)
     console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:

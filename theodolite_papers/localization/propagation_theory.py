@@ -201,7 +201,7 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
     def draw(place: int) -> go.Figure:
         values, titles, y = [published[place], corrected[place]], ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
         lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
-        return drawing.with_windows(lines, {"½ ≤ θ ≤ ½ + 1/5.12": window(5.12)})
+        return drawing.with_window(lines, "½ ≤ θ ≤ ½ + 1/5.12", *window(5.12))
 
     outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))
 
@@ -285,7 +285,6 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
 
 def _by_scale(values: Tensor) -> Floats:
-    """Reshape one number per pair to (means, scales)."""
     return values.reshape(len(SETTING.means), len(SETTING.scales)).numpy()
 
 
@@ -346,7 +345,6 @@ def _over_pairs(first: Tensor, second: Tensor) -> Estimate:
 
 
 def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame:
-    """Tabulate every covariance and pair."""
     parts = []
     for name, sim in sims.items():
         square, widths = sim.eigenvalues.square().sum(-1), theory.curve_width(sim.propagates)
@@ -365,7 +363,6 @@ def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame
 
 
 def _points(sims: dict[str, Simulation], predicted: dict[str, Tensor]) -> pd.DataFrame:
-    """Tabulate every covariance, pair and token."""
     tokens = range(1, SETTING.length + 1)
     index = [(mean, scale, token) for (mean, scale), token in product(SETTING.pairs, tokens)]
     parts = []

@@ -191,17 +191,13 @@ class TextWalk:
 
 
 class _WalkHooks(Hooks):
-    """Hooks that feed both accumulators."""
-
     def __init__(self, inputs: WalkSums, residual: WalkSums) -> None:
         self.inputs, self.residual, self.first = inputs, residual, 0
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        """Take in the residual stream."""
         self.residual.update(layer, hidden[:, : self.residual.positions + 1], self.first)
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Take in what an attention module reads."""
         self.inputs.update(layer, hidden[:, : self.inputs.positions + 1], self.first)
 
 
@@ -265,7 +261,6 @@ def walk(study: Study, outcome: Outcome) -> None:
 
 
 def _column(table: pd.DataFrame, name: str) -> Estimates:
-    """Return a measure and its standard errors by layer."""
     values, errors = (table[of].to_numpy(dtype=np.float64) for of in (name, f"{name}_se"))
     return Estimates(values, errors, *OF_GROUPS)
 

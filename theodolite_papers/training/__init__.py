@@ -1,1 +1,1 @@
-"""Trainers of the papers: what they share, and the trainer of the embedded model."""
+"""The papers' toy models: their sizes, their tasks, and one trainer."""

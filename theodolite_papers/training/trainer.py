@@ -7,9 +7,8 @@ Until a model is finished everything is in `<out>.partial`.
 from __future__ import annotations
 
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -59,43 +58,13 @@ def check_numbers(seed: int, threads: int = 1) -> None:
         raise UsageError(f"threads is {threads}; it must be {MOST_THREADS} at most.")
 
 
-def updates(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[int], Tensor],
-    rate: Callable[[int], float],
-    steps: range,
-    *,
-    seed: int | None = None,
-    clip: Callable[[nn.Module], object] | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Train `model` in place, and yield after every update how many were done, and the loss before it.
-
-    seed: of what is random in the model, such as dropout. clip: changes the gradient before an update.
-    """
-    for step in steps:
-        learning_rate = rate(step)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        if seed is not None:
-            torch.manual_seed((seed << 32) + step)
-        model.train()
-        value = loss(step)
-        optimizer.zero_grad()
-        value.backward()
-        if clip is not None:
-            clip(model)
-        optimizer.step()
-        yield step + 1, value.detach()
-
-
 @dataclass
 class Trainer:
-    """A model with its optimizer, trained by `updates`, which resumes from the checkpoint in its unfinished work.
+    """A model with its optimizer, which resumes from the checkpoint in its unfinished work.
 
     measure: gets the number of updates done and the loss before the last one, once before the first update (no loss)
-    and then after every one. before_save: writes what must not be older than a checkpoint. kept: tensors that are saved
-    and resumed with the weights; `measure` may replace them.
+    and then after every one. before_save: writes what must not be older than a checkpoint. clip: the gradient's largest
+    norm; None: any. kept: tensors that are saved and resumed with the weights; `measure` may replace them.
     """
 
     work: Unfinished
@@ -107,27 +76,39 @@ class Trainer:
     save_every: int
     measure: Callable[[int, Tensor | None], None]
     before_save: Callable[[], None] = lambda: None
-    clip: Callable[[nn.Module], object] | None = None
+    clip: float | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
     def advance(self, until: int, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to step `until`, saving on the way and at the end; False where `stop` ended it before."""
         began, saved = self.step, self.saved
-        steps = range(began, until)
-        done = updates(
-            self.model, self.optimizer, self.loss, self.rate, steps, seed=self.seed, clip=self.clip
-        )
         if not began and not saved:
             self.measure(0, None)
         while self.step < until and not stop():
-            self.step, loss = next(done)
+            loss = self._update()
             self.measure(self.step, loss)
             if self.step % self.save_every == 0 and self.step < until:
                 self.save()
         if self.step > began or not saved:
             self.save()
         return self.step >= until
+
+    def _update(self) -> Tensor:
+        """Take one step, and return the loss before it."""
+        learning_rate = self.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        torch.manual_seed((self.seed << 32) + self.step)
+        self.model.train()
+        loss = self.loss(self.step)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.step += 1
+        return loss.detach()
 
     @property
     def saved(self) -> bool:
@@ -136,14 +117,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        if not all(parameter.isfinite().all() for _, parameter in self._parameters()):
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
             raise WorkError(
                 f"The weights are no longer finite numbers: remove {self.work.folder}, and train with a lower rate."
             )
         with disk_errors(self.work.folder):
             self.before_save()
         tensors = dict(self.kept)
-        for name, parameter in self._parameters():
+        for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]  # empty before the first update
             tensors[name] = parameter.detach()
             tensors |= {
@@ -162,22 +143,17 @@ class Trainer:
         if not notes:
             return
         self.step = int(notes["step"])
-        for name, parameter in self._parameters():
+        for name, parameter in self.model.named_parameters():
             parameter.data.copy_(tensors[name])
             moments = {key: tensors[f"{name}/{key}"].to(parameter.device) for key in MOMENTS}
             count = torch.tensor(float(self.step), device=parameter.device)
             self.optimizer.state[parameter] = {"step": count, **moments}
         self.kept = {name: tensors[name].to(value.device) for name, value in self.kept.items()}
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        ]
-
 
 @dataclass(frozen=True)
 class ModelTraining(Generic[Result]):
-    """A training run into a folder: its model, data, loss and what is said of it.
+    """A training run into a folder: its model, data, loss and reports.
 
     build: the untrained model; torch's generator is seeded before. data: names and hashes of what it is trained on.
     loss: of a step's batch. progress: what to print at a checkpoint. measure: the result, of the finished model.
@@ -195,7 +171,7 @@ class ModelTraining(Generic[Result]):
 
 
 def check_training(out: Path, config: ModelConfig, threads: int) -> None:
-    """Refuse numbers that no training run can use, and to train into what is there and is no training run."""
+    """Refuse invalid settings, and an existing `out` that is no training run."""
     check_numbers(config.seed, threads)
     check_target(out)
     if out.exists() and not (out / JOB).is_file():
@@ -222,7 +198,12 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         torch.manual_seed(training.config.seed)
         model = training.build()
         if out.exists():
-            _check_finished(out, work)
+            there, _ = read_job(out)
+            if there != work.fingerprint:
+                differs = differences(there, work.fingerprint)
+                raise UsageError(
+                    f"{out} holds another training run ({differs}); give another folder or remove it."
+                )
             console.print(f"{out} is trained already; it is measured again.", markup=False, highlight=False)
             model = _finished_model(out, model)
         else:
@@ -231,21 +212,18 @@ def train_into(out: Path, training: ModelTraining[Result], threads: int, console
         with console.status("measuring the model"):
             result = training.measure(model)
         if not out.exists():
-            _publish(out, work.folder, model, training, result)
+            with folder_written_atomically(out) as finished:
+                model.save_pretrained(finished)
+                training.tokenizer.save_pretrained(finished)
+                name, text = training.page(result)
+                (finished / name).write_text(text, encoding="utf-8")
+                shutil.copyfile(work.folder / JOB, finished / JOB)
         work.remove()
     return result
 
 
-def _check_finished(out: Path, work: Unfinished) -> None:
-    """Refuse a folder that another training run wrote."""
-    there, _ = read_job(out)
-    if there != work.fingerprint:
-        differs = differences(there, work.fingerprint)
-        raise UsageError(f"{out} holds another training run ({differs}); give another folder or remove it.")
-
-
 def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """Load the trained model in the place of the untrained one, all of whose weights are there."""
+    """Load the finished model; refuse a folder that is damaged or lacks weights."""
     advice = "give another folder or remove it."
     architecture: Any = type(model)
     try:
@@ -266,18 +244,12 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     return trained
 
 
-def _fit(
-    model: PreTrainedModel,
-    training: ModelTraining[Result],
-    work: Unfinished,
-    console: Console,
-) -> None:
+def _fit(model: PreTrainedModel, training: ModelTraining[Result], work: Unfinished, console: Console) -> None:
     """Train to the last step, with a bar, and say how far it is at every checkpoint."""
     config, partial = training.config, work.folder
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
 
     def measure(step: int, loss: Tensor | None) -> None:
@@ -298,7 +270,7 @@ def _fit(
         seed=config.seed,
         save_every=config.checkpoint_every,
         measure=measure,
-        clip=lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP),
+        clip=CLIP,
     )
     trainer.resume()
     with interruptible(lambda: console.print(STOPPING)) as pressed, Progress(console=console) as progress:
@@ -312,27 +284,3 @@ def _fit(
 def _check_loss(loss: float, step: int, folder: Path) -> None:
     if not math.isfinite(loss):
         raise WorkError(f"The loss was {loss} at step {step}: remove {folder}, and train with a lower rate.")
-
-
-def _write_model(folder: Path, model: PreTrainedModel, training: ModelTraining[Result]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with folder_written_atomically(folder) as temporary:
-        model.save_pretrained(temporary)
-        training.tokenizer.save_pretrained(temporary)
-
-
-def _publish(
-    out: Path,
-    partial: Path,
-    model: PreTrainedModel,
-    training: ModelTraining[Result],
-    result: Result,
-) -> None:
-    """Write the finished folder beside `out`, and give it its name."""
-    finished = partial / "finished"
-    _write_model(finished, model, training)
-    with disk_errors(out):
-        name, text = training.page(result)
-        (finished / name).write_text(text, encoding="utf-8")
-        shutil.copyfile(partial / JOB, finished / JOB)
-        os.replace(finished, out)

@@ -49,18 +49,17 @@ def test_shares_and_their_errors_are_those_of_a_ratio_over_contexts():
             d, o = bool(dense.sinks[place]), bool(other.sinks[place])
             dense_count[place[0]] += d
             part[place[0]] += wanted(d, o)
-        value, error = function(dense, other)
-        assert value == pytest.approx(part.sum() / dense_count.sum())
+        share = function(dense, other)
+        assert share.value == pytest.approx(part.sum() / dense_count.sum())
         left_out = (part.sum() - part) / (dense_count.sum() - dense_count)
         jackknife = math.sqrt(8 / 9 * ((left_out - left_out.mean()) ** 2).sum())
-        assert error == pytest.approx(jackknife, rel=0.1)
-    in_layer = kept_sinks(dense, other, 1)[0]
+        assert share.error == pytest.approx(jackknife, rel=0.1)
+    in_layer = kept_sinks(dense, other, 1).value
     both = (dense.sinks & other.sinks)[:, 1].sum() / dense.sinks[:, 1].sum()
     assert in_layer == pytest.approx(float(both))
-    value, error = loss_difference(dense, other)
-    difference = (other.loss - dense.loss).numpy()
-    assert value == pytest.approx(difference.mean())
-    assert error == pytest.approx(difference.std(ddof=1) / 3)
+    more, difference = loss_difference(dense, other), (other.loss - dense.loss).numpy()
+    assert more.value == pytest.approx(difference.mean())
+    assert more.error == pytest.approx(difference.std(ddof=1) / 3)
 
 
 def test_paired_verdicts():

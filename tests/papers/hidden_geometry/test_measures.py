@@ -23,7 +23,6 @@ from theodolite_papers.hidden_geometry.smoothness import (
     random_stream,
     spike,
 )
-from theodolite_papers.hidden_geometry.weights import _over_heads
 
 
 @pytest.mark.parametrize("wanted", [0.4, 1.0, 3.5])
@@ -110,16 +109,3 @@ def test_a_run_without_the_column_says_so(run):
     bare = replace(run, heads=run.heads.drop(columns="argmax_property", errors="ignore"))
     with pytest.raises(UsageError, match="'argmax_property', which this run lacks"):
         Study(bare).outcome(FIGURE_25)
-
-
-def test_over_heads_is_that_of_the_ranks():
-    """Oracle: Pearson's correlation of the ranks, by numpy; heads without a value are left out."""
-    generator = np.random.default_rng(0)
-    x, y = generator.normal(size=30), generator.normal(size=30)
-    x[3] = np.nan
-    ranks = [np.argsort(np.argsort(np.delete(values, 3))) for values in (x, y)]
-    correlation, count = _over_heads(x, y)
-    assert correlation == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    assert count == 29
-    assert np.isnan(_over_heads(x[:6], y[:6])[0])
-    assert np.isnan(_over_heads(np.ones(30), y)[0])

@@ -61,7 +61,7 @@ def test_on_a_smooth_arc_the_bound_is_of_use_and_on_noise_it_is_not(run, monkeyp
     smooth = torch.zeros(48, 64)
     smooth[:, 0], smooth[:, 1] = torch.cos(angle), torch.sin(angle)
     assert _answers(study_of(_with_basis(run, smooth))) == [HOLDS, HOLDS, HOLDS, HOLDS]
-    rough = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    rough = drawn(0, 48, 64)
     study = study_of(_with_basis(run, rough))
     assert _answers(study) == [HOLDS, FAILS, UNTESTABLE, FAILS]
     assert study.outcome(THEOREM_1).readings[0].here == "none up to 48"
@@ -135,14 +135,10 @@ def test_an_error_that_outgrows_the_incoherence_is_no_upper_bound(run, monkeypat
     assert [verdict.answer for verdict in Study(run).outcome(THEOREM_2).verdicts] == [HOLDS, FAILS]
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_logarithm_of_the_ratio_is_that_of_the_kernels() -> None:
     """Oracle: exp(xᵀWy) of every factor with numpy, one pair at a time."""
-    weights = 0.3 * torch.randn(2, 2, 5, 5, generator=generator(1)).double()
-    query, key = (torch.randn(2, 7, 5, generator=generator(s)).double() for s in (2, 3))
+    weights = 0.3 * drawn(1, 2, 2, 5, 5)
+    query, key = (drawn(seed, 2, 7, 5) for seed in (2, 3))
     got = factorisation_log_ratio(weights, query, key).exp()
     w, q, k = weights.numpy(), query.numpy(), key.numpy()
     for pair in range(7):
@@ -154,7 +150,7 @@ def test_logarithm_of_the_ratio_is_that_of_the_kernels() -> None:
 def test_bound_is_attained() -> None:
     """One vector in each basis, every a_k = 1: s = 3 equal terms in each W_αβ give the bound exactly."""
     rho = 0.2
-    first, second = _tilted(*(_directions(1, 4, generator(seed)) for seed in (0, 1)), rho)
+    first, second = _tilted(*(_directions(1, 4, torch.Generator().manual_seed(seed)) for seed in (0, 1)), rho)
     bases = (first, second)
     weights = torch.stack([torch.stack([3 * u.mT @ v for v in bases]) for u in bases])
     tokens = torch.stack(bases)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.papers.hidden_geometry.planted import grouped
+from tests.papers.hidden_geometry.planted import drawn, grouped
 from tests.papers.shared import answers
 from tests.report.synthetic import make_run
 from theodolite.errors import UsageError, WorkError
@@ -66,13 +66,9 @@ def _text(monkeypatch, run, noise: torch.Tensor) -> None:
     monkeypatch.setattr(weights, "bases_by_group", lambda study: grouped(basis, noise))
 
 
-def _noise(*size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(1)).double()
-
-
 def test_planted_parts_are_found_where_they_are(run, monkeypatch):
     """Oracle: seven heads of eight hold V L Vᵀ, L of 5 × 5 signs, plus 2 % of noise, the last a diagonal of signs."""
-    _text(monkeypatch, run, 1e-3 * _noise(3, 8, 47, WIDTH))
+    _text(monkeypatch, run, 1e-3 * drawn(1, 3, 8, 47, WIDTH))
     outcome = Study(run, _model(run, positional=7, diagonal=1)).outcome(figure_4)
     assert answers(outcome) == [HOLDS, FAILS, HOLDS]
     table = outcome.tables["heads"]
@@ -94,7 +90,7 @@ def test_directions_in_which_contexts_vary_are_not_those_of_positions(run, monke
     """
     model = _model(run, positional=7, diagonal=1)
     read = torch.linalg.svd(run.arrays["positional_basis"][:, 1:].double()).Vh[:, None, :RANK]
-    _text(monkeypatch, run, _noise(3, 8, 47, RANK) @ read)
+    _text(monkeypatch, run, drawn(1, 3, 8, 47, RANK) @ read)
     verdict = Study(run, model).outcome(figure_4).verdicts[0]
     assert verdict.answer == UNDECIDED
     assert "of them more than in bases of the text's sampling noise alone" in verdict.evidence
@@ -109,19 +105,6 @@ def test_noise_alone_has_neither_part(run):
     assert answers(outcome) == [FAILS, FAILS, FAILS]
 
 
-def test_the_corner_is_that_of_the_matrices_written_out(run):
-    """Oracle: numpy on W, D and V as d × d matrices."""
-    table = Study(run, _model(run, positional=1, diagonal=1)).outcome(figure_4).tables["heads"]
-    weights = _model(run, positional=1, diagonal=1).head_weights(0)
-    basis = run.arrays["positional_basis"][0, 1:].double().numpy()
-    v = np.linalg.svd(basis, full_matrices=True)[2].T
-    for head in range(HEADS):
-        w = weights.w_q[head].numpy() @ weights.w_k[head].numpy().T
-        energy = (v.T @ (w - np.diag(np.diag(w))) @ v) ** 2
-        assert table.loc[head, "corner_energy_20"] == pytest.approx(energy[:20, :20].sum() / energy.sum())
-        assert table.loc[head, "diagonal"] == pytest.approx((np.diag(w) ** 2).sum() / (w**2).sum())
-
-
 def test_blocks_without_weights_are_left_out_and_named(run):
     outcome = Study(run, _model(run, 2, 1, refused=(1,))).outcome(figure_4)
     assert set(outcome.tables["heads"]["layer"]) == {0}
@@ -130,10 +113,6 @@ def test_blocks_without_weights_are_left_out_and_named(run):
         Study(run, _model(run, 2, 1, refused=(0, 1))).outcome(figure_4)
     with pytest.raises(UsageError, match="needs the model"):
         Study(run).outcome(figure_4)
-
-
-def sample(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def basis_of(p: Tensor) -> Tensor:
@@ -160,9 +139,9 @@ def dense(w: np.ndarray, v: np.ndarray, corners: tuple[int, ...]) -> dict[str, n
 def test_every_number_is_that_of_the_dense_matrix() -> None:
     """Oracle: `dense` for the given basis, d = 70 so that the maps are cut at 60."""
     corners = (1, 5, 20, 90)
-    p = sample(0, 9, 70)
+    p = drawn(0, 9, 70)
     v = basis_of(p)
-    w_q, w_k = sample(1, 2, 70, 6), sample(2, 2, 70, 6)
+    w_q, w_k = drawn(1, 2, 70, 6), drawn(2, 2, 70, 6)
     w_q = w_q + 3 * v[:, :1] * torch.ones(6)
     w_k = w_k + 3 * v[:, 1:2] * torch.ones(6)
     got = decouple(w_q.float(), w_k.float(), v, 0.5, corners)
@@ -185,7 +164,7 @@ def test_every_number_is_that_of_the_dense_matrix() -> None:
 def test_random_baseline_is_the_haar_average() -> None:
     """Closed form for A = W − D: (K e + K(K−1) f)/‖A‖², e = (‖A‖² + tr A²)/(d(d+2)), f from the whole."""
     width, corner, count = 16, 4, 200
-    w_q, w_k = sample(7, 1, width, 5), sample(8, 1, width, 5)
+    w_q, w_k = drawn(7, 1, width, 5), drawn(8, 1, width, 5)
     w = (w_q @ w_k.mT)[0].numpy()
     off = w - np.diag(np.diag(w))
     whole = (off**2).sum()
@@ -201,9 +180,9 @@ def test_random_baseline_is_the_haar_average() -> None:
 def test_rotations_are_haar() -> None:
     """Moments of the trace of a Haar orthogonal matrix: E tr = 0, E tr² = 1, E tr⁴ = 3 (Diaconis & Shahshahani)."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.stack([haar_rotation(6, generator) for _ in range(1000)])
-    torch.testing.assert_close(drawn.mT @ drawn, torch.eye(6, dtype=torch.float64).expand(1000, 6, 6))
-    trace = drawn.diagonal(dim1=-2, dim2=-1).sum(-1)
+    rotations = torch.stack([haar_rotation(6, generator) for _ in range(1000)])
+    torch.testing.assert_close(rotations.mT @ rotations, torch.eye(6, dtype=torch.float64).expand(1000, 6, 6))
+    trace = rotations.diagonal(dim1=-2, dim2=-1).sum(-1)
     for power, expected in ((1, 0.0), (2, 1.0), (4, 3.0)):
         moment = trace**power
         assert abs(moment.mean() - expected) < 4 * moment.std() / math.sqrt(1000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.papers.shared import answers, outcome_of
+from tests.papers.shared import answers, assert_whole, outcome_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS
@@ -86,7 +86,7 @@ def test_the_page(surveyed_gpt2):
     run, model, corpus = surveyed_gpt2
     outcome = Study(run, model, corpus).outcome(EXPERIMENTS["localization/gradient"])
     assert len(outcome.verdicts) == 2
-    assert not outcome.unjudged
+    assert_whole(outcome)
     assert outcome.readings[0].here == "16; 23"
     shares = gradient_shares(model, corpus.contexts)
     np.testing.assert_allclose(

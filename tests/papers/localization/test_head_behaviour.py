@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 
-from tests.papers.shared import answers, outcome_of, verdicts_of
+from tests.papers.shared import answers, assert_whole, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.measure.rank_correlation import agreement, rank_correlation_of_heads
@@ -56,15 +56,7 @@ def test_the_page_compares_three_predictions_with_every_head(surveyed_gpt2):
     text = from_survey(run, "text")
     np.testing.assert_allclose(heads["propagation_text"], text.curve.mean(1))
     assert len(outcome.verdicts) == 11
-    assert not outcome.unjudged
-    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
-    if len(run.heads) < 8:
-        assert outcome.verdicts[0].answer == UNTESTABLE
-    for exhibit in outcome.exhibits:
-        figure = exhibit.figure
-        if exhibit.choice:
-            options = exhibit.choice.options
-            assert len(exhibit.choice.variants()[options[-1].key]) == len(figure.data)
+    assert_whole(outcome)
 
 
 def test_without_an_affine_projection_nothing_is_predicted(opened):

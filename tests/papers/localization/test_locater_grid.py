@@ -14,14 +14,13 @@ from filelock import FileLock
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.files import read_checked
-from theodolite_papers.localization import locater_training as locater_command
 from theodolite_papers.localization import locater_training as module
 from theodolite_papers.localization.locater_training import (
-    Grid,
     Job,
     Recipe,
     Setting,
     TextFiles,
+    grid_settings,
     read_grid,
     train_grid,
     train_locater,
@@ -36,7 +35,7 @@ def files(tmp_path: Path) -> TextFiles:
     """Two texts of a few words."""
     for name, count in (("train.txt", 60), ("held.txt", 20)):
         (tmp_path / name).write_text("to be or not to be\nthat is the question\n" * count, encoding="utf-8")
-    return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt", length=16, batch=2, vocabulary=None)
+    return TextFiles(tmp_path / "train.txt", tmp_path / "held.txt")
 
 
 def step_of(folder: Path) -> int:
@@ -45,7 +44,7 @@ def step_of(folder: Path) -> int:
 
 def test_the_published_grid() -> None:
     """Oracle: section 7 and appendix D: κ₁ = 100, five κ₂, decay 0.01; and as many decays; once without LocAteR."""
-    settings = Grid(layers=(1, 3, 6), widths=(32, 128)).settings()
+    settings = grid_settings(layers=(1, 3, 6), widths=(32, 128))
     assert len(settings) == len({setting.name for setting in settings}) == 6 * 3 * (5 + 5)
     first = [setting for setting in settings if (setting.layers, setting.width, setting.seed) == (3, 128, 2)]
     assert {s.mean for s in first if s.scale == 100} == {0, 1e-3, 1e-2, 1e-1, 1}
@@ -59,7 +58,7 @@ def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "ROUND", 2)
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
-    text, asked = module.kept_text(job.work, files), iter([False] * 12 + [True] * 99)
+    text, asked = module.kept_text(job.work, files, RECIPE), iter([False] * 12 + [True] * 99)
     assert module.train_in_rounds(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
     reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
     assert 0 < min(reached) < 6
@@ -149,7 +148,7 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
 
 def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder, and the perplexity that the summaries have."""
-    monkeypatch.setattr(locater_command, "Recipe", lambda **given: RECIPE)
+    monkeypatch.setattr(module, "Recipe", lambda **given: RECIPE)
     options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
     how: dict[str, Any] = {"reduction": "sum"}
     lines = train_locater(tmp_path / "g", files.train, files.held_out, quiet(), **options, **how)

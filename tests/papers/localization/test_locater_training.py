@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.papers.shared import hashes
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite_papers.localization.decoder import (
@@ -33,7 +31,6 @@ from theodolite_papers.localization.locater_training import (
     Setting,
     TextFiles,
     kept_text,
-    measured,
     published_rate,
 )
 
@@ -50,12 +47,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TextFiles:
     for name, count in (("train.txt", 4000), ("held.txt", 900)):
         drawn = random.choice(words, size=count)
         (folder / name).write_text(" ".join(drawn).replace("sea ", "sea\n"), encoding="utf-8")
-    return TextFiles(folder / "train.txt", folder / "held.txt", length=32, batch=4, vocabulary=300)
+    return TextFiles(folder / "train.txt", folder / "held.txt")
 
 
 @pytest.fixture(scope="module")
 def text(files: TextFiles) -> GridText:
-    return files.read()
+    return files.read(RECIPE)
 
 
 def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> None:
@@ -71,27 +68,27 @@ def test_windows_predict_every_token_once(files: TextFiles, text: GridText) -> N
 
 def test_words_as_published(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: `str.split`: one token a word, one a line end, unknown ones alike; kept and loaded the same."""
-    words, work = replace(files, vocabulary=None), Unfinished(tmp_path, {}, folder=tmp_path / "grid")
-    text = kept_text(work, words)
+    words, work = replace(RECIPE, vocabulary=None), Unfinished(tmp_path, {}, folder=tmp_path / "grid")
+    text = kept_text(work, files, words)
     assert text.tokens_per_word == 1
     known = set(files.train.read_text(encoding="utf-8").split())
     assert sorted(text.tokenizer.get_vocab().values()) == list(range(len(known) + 2))
     ids = text.tokenizer.encode("to be\nnever", add_special_tokens=False).ids
     assert [text.tokenizer.id_to_token(i) for i in ids] == ["to", "be", "</s>", "<unk>"]
-    loaded = kept_text(work, words)
+    loaded = kept_text(work, files, words)
     assert torch.equal(loaded.train, text.train)
     assert loaded.tokenizer.to_str() == text.tokenizer.to_str()
     with pytest.raises(UsageError, match="another text or vocabulary"):
-        kept_text(work, files)
+        kept_text(work, files, RECIPE)
 
 
 def test_texts_that_cannot_be_used(files: TextFiles, tmp_path: Path) -> None:
     """Oracle: the messages."""
     with pytest.raises(UsageError, match="cannot be read"):
-        replace(files, held_out=tmp_path / "none.txt").read()
+        replace(files, held_out=tmp_path / "none.txt").read(RECIPE)
     (tmp_path / "short.txt").write_text("to be or not", encoding="utf-8")
     with pytest.raises(UsageError, match="give a text of 33 or more"):
-        replace(files, held_out=tmp_path / "short.txt").read()
+        replace(files, held_out=tmp_path / "short.txt").read(RECIPE)
 
 
 def test_an_epoch_takes_a_window_once(text: GridText) -> None:
@@ -132,25 +129,6 @@ def test_first_step_in_closed_form(reduction, share, text, tmp_path):
             )
         assert undecided.float().mean() < 0.4
         torch.testing.assert_close(after[~undecided], expected[~undecided], rtol=0, atol=0.01 * rate)
-
-
-def test_the_same_bytes_when_it_was_stopped(text: GridText, tmp_path: Path) -> None:
-    """Oracle: a training run in one go. Stopped between checkpoints and asked for fewer steps first, it is the same."""
-    uninterrupted = LocaterTraining(tmp_path / "whole", SETTING, RECIPE, text, "cpu")
-    assert uninterrupted.trainer.advance(13)
-    uninterrupted.finish()
-    asked = iter([False] * 7 + [True] * 99)
-    parted = tmp_path / "parted"
-    assert not LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(11, lambda: next(asked))
-    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").step == 7
-    assert LocaterTraining(parted, SETTING, RECIPE, text, "cpu").trainer.advance(9)
-    last = LocaterTraining(parted, SETTING, RECIPE, text, "cpu")
-    assert last.trainer.advance(13)
-    last.finish()
-    assert hashes(parted) == hashes(tmp_path / "whole")
-    losses = pd.read_parquet(parted / "losses.parquet")
-    assert losses["step"].tolist() == [0, 1, 2, 5, 10]
-    assert losses["step"].tolist() == [step for step in range(14) if measured(step, 5)]
 
 
 def test_training_loss_is_the_mean_since_the_last_measurement(text: GridText, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.papers.shared import assert_whole
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite_papers import Study
@@ -138,10 +139,6 @@ def test_the_page_of_the_walk_has_a_text_a_control_and_a_verdict_on_each(surveye
     assert set(MEASURES) < set(table.columns)
     assert len(table) == 3 * model.layers + model.layers + 1
     assert len(outcome.verdicts) == 5
-    assert not outcome.unjudged
-    assert all("criterion: " in verdict.evidence for verdict in outcome.verdicts)
-    for exhibit in outcome.exhibits:
-        options = exhibit.choice.options
-        assert len(exhibit.choice.variants()[options[-1].key]) == len(exhibit.figure.data)
+    assert_whole(outcome)
     with pytest.raises(UsageError, match="reads the text of the run again"):
         Study(run, model).outcome(EXPERIMENTS["localization/walk"])

@@ -9,18 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
-from theodolite.errors import UsageError
 from theodolite.theory.propagation import propagation_finite
 from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=12, length=6, walks=400, draws=6, means=(0.0, 0.5), scales=(0.2, 1.0))
-
-
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not():
-    first, again, other = (simulate_walks(SMALL, "anisotropic", seed) for seed in (3, 3, 4))
-    assert first.propagates.numpy().tobytes() == again.propagates.numpy().tobytes()
-    assert first.entropy.numpy().tobytes() == again.entropy.numpy().tobytes()
-    assert not torch.equal(first.propagates, other.propagates)
 
 
 @pytest.mark.parametrize("covariance", ["isotropic", "anisotropic"])
@@ -83,10 +75,3 @@ def test_errors_over_walks_and_draws_are_those_of_means():
     walks, draws = sim.entropy_errors()
     assert float(walks) == pytest.approx(math.sqrt(6 / 101) / 3)
     assert float(draws) == pytest.approx(np.std([1, 2, 4], ddof=1) / math.sqrt(3))
-
-
-def test_what_cannot_be_simulated_is_refused():
-    with pytest.raises(UsageError, match="use isotropic or anisotropic"):
-        simulate_walks(WalkSetting(), "round", 0)
-    with pytest.raises(UsageError, match="two or more of each"):
-        WalkSetting(draws=1)
