@@ -25,7 +25,7 @@ from theodolite.system.wording import for_plotly
 
 SPIRAL_POSITIONS = 160
 SPIRAL_CONTEXTS = 250
-GRAM_CELLS = 200_000
+GRAM_CELLS = 50_000
 CURVES = 13
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4
@@ -120,7 +120,7 @@ def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
     """Choose the positions and contexts of a Gram matrix so that all layers stay under GRAM_CELLS."""
     layers, size, _ = need(run, "gram").shape
     positions = len(need(run, "gram_position"))
-    share = min(1.0, max(48, int((GRAM_CELLS / layers) ** 0.5)) / size)
+    share = min(1.0, max(40, int((GRAM_CELLS / layers) ** 0.5)) / size)
     contexts = evenly(size - positions, max(0, int((size - positions) * share)))
     return evenly(positions, max(2, int(positions * share))), [positions + i for i in contexts]
 
