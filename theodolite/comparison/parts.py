@@ -187,7 +187,7 @@ def tags(reference: Run, other: Run) -> Survival:
         rows = run.traces[[*SINK, "token", "tagged"]].assign(row=np.arange(len(run.traces)))
         writes, numbers = (rows["kind"] != "learned").to_numpy(), {}
         for name, column_name in {"value": "tag", "released": "released", "share": "share"}.items():
-            of_sinks = number_of(run, "traces", column_name)[torch.from_numpy(writes)]
+            of_sinks = number_of(run, "traces", column_name)[torch.tensor(writes)]
             # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
             parts = (of_sinks.value, of_sinks.without)
             numbers[name] = Jackknifed(*(part.masked_fill(of_sinks.value.isnan(), 0.0) for part in parts))
@@ -501,7 +501,7 @@ def entropies(reference: Run, other: Run) -> Survival:
     """Compare the mean attention entropy of every head, and its share of the maximum."""
     heads = []
     for run in (reference, other):
-        entropy, share = number_of(run, "heads", "entropy"), torch.from_numpy(_share(run))
+        entropy, share = number_of(run, "heads", "entropy"), torch.tensor(_share(run))
         shares = Jackknifed(share, entropy.without / (entropy.value / share))
         heads.append(Units(run.heads[HEAD], {"value": entropy, "share": shares}))
     joined = join(*heads, HEAD)
