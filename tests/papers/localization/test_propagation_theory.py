@@ -1,4 +1,4 @@
-"""Oracles: Lemma 2's limits, numbers put in, simulations again from their seed, and `theory` with its own tests."""
+"""Oracles: Lemma 2's limits, scipy's normal distribution, numbers put in, simulations again, and `theory`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from typer.testing import CliRunner
 
 from tests.papers.shared import answers, assert_whole, verdicts_of
 from theodolite.cli.app import app
 from theodolite.judging import FAILS, HOLDS, IN_PART
-from theodolite.theory import curve_width, entropy_lower_bound, propagation
+from theodolite.theory import curve_width, entropy_lower_bound
 from theodolite_papers import reproduce
 from theodolite_papers.localization import fixed_spectrum, propagation_theory
 from theodolite_papers.localization.fixed_spectrum import (
@@ -31,7 +32,6 @@ from theodolite_papers.localization.propagation_theory import (
     ETAS,
     NEAR_LIMIT,
     PREDICTED,
-    VARIANTS,
     XIS,
     judge_at_fixed_means,
     share_beyond_error,
@@ -53,13 +53,15 @@ def test_the_linearised_softmax_is_close_for_two_inputs_alone():
 
 
 def test_figure_2_holds_both_formulas():
-    """Oracle: `propagation` (its own tests: scipy's normal distribution) on the columns of the table."""
+    """Oracle: scipy's normal distribution with mean (θ − ½)ξη and variance v(θ)η², both v written out."""
     table = reproduce("localization/figure2").tables["curves"]
     assert set(table["xi"]) == set(XIS)
     assert set(table["eta"]) == set(ETAS)
-    columns = [torch.tensor(table[name].to_numpy()) for name in ("theta", "xi", "eta")]
-    for name in VARIANTS:
-        np.testing.assert_allclose(table[name], propagation(*columns, name), atol=1e-12)
+    mean = (table["theta"] - 0.5) * table["xi"] * table["eta"]
+    for name, linear in (("published", 0.0), ("corrected", -2.0)):
+        spread = table["eta"] * np.sqrt(2 * table["theta"] ** 2 + linear * table["theta"] + 7 / 12)
+        expected = stats.norm.cdf((1 - mean) / spread) - stats.norm.cdf(-mean / spread)
+        np.testing.assert_allclose(table[name], expected, atol=1e-12)
 
 
 def test_figure_3_follows_lemma_2():
