@@ -201,8 +201,8 @@ def run_table(run: Run, name: str) -> Table | None:
         return table
     if name == "layers":
         for index, value in enumerate(_without_errors(frame)):
-            for row in np.flatnonzero(at_floor(run, value)):
-                table.rows[row][index] = Cell(AT_FLOOR, table.rows[row][index].value)
+            for place in np.flatnonzero(at_floor(run, value)):
+                table.rows[place][index] = Cell(AT_FLOOR, table.rows[place][index].value)
         return replace(table, ids=[f"layer-{int(layer)}" for layer in frame["layer"]])
     headings = [("head", "block and head, both counted from 0")]
     for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
@@ -373,8 +373,11 @@ def compared_with_untrained(run: Run) -> Table | None:
     rows = [
         [
             Cell(title),
-            *(_cell(row[name], row.get(f"{name}_se")) for row in (trained, random)),
-            _cell(trained[name] - random[name]),
+            *(
+                Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
+                for row in (trained, random)
+            ),
+            Cell(number(trained[name] - random[name]), trained[name] - random[name]),
         ]
         for name, title in measures().items()
         if math.isfinite(trained[name]) and math.isfinite(random[name])
