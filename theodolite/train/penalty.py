@@ -125,7 +125,7 @@ def head_moments(
         w_q = w_q.to(dtype).unflatten(-3, (key_heads, heads // key_heads))
         w_k = w_k.to(dtype).unsqueeze(-3)
         traces = (w_q * w_k).sum((-2, -1))
-        squares = ((w_q.mT @ w_q) * (w_k.mT @ w_k)).sum((-2, -1))
+        squares, _, _ = _FrobeniusSquared.apply(w_q, w_k)
     return traces.flatten(-2), squares.flatten(-2)
 
 
@@ -174,3 +174,32 @@ def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
         into.mT.baddbmm_(gram, w.mT)
     else:
         into.baddbmm_(w, gram)
+
+
+class _FrobeniusSquared(torch.autograd.Function):
+    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
+
+    Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, where automatic differentiation of
+    the Gram matrices takes two and adds: half of the penalty's whole cost.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        return (gram_q * gram_k).sum((-2, -1)), gram_q, gram_k
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, gram_q, gram_k = output
+        ctx.mark_non_differentiable(gram_q, gram_k)
+        ctx.save_for_backward(*inputs, gram_q, gram_k)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        w_q, w_k, gram_q, gram_k = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
+            gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        slope = 2 * slope[..., None, None]
+        return w_q @ (slope * gram_k), w_k @ (slope * gram_q).sum(dim=-3, keepdim=True)
