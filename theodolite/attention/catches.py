@@ -106,27 +106,28 @@ def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -
 def _catches(
     inputs: AttentionInputs, received: ReceivedAttention, local: Tensor, log_total: Tensor, trailing: int
 ) -> Catches:
-    length, global_sink = inputs.key.shape[2], received.sinks[0]
-    head, position = (global_sink | local).nonzero(as_tuple=True)
-    mean, only_local = received.mean[0, head, position], ~global_sink[head, position]
-    keys, column = position.unique(return_inverse=True)
-    logits = inputs.to_keys(keys)[0]
-    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, column].double()
-    visible = (logits > MASKED / 2)[head, :, column]
+    length, global_sink, mean = inputs.key.shape[2], received.sinks[0], received.mean[0]
+    sinks, learned = global_sink | local, mean.new_empty(len(mean), 0)
     if inputs.sink is not None:
+        # The learned column is one more behind the keys.
         learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        catching = is_sink(learned.mean(dim=1)).nonzero().flatten()
-        head, order = torch.cat([head, catching]).sort(stable=True)
-        position = torch.cat([position, torch.full_like(catching, LEARNED)])[order]
-        mean = torch.cat([mean, learned.mean(dim=1)[catching]])[order]
-        only_local = torch.cat([only_local, torch.zeros_like(catching, dtype=torch.bool)])[order]
-        paid = torch.cat([paid, learned[catching]])[order]
-        visible = torch.cat([visible, torch.ones_like(learned[catching], dtype=torch.bool)])[order]
+        mean = torch.cat([mean, learned.mean(dim=1, keepdim=True)], dim=1)
+        sinks = torch.cat([sinks, is_sink(mean[:, length:])], dim=1)
+    head, column = sinks.nonzero(as_tuple=True)
+    is_learned = column == length
+    position = column.masked_fill(is_learned, LEARNED)
+    only_local = ~is_learned & ~global_sink[head, position]
+    keys, place = position.clamp_min(0).unique(return_inverse=True)
+    logits = inputs.to_keys(keys)[0]
+    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, place].double()
+    visible = (logits > MASKED / 2)[head, :, place]
+    if is_learned.any():
+        paid[is_learned], visible[is_learned] = learned[head[is_learned]], True
     catching_heads, of = head.unique(return_inverse=True)
     counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     counted[:, 0] = False
     counted[:, length - trailing :] = False
-    counted[of[position >= 0], position[position >= 0]] = False
+    counted[of[~is_learned], position[~is_learned]] = False
     rows = of.unsqueeze(1).expand_as(paid)
     most = paid.new_zeros(counted.shape).scatter_reduce_(0, rows, paid, reduce="amax")
     # Of sinks paid alike, the first.
@@ -134,7 +135,7 @@ def _catches(
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
-    return Catches(head, position, mean, only_local, caught, visible & counted[of], of, counted)
+    return Catches(head, position, mean[head, column], only_local, caught, visible & counted[of], of, counted)
 
 
 def between_and_total(
