@@ -1,6 +1,6 @@
 """The Triton kernels of the attention summary; `triton.py` launches them.
 
-Read beside `summary.py`, which says the same in torch. Needs Triton to be imported.
+`summary.py` computes the same in torch. Needs Triton to be imported.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
 
 
 def _constants(inputs: AttentionInputs) -> dict[str, int]:
-    """Name the sizes of the operands, and what there is beside queries and keys."""
+    """Return the sizes of the operands, and which of mask, bias and cap there are."""
     heads, queries, width = inputs.query.shape[1:]
     return {
         "heads": heads,

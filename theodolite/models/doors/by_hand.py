@@ -62,8 +62,8 @@ class Logits:
             return self
         return replace(self, bias=bias if self.bias is None else self.bias + bias)
 
-    def beside(self, other: Logits) -> Logits | None:
-        """Add other logits, as one product of both side by side; None if more than a product was done to one."""
+    def joined_with(self, other: Logits) -> Logits | None:
+        """Add other logits: one product of queries and keys side by side. None where either is capped or masked."""
         done = [(of.softcap, of.mask) for of in (self, other)]
         if done != [(None, None)] * 2 or self.lead != other.lead or not self.scaling:
             return None
@@ -111,8 +111,8 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """The result of an operation without a rule on logits or weights, and whether a softmax came before."""
+class NotFollowed:
+    """What an operation without a rule makes of logits or weights, and whether a softmax came before."""
 
     operation: str
     products: frozenset[object]
@@ -126,8 +126,8 @@ class Multiplied:
     factor: float
 
 
-Known = Logits | Lost | Multiplied
-Look = Callable[[Any], Any]
+Known = Logits | NotFollowed | Multiplied
+Lookup = Callable[[Any], Any]
 """What is known of a tensor, or None."""
 
 
@@ -139,8 +139,8 @@ class ByHand:
 
     def attention(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Callable[[int], int | None]
-    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | Lost | None:
-        """Return the inputs of the attention that a product with values is, and what shapes its output, or `Lost`."""
+    ) -> tuple[AttentionInputs, Callable[[Tensor], Tensor]] | NotFollowed | None:
+        """Return the attention inputs of a product with values, and what shapes its output; or `NotFollowed`."""
         if name not in PRODUCTS or not self._known:
             return None
         equation, operands = _operands(name, args, kwargs)
@@ -148,7 +148,7 @@ class ByHand:
             return None
         weights, value = operands
         known = self._of(weights)
-        if isinstance(known, Lost) and self._of(value) is None:
+        if isinstance(known, NotFollowed) and self._of(value) is None:
             return known
         letters = _letters(equation, weights.ndim, value.ndim)
         if not isinstance(known, Logits) or not known.weights or letters is None or value.ndim < 3:
@@ -187,13 +187,13 @@ class ByHand:
             # Called in a way, or of shapes, that the rule does not know: then it is not followed.
             with suppress(TypeError, RuntimeError):
                 known = rule(self._of, result, *args, **kwargs)
-        known = known or self._lost(name, args)
+        known = known or self._not_followed(name, args)
         if known is not None:
             self._known[result] = known
         elif self._known and result in self._known:
             del self._known[result]  # changed in place
 
-    def _lost(self, name: str, args: tuple[Any, ...]) -> Lost | None:
+    def _not_followed(self, name: str, args: tuple[Any, ...]) -> NotFollowed | None:
         """Note that a result depends on logits or weights in a way that is not followed."""
         if not self._known or name in OF_SHAPE:
             return None
@@ -201,9 +201,9 @@ class ByHand:
         known = [of for t in tensors if (of := self._of(t)) is not None and not isinstance(of, Multiplied)]
         if not known:
             return None
-        source = next((of for of in known if isinstance(of, Lost)), known[0])
-        operation = source.operation if isinstance(source, Lost) else name
-        return Lost(operation, source.products, source.weights or name == "softmax")
+        source = next((of for of in known if isinstance(of, NotFollowed)), known[0])
+        operation = source.operation if isinstance(source, NotFollowed) else name
+        return NotFollowed(operation, source.products, source.weights or name == "softmax")
 
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
@@ -286,7 +286,7 @@ def _grouped(tensor: Tensor, lead: Shape) -> Tensor:
 # The rules: from what is known of a function's arguments (`of` looks it up), what its result is; None: not known.
 
 
-def _product(of: Look, result: Tensor, *args: Any, **kwargs: Any) -> Logits | None:
+def _product(of: Lookup, result: Tensor, *args: Any, **kwargs: Any) -> Logits | None:
     equation, operands = _operands("einsum" if args and isinstance(args[0], str) else "", args, kwargs)
     if len(operands) != 2 or min(t.ndim for t in (result, *operands)) < 3 or not result.is_floating_point():
         return None
@@ -315,7 +315,7 @@ def _product(of: Look, result: Tensor, *args: Any, **kwargs: Any) -> Logits | No
 
 
 def _product_plus(
-    of: Look,
+    of: Lookup,
     result: Tensor,
     bias: Tensor,
     batch1: Tensor,
@@ -336,7 +336,7 @@ def _logits(known: Known | None) -> Logits | None:
     return known if isinstance(known, Logits) and not known.weights else None
 
 
-def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
+def _sum(of: Lookup, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
     if _logits(of(first)) is None:
         first, other, alpha = other, first, 1
     logits = _logits(of(first))
@@ -344,13 +344,13 @@ def _sum(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) 
         return logits  # one number more for all keys is none
     added = of(other)
     if _logits(added) is not None:
-        return logits.beside(added.times(float(alpha))) if result.shape == other.shape else None
-    if isinstance(added, Logits) or (isinstance(added, Lost) and added.products & logits.products):
+        return logits.joined_with(added.times(float(alpha))) if result.shape == other.shape else None
+    if isinstance(added, Logits) or (isinstance(added, NotFollowed) and added.products & logits.products):
         return None  # what depends on the logits themselves is no bias
     return logits.plus(float(alpha) * other) if result.shape[:-2] == logits.lead else None
 
 
-def _difference(of: Look, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
+def _difference(of: Lookup, result: Tensor, first: Any, other: Any, *, alpha: float = 1) -> Logits | None:
     logits = _logits(of(first))
     if logits is None or (isinstance(other, Tensor) and other.shape[-1:] == (1,)):
         return logits  # one number more for all keys of a query is none: its largest logit, say
@@ -363,7 +363,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
+def _multiple(of: Lookup, result: Tensor, first: Any, other: Any) -> Known | None:
     if of(first) is None and (of(other) is not None or not isinstance(first, Tensor)):
         first, other = other, first
     known = of(first)
@@ -386,7 +386,7 @@ def _multiple(of: Look, result: Tensor, first: Any, other: Any) -> Known | None:
     return known.hiding(other == 0) if bool(((other == 0) | (other == 1)).all()) else None
 
 
-def _quotient(of: Look, result: Tensor, first: Any, other: Any, **_: Any) -> Known | None:
+def _quotient(of: Lookup, result: Tensor, first: Any, other: Any, **_: Any) -> Known | None:
     if of(first) is None and isinstance(other, Tensor):
         return None
     number = _number(other)
@@ -395,7 +395,7 @@ def _quotient(of: Look, result: Tensor, first: Any, other: Any, **_: Any) -> Kno
     return _multiple(of, result, first, 1 / number) if number else None
 
 
-def _capped(of: Look, _result: Tensor, tensor: Any) -> Logits | None:
+def _capped(of: Lookup, _result: Tensor, tensor: Any) -> Logits | None:
     logits = _logits(of(tensor))
     if logits is None or (logits.softcap, logits.bias, logits.mask) != (None, None, None):
         return None
@@ -407,7 +407,7 @@ def _hides(value: Any, tensor: Tensor) -> bool:
     return number is not None and number <= max(hidden_below(tensor.dtype), -1e4)
 
 
-def _filled(of: Look, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Known | None:
+def _filled(of: Lookup, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Known | None:
     known = of(tensor)
     if not isinstance(known, Logits) or result.shape != tensor.shape:
         return None
@@ -418,13 +418,13 @@ def _filled(of: Look, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) 
     return known.hiding(mask.bool()) if result.shape[:-2] == known.lead else None
 
 
-def _chosen(of: Look, result: Tensor, condition: Tensor, first: Any, other: Any) -> Known | None:
+def _chosen(of: Lookup, result: Tensor, condition: Tensor, first: Any, other: Any) -> Known | None:
     if of(first) is None:
         return _filled(of, result, other, condition, first) if isinstance(other, Tensor) else None
     return _filled(of, result, first, ~condition, other)
 
 
-def _at_least(of: Look, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Logits | None:
+def _clamped(of: Lookup, _result: Tensor, first: Any, other: Any = None, **kwargs: Any) -> Logits | None:
     """Keep the logits under a lower bound that hides keys: it changes no other logit."""
     logits = _logits(of(first))
     least = kwargs.get("min", other)
@@ -432,14 +432,14 @@ def _at_least(of: Look, _result: Tensor, first: Any, other: Any = None, **kwargs
 
 
 def _normalised(
-    of: Look, result: Tensor, tensor: Tensor, dim: int | None = None, *_: Any, **__: Any
+    of: Lookup, result: Tensor, tensor: Tensor, dim: int | None = None, *_: Any, **__: Any
 ) -> Logits | None:
     logits = _logits(of(tensor))
     over_keys = dim is not None and dim % result.ndim == result.ndim - 1
     return replace(logits, weights=True) if logits is not None and over_keys else None
 
 
-def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known | None:
+def _same(of: Lookup, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known | None:
     """Follow the same numbers, perhaps in another dtype, or with contexts and heads folded or apart."""
     known: Known | None = of(tensor)
     if result.shape == tensor.shape or not isinstance(known, Logits):
@@ -450,7 +450,7 @@ def _same(of: Look, result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Known
     return known.with_lead(lead) if len(lead) > len(known.lead) else known
 
 
-def _moved(of: Look, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Multiplied | None:
+def _reordered(of: Lookup, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) -> Multiplied | None:
     """Follow the same numbers in another order."""
     known = of(tensor)
     return known if isinstance(known, Multiplied) else None
@@ -470,11 +470,11 @@ RULES: dict[str, Callable[..., Known | None]] = {
     **_named("tanh", "tanh_", rule=_capped),
     **_named("masked_fill", "masked_fill_", rule=_filled),
     **_named("where", rule=_chosen),
-    **_named("max", "maximum", "clamp", "clamp_", "clamp_min", rule=_at_least),
+    **_named("max", "maximum", "clamp", "clamp_", "clamp_min", rule=_clamped),
     **_named("softmax", rule=_normalised),
     **_named("to", "float", "half", "bfloat16", "double", "type", "type_as", rule=_same),
     **_named("contiguous", "clone", "detach", "dropout", "dropout_", "nan_to_num", "identity", rule=_same),
     **_named("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__", rule=_same),
-    **_named("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave", rule=_moved),
+    **_named("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave", rule=_reordered),
 }
 """By the function's name: PyTorch has several functions of most."""

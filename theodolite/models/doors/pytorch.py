@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost
-from theodolite.models.doors.by_hand import ByHand, Lost, unfolded
+from theodolite.models.doors.by_hand import ByHand, NotFollowed, unfolded
 from theodolite.models.guard import eagerly
 from theodolite.system.shared import Shared
 
@@ -38,7 +38,7 @@ class _ThisThread(threading.local):
     """The mode of this thread while a module of an open model runs, and the last attention it could not follow."""
 
     mode: _Interception | None = None
-    not_followed: tuple[nn.Module, Lost] | None = None
+    not_followed: tuple[nn.Module, NotFollowed] | None = None
 
 
 _here = _ThisThread()
@@ -97,7 +97,7 @@ def _stop() -> None:
         mode.__exit__(None, None, None)
 
 
-def attention_not_followed() -> tuple[nn.Module, Lost] | None:
+def attention_not_followed() -> tuple[nn.Module, NotFollowed] | None:
     """Return the module whose attention could not be followed and where, since the last call in this thread."""
     known, _here.not_followed = _here.not_followed, None
     return known
@@ -159,7 +159,7 @@ class _Interception(TorchFunctionMode):
         answer: Callable[[], Any] | None = None
         if (intercept := _intercept_flex_attention if name == FLEX else _INTERCEPTED.get(func)) is not None:
             answer = functools.partial(intercept, self, func, *args, **kwargs)
-        elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), Lost):
+        elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), NotFollowed):
             if attention.weights or _here.not_followed is None:
                 _here.not_followed = self.owner, attention
         elif attention is not None:
@@ -240,14 +240,14 @@ class _InterceptingMask(Tensor):
 
 def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run PyTorch's own function with a mask that intercepts its attention; weights that are asked for are its own."""
-    asked = inspect.signature(func).bind(*args, **kwargs)
-    asked.apply_defaults()
-    given = asked.arguments
-    weights = func(*args, **kwargs)[1] if given["need_weights"] else None
-    query, key, mask = (given[name] for name in ("query", "key", "attn_mask"))
+    call = inspect.signature(func).bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = call.arguments
+    weights = func(*args, **kwargs)[1] if arguments["need_weights"] else None
+    query, key, mask = (arguments[name] for name in ("query", "key", "attn_mask"))
     mask = query.new_zeros(len(query), len(key)) if mask is None else mask
-    given |= {"attn_mask": mask.as_subclass(_InterceptingMask), "is_causal": False, "need_weights": False}
-    return func(*asked.args, **asked.kwargs)[0], weights
+    arguments |= {"attn_mask": mask.as_subclass(_InterceptingMask), "is_causal": False, "need_weights": False}
+    return func(*call.args, **call.kwargs)[0], weights
 
 
 FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")

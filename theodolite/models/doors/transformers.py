@@ -98,8 +98,8 @@ def interface_door(model: nn.Module) -> Iterator[None]:
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         for part in on_interface(model):
-            told = {getattr(module, "is_causal", True) for module in part.modules()}
-            by_masks = False in told or not part._supports_sdpa
+            is_causal = {getattr(module, "is_causal", True) for module in part.modules()}
+            by_masks = False in is_causal or not part._supports_sdpa
             part.set_attn_implementation(WITH_MASKS if by_masks else IMPLEMENTATION)
         yield
     finally:

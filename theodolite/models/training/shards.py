@@ -219,7 +219,7 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
         }
         inputs = replace(inputs, **local)
         if module not in _has_own_heads:
-            _tell_heads(module, inputs.query, group)
+            _note_own_heads(module, inputs.query, group)
         if not _has_own_heads[module]:
             return tap(module, inputs)
         own = inputs.query.shape[1]
@@ -230,7 +230,7 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
     return gathering
 
 
-def _tell_heads(module: nn.Module, query: Tensor, group: Any) -> None:
+def _note_own_heads(module: nn.Module, query: Tensor, group: Any) -> None:
     """Note whether ranks have different heads: those that compute the same attention have the same queries."""
     sums = joined_heads(query.double().sum().reshape(1), group)
     split = bool((sums != sums[0]).any())

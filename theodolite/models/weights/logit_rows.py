@@ -48,7 +48,7 @@ class LogitRows:
 
     @property
     def is_there(self) -> bool:
-        """Whether the module still has a parameter of this shape."""
+        """True if the module still has a parameter of this shape."""
         parameter = self.module._parameters.get(self.name)
         return parameter is not None and parameter.shape == self.shape
 
@@ -71,7 +71,7 @@ class LogitRows:
 def find_logit_rows(
     model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
 ) -> dict[int, list[LogitRows]]:
-    """Find them for some layers, without gradients; `UsageError` where scaling no rows scales a head's logits alone."""
+    """Find the rows of some layers, without gradients; `UsageError` where none scales the logits of a head alone."""
     refuse_replaced_weights(model, "clipped")
     maps = WeightMaps(computed=False)
     with tapped(model, stop_at_tap):
@@ -117,7 +117,7 @@ def _refuse_other_logits(where: str, inputs: AttentionInputs) -> None:
 
 
 def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
-    """The rows to be scaled in a module or a copy of it; none where those of a head's queries are not its own."""
+    """Yield the rows to scale in a module or a copy of it; none where those of a head's queries are not its own."""
     queries, keys, _ = weight_map.sides
     uses = Counter(
         (rows.name, rows.input_dim, row)
@@ -143,18 +143,18 @@ def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows
 
 
 def _varying(side: Sequence[Rows]) -> list[Rows]:
-    """Those that multiply something: no biases."""
+    """Select the rows that multiply something: no biases."""
     return [rows for rows in side if rows.kind != "constant"]
 
 
 def _shared(rows: Rows, uses: Counter[tuple[str, int | None, int]]) -> Bool[Tensor, "heads head_width"]:
-    """Which features have a row that makes others, too."""
+    """Mark the features whose row makes others, too."""
     shared = [row >= 0 and uses[rows.name, rows.input_dim, row] > 1 for row in rows.features.tolist()]
     return torch.tensor(shared).view_as(rows.rows)
 
 
 def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
-    """Whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
+    """Tell whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
     before = copied.send()
     gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
     for row in rows:

@@ -119,7 +119,7 @@ def make_norms_modules(module: nn.Module) -> Callable[[], None]:
     """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn.
 
     Returns:
-        What ends that: a pass in which PyTorch's functions are watched takes longer.
+        A function that undoes it: a pass in which PyTorch's functions are watched takes longer.
     """
     own_forward = module.forward
     running: list[nn.Module] = []  # norms that are modules, in this pass

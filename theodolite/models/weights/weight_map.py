@@ -120,13 +120,13 @@ class WeightMap:
 
     @property
     def matrices(self) -> list[Rows | None]:
-        """The one matrix that makes queries, keys or values of the input, up to biases, or None; of each."""
-        found = []
+        """For queries, keys and values: the one matrix that makes them of the input, up to biases, or None."""
+        matrices: list[Rows | None] = []
         for side in self.sides:
             varying = [rows for rows in side if rows.kind != "constant"]
             alone = len(varying) == 1 and varying[0].kind == "of input" and bool((varying[0].rows >= 0).all())
-            found.append(varying[0] if alone else None)
-        return found
+            matrices.append(varying[0] if alone else None)
+        return matrices
 
 
 @dataclass(frozen=True)
@@ -509,7 +509,7 @@ class MarkedCopy:
         return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
     def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """Compute queries, keys and values while a parameter is multiplied by something."""
+        """Compute queries, keys and values while a parameter is multiplied by `marks`."""
         before = parameter.data
         parameter.data = before * marks.to(before)
         try:
@@ -530,11 +530,11 @@ class MarkedCopy:
             marked = [self._times(parameter, FIRST + numbers // power % DIGITS) for power in powers]
             for side in range(3):
                 digits = [_digit(answer[side] - zeros[side], made[side]) for answer in marked]
-                found = [
+                terms = [
                     power * digit for power, digit in zip(powers, digits, strict=True) if digit is not None
                 ]
-                rows = torch.where((made[side] != 0)[0], sum(found), -1)
-                if len(found) == len(powers) and int(rows.max()) < numbers.numel():
+                rows = torch.where((made[side] != 0)[0], sum(terms), -1)
+                if len(terms) == len(powers) and int(rows.max()) < numbers.numel():
                     yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
 
     def _of_kind(self, name: str, input_dim: int | None, rows: Tensor, weight: Tensor, made: Tensor) -> Rows:
@@ -563,5 +563,5 @@ def _digit(
     digits = numbers.round()
     if not torch.equal(digits[:1].expand_as(digits), digits) or not ((numbers - digits).abs() <= NEAR).all():
         return None
-    found = digits[0].long() - FIRST
-    return found if bool(((found >= 0) & (found < DIGITS)).all()) else None
+    digit = digits[0].long() - FIRST
+    return digit if bool(((digit >= 0) & (digit < DIGITS)).all()) else None
