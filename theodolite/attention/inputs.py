@@ -136,10 +136,14 @@ class AttentionInputs:
             bias = bias[:, :, chosen]
         return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
 
-    def of_heads(self, part: slice) -> AttentionInputs:
-        """Return the inputs of some query heads, whole groups that share a key head."""
+    def of_heads(self, part: slice | list[int]) -> AttentionInputs:
+        """Return the inputs of whole groups of query heads that share a key head, or of some, with a key head each."""
         group = self.query.shape[1] // self.key.shape[1]
-        shared = slice(part.start // group, part.stop // group)
+        shared: slice | list[int]
+        if isinstance(part, slice):
+            shared = slice(part.start // group, part.stop // group)
+        else:
+            shared = [head // group for head in part]
         return replace(
             self,
             query=self.query[:, part],
@@ -286,6 +290,6 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
     return output
 
 
-def _part(tensor: Tensor | None, dim: int, part: slice) -> Tensor | None:
+def _part(tensor: Tensor | None, dim: int, part: slice | list[int]) -> Tensor | None:
     """Take part of a mask or bias along the batch or the heads, where it has more than one for all."""
     return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]

@@ -21,7 +21,6 @@ from theodolite.measure.attribution import (
     COLUMNS,
     Pattern,
     attribute,
-    chosen_heads,
     scores_by_context,
 )
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
@@ -185,7 +184,7 @@ def _rows(
     grouped = split.query.shape[2] // split.key.shape[2]
     key = split.key[:, :, [head // grouped for head in heads]]
     some = slice(ATTRIBUTED_SEQUENCES)
-    inputs = chosen_heads(split.inputs, heads).of_contexts(some)
+    inputs = split.inputs.of_heads(heads).of_contexts(some)
     attribution = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
     rows = []
     for head, pattern in chosen:

@@ -77,7 +77,7 @@ def attribute(
 ) -> Attribution:
     """Attribute patterns of heads, given the parts of their queries and keys and what attention was given.
 
-    `inputs` holds the same heads, one key head for each (see `chosen_heads`).
+    `inputs` holds the same heads, one key head for each (`of_heads` of a list).
     """
     shares, additive = share_sums(query, key, inputs).shares()
     parts = _each_part(
@@ -223,25 +223,6 @@ def attribution_table(attribution: State) -> pd.DataFrame:
     for name, words in (("pattern", tuple(ATTENTION_PATTERNS)), ("group", ATTRIBUTED)):
         table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
     return table.astype({"layer": "int64", "head": "int64"})
-
-
-def chosen_heads(inputs: AttentionInputs, heads: list[int]) -> AttentionInputs:
-    """Return the attention inputs of some heads, each with a key head of its own. Values are not for use."""
-    grouped = inputs.query.shape[1] // inputs.key.shape[1]
-    key = inputs.key[:, [head // grouped for head in heads]]
-
-    def of_heads(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, heads]
-
-    return replace(
-        inputs,
-        query=inputs.query[:, heads],
-        key=key,
-        value=key,
-        mask=of_heads(inputs.mask),
-        bias=of_heads(inputs.bias),
-        sink=None if inputs.sink is None else inputs.sink[heads],
-    )
 
 
 def _members(group: str) -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from theodolite.errors import UsageError
-from theodolite.measure.attribution import chosen_heads
 from theodolite.measure.constituents import ADDITIVE, Constituents, share_sums
 from theodolite.theory.decomposition import PARTS
 
@@ -124,7 +123,7 @@ def _single_head(split: Constituents, head: int, context: int) -> Constituents:
             f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
         )
     own = slice(context, context + 1)
-    inputs = chosen_heads(split.inputs, [head]).of_contexts(own)
+    inputs = split.inputs.of_heads([head]).of_contexts(own)
     inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     query, key = (side[:, own, head : head + 1] for side in (split.query, split.key))
     return replace(split, query=query, key=key, inputs=inputs)

@@ -18,7 +18,6 @@ from theodolite.attention.sinks import ReceivedAttention
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
-from theodolite.measure.attribution import chosen_heads
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state, measures
 from theodolite.models.hooks import Hooks, hooked
@@ -161,7 +160,7 @@ def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
     """Return one head's attention and sinks."""
     inputs, _, catches = read.layers[layer]
     with torch.inference_mode():
-        weights, visible, received = (of[0] for of in attention_paid(chosen_heads(inputs, [head])))
+        weights, visible, received = (of[0] for of in attention_paid(inputs.of_heads([head])))
     has_column = inputs.sink is not None
     rows = (catches.head == head).nonzero().flatten().tolist()
     return HeadView(

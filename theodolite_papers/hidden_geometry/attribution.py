@@ -22,7 +22,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.judging import untestable
 from theodolite.logits.attribution import repeated_patterns, repeated_sequences
-from theodolite.measure.attribution import ATTRIBUTED, attribute, chosen_heads
+from theodolite.measure.attribution import ATTRIBUTED, attribute
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
 from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
@@ -439,7 +439,7 @@ def _retained_rows(study: Study, layer: int, head: int) -> list[dict[str, Any]]:
     if not patterns:
         return []
     split = _split(study, ids, layer, head)
-    inputs = chosen_heads(split.inputs, [head])
+    inputs = split.inputs.of_heads([head])
     inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     mean, pos = PARTS.index("mean"), PARTS.index("pos")
     rows: list[dict[str, Any]] = []
