@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -602,18 +602,10 @@ def query_sums(inputs: AttentionInputs, longest: int) -> State:
     with_distance (H, D): the contexts that have it.
     """
     batch, heads, length, _ = inputs.query.shape
-    keys, device = inputs.key.shape[2], inputs.query.device
+    device = inputs.query.device
     rows = torch.arange(1, QUERIES + 1, device=device) * length // QUERIES - 1
-    mask, bias = inputs.mask, inputs.bias
-    if mask is not None:
-        mask = mask[:, :, rows].expand(batch, heads, -1, -1)
-    elif inputs.causal:
-        mask = (torch.arange(keys, device=device) <= rows[:, None]).expand(batch, heads, -1, -1)
-    if bias is not None:
-        bias = (bias[:, :, rows] if bias.shape[2] > 1 else bias).expand(batch, heads, -1, -1)
-    few = replace(inputs, query=inputs.query[:, :, rows], mask=mask, bias=bias, causal=False)
     # The rows are a block of their own, so that key j stands in column j but for the keys that none of them sees.
-    (block,) = few.blocks(QUERIES)
+    (block,) = inputs.of_queries(rows).blocks(QUERIES)
     shares = []
     for row in block.logits.unbind(dim=2):
         visible = row[0, 0] > MASKED / 2
