@@ -9,8 +9,8 @@ import torch
 
 from tests.attention.kinds import HEADS, KINDS, LENGTH, dense, dense_logits, dense_weights, make
 from tests.measure.test_constituents import _split
+from theodolite.attention.inputs import softmax
 from theodolite.measure.attribution import ATTRIBUTED, Pattern, attribute, scores_by_context
-from theodolite.measure.constituents import dense_attention
 
 HALF = LENGTH // 2
 PATTERNS = [
@@ -37,7 +37,7 @@ def test_pattern_scores(kind):
     torch.testing.assert_close(
         scores_by_context(inputs, PATTERNS).mean(0), _scores(weights), rtol=1e-10, atol=1e-12
     )
-    torch.testing.assert_close(dense_attention(inputs), weights, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(softmax(inputs.logits(), inputs.sink), weights, rtol=1e-10, atol=1e-12)
 
 
 SIDES = {"mean": "constant", "pos": "pos", "ctx": "cvec", "resid": "cvec", "bias": "constant"}

@@ -125,7 +125,7 @@ class Constituents:
     def attention(self) -> Float64[Tensor, "*contexts heads queries keys"]:
         """The attention weights, with cap, mask and sink: ([contexts,] heads, positions, positions)."""
         inputs = replace(self.inputs, query=self.inputs.query.double(), key=self.inputs.key.double())
-        return self._squeezed(dense_attention(inputs))
+        return self._squeezed(softmax(inputs.logits(), inputs.sink))
 
     def coarse(self, groups: Mapping[str, Iterable[str]] = COARSE) -> Constituents:
         """Merge parts into fewer, each the sum of some of these; every part is in one group.
@@ -358,12 +358,3 @@ def paired_groups() -> dict[str, list[tuple[int, int]]]:
         ]
         for name, sides in GROUPS.items()
     }
-
-
-def dense_attention(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
-    """Compute the whole attention matrix; for a prompt."""
-    batch, heads, queries, _ = inputs.query.shape
-    weights = inputs.query.new_zeros(batch, heads, queries, inputs.key.shape[2])
-    for block in inputs.blocks():
-        weights[:, :, block.start : block.stop, block.first : block.last] = softmax(block.logits, inputs.sink)
-    return weights
