@@ -19,9 +19,8 @@ from theodolite.models.weights.head_weights import read_head_weights, read_outpu
 LAYER = 1
 
 
-def _ids(contexts: int = 2, length: int = 12) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(checkpoints.VOCABULARY, (contexts, length), generator=generator)
+def _ids() -> torch.Tensor:
+    return torch.randint(checkpoints.VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 def _attention(model: torch.nn.Module) -> torch.nn.Module:
