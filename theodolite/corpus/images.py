@@ -74,7 +74,7 @@ class PictureTensors(Generic[Source]):
     """
 
     def __init__(self, read: Callable[[Source], Tensors]) -> None:
-        self._read = read
+        self._read: Callable[[Source], Tensors] = read
         self.sources: list[Source] = []
         self.digests: list[bytes] = []
         self._kept: dict[bytes, Tensors] = {}
