@@ -382,7 +382,7 @@ def _growth(outcome: Outcome, outliers: Outliers) -> None:
     all_values = np.concatenate([*lines.values(), [threshold]])
     top = float(np.nanmax(all_values))
     low = max(float(np.nanmin(all_values[all_values > 0])), SMALLEST * top)
-    axes = {
+    axes: dict[str, Any] = {
         "xaxis": {"zeroline": False} | style.every_tick(length),
         "yaxis": {"type": "log", "dtick": 1, "range": [np.log10(low / 2), np.log10(2 * top)]},
     }
