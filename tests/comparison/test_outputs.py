@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -112,11 +114,7 @@ def test_what_counts_as_written_still(pair, turned, size, status):
     across = across - (across * old).sum(1, keepdim=True) / old.square().sum(1, keepdim=True) * old
     across *= (old.norm(dim=1) / across.norm(dim=1))[:, None]
     written[0, 2] = size * (np.cos(turned) * old + np.sin(turned) * across)
-    other = type(run)(
-        *(getattr(run, name) for name in ("layers", "heads", "sinks", "outliers", "examples")),
-        {**run.arrays, "written": written},
-        run.provenance,
-    )
+    other = replace(run, arrays=run.arrays | {"written": written})
     part = head_outputs(run, other)
     row = part.table.query("layer == 0 and head == 2").iloc[0]
     assert row["status"] == status

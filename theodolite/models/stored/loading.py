@@ -299,7 +299,7 @@ def load(
         refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
         factored = load_factored(architecture, config, folder)
-        return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
+        return factored if dtype == "auto" else factored.to(dtype=dtype_named(dtype, factored.dtype))
     with ExitStack() as stack:
         scratch = None
         if device_map is not None:
@@ -415,10 +415,13 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         total = sum(rows.sum(dtype=wider) for rows in parameter.detach().reshape(-1).split(SUMMED_AT_ONCE))
         if not math.isfinite(total) and not torch.isfinite(parameter).all():
             kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            overflows = kind == "infinite" and parameter.dtype == torch.float16
-            broken = ": the checkpoint is broken, nothing to measure"
-            why = " in float16: try --dtype float32" if overflows else broken
-            raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
+            if kind == "infinite" and parameter.dtype == torch.float16:
+                raise WorkError(
+                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
+                )
+            raise WorkError(
+                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
+            )
 
 
 def hash_checkpoint(
