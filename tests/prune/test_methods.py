@@ -14,6 +14,7 @@ from theodolite.errors import UsageError
 from theodolite.prune import methods
 from theodolite.prune.methods import (
     Pattern,
+    ThresholdTracker,
     factor_hessian,
     largest,
     magnitude,
@@ -389,9 +390,31 @@ def test_the_largest_of_each_row_and_of_each_group(threads, rows, groups, of, sh
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         got = largest(scores, count)
+        numbers = largest(scores, count, out=torch.full_like(scores, 9.0))
         in_groups = Pattern(kept, of).largest(scores)
     assert got.dtype == torch.bool
     expected = largest_by_sorting(drawn, count)
     assert np.array_equal(got.numpy(), expected)
+    assert np.array_equal(numbers.numpy(), expected.astype(float))
     expected = largest_by_sorting(drawn.reshape(-1, of), kept)
     assert np.array_equal(in_groups.numpy(), expected.reshape(drawn.shape))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    columns=st.integers(1, 60),
+    share=st.floats(0, 1),
+    change=st.sampled_from([0, 1e-3, 0.1, 10]),
+    dead=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_the_largest_again_as_the_scores_change(columns, share, change, dead, seed):
+    """Also where they change a lot, and where many are 0."""
+    generator = np.random.default_rng(seed)
+    scores, count = np.abs(generator.normal(size=(5, columns))), round(share * columns)
+    scores[:, generator.random(columns) < dead] = 0
+    search, kept = ThresholdTracker(count), torch.empty(5, columns, dtype=torch.float64)
+    for _ in range(5):
+        search.mark(torch.from_numpy(scores), kept)
+        assert np.array_equal(kept.numpy(), largest_by_sorting(scores, count).astype(float))
+        scores = np.abs(scores * (1 + change * generator.normal(size=scores.shape)))

@@ -310,7 +310,7 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         counts = Jackknifed(by_position.value.flatten(), by_position.without.flatten(1))
         some = counts.value > 0
         sides.append(Units(rows[some.numpy()], {"value": counts[some]}))
-    joined = join(*sides, ["layer", "dimension", "position"])
+    joined = join(sides[0], sides[1], ["layer", "dimension", "position"])
     return Survival(
         "massive activations",
         "massive dimension",
@@ -331,7 +331,7 @@ def positions(reference: Run, other: Run) -> Survival:
         Units(run.layers[["layer"]], {name: number_of(run, "layers", of) for name, of in names.items()})
         for run in (reference, other)
     ]
-    joined = join(*sides, ["layer"])
+    joined = join(sides[0], sides[1], ["layer"])
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
     overlaps, owed = overlap(reference, other, by_energy=True), overlap_bias(reference, other)
     kept, turned, margin = decided(A_HALF, overlaps, bias=owed)
@@ -504,7 +504,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         entropy, share = number_of(run, "heads", "entropy"), torch.tensor(_share(run))
         shares = Jackknifed(share, entropy.without / (entropy.value / share))
         heads.append(Units(run.heads[HEAD], {"value": entropy, "share": shares}))
-    joined = join(*heads, HEAD)
+    joined = join(heads[0], heads[1], HEAD)
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
     sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
@@ -579,7 +579,7 @@ def head_types(reference: Run, other: Run) -> Survival:
         scores = [number_of(run, "heads", role.column) for run in runs]
         known = [Jackknifed(score.value.nan_to_num(), score.without) for score in scores]
         sides = [Units(run.heads[HEAD], {"value": of}) for run, of in zip(runs, known, strict=True)]
-        joined = join(*sides, HEAD)
+        joined = join(sides[0], sides[1], HEAD)
         units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
         of_role = by_halves(joined, role.threshold, _contexts(reference))
         of_role.insert(len(HEAD), "type", role.title)

@@ -66,7 +66,7 @@ class Joined:
 
         `se` is the standard error of the difference.
         """
-        columns = {}
+        columns: dict[str, npt.NDArray[np.float64]] = {}
         for name, (before, after) in self.numbers.items():
             difference = combined(torch.sub, after, before)
             ends = (before.value, after.value, difference.value, difference.error)
