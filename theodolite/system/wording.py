@@ -139,7 +139,9 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """
     words = list(known)
     begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
+    ends = {each.rsplit("/", 1)[-1]: each for each in words}
     near = begun[:3] or difflib.get_close_matches(word, words, 3)
+    near = near or [ends[end] for end in difflib.get_close_matches(word, ends, 3)]
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
