@@ -298,8 +298,8 @@ def load(
     if folder.is_dir():
         refuse_quantised_files(source, skeleton, weight_files(folder))
     if is_factored(folder):
-        factored = load_factored(architecture, config, folder)
-        return factored if dtype == "auto" else factored.to(dtype=dtype_named(dtype, factored.dtype))
+        factored: Any = load_factored(architecture, config, folder)
+        return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
     with ExitStack() as stack:
         scratch = None
         if device_map is not None:
