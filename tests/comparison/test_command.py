@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import checkpoints, planted
-from tests.calls import call
+from tests.calls import call, error_of
 from tests.comparison.conftest import CORPUS, IDS, TEXT
 from theodolite.comparison import read_outputs
 from theodolite.comparison.command import candidates_of, compare_models, trace_head, without_term
@@ -135,8 +135,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(two, folders, text, tmp_pat
     ):
         status, _, stderr = call("compare", *arguments)
         assert status == 2, (arguments, stderr)
-        (line,) = (line for line in stderr.splitlines() if line.startswith("error:"))
-        assert words in line
+        assert words in error_of(stderr)
 
 
 class Work:
