@@ -28,7 +28,7 @@ WORDS = {
     "positions": r"[Pp]ositions are|No positional structure",
     "rank collapse": r"[Rr]ank collapse",
     "entropy collapse": r"[Ee]ntropy collapse",
-    "massive activations": r"[Mm]assive activations after the first token",
+    "massive activations": r"Later tokens have massive|[Mm]assive activations after",
 }
 """What judges a quantity in words."""
 

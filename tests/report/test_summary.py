@@ -187,7 +187,7 @@ WEAK = dict.fromkeys(("induction", "same_token"), 0.1)
             "Outliers",
             {"massive_activations": 0, "massive_activations_first": [0, 3, 9, 9]},
             {},
-            "Massive activations occur at the first token in 3 layers (1–3), most in layer 2 (9).",
+            "The first token has massive activations in 3 layers (1–3), most in layer 2 (9).",
         ),
     ],
 )
@@ -243,7 +243,7 @@ def test_each_trouble_is_found_by_its_check(run: Run) -> None:
     assert "Vanishing signal: fewer than 5 % of the keys propagate in 1 head: L2H3." in texts
     assert "W_QK is numerically zero in L0H0" in texts
     assert "Constant logits: in 1 head means and biases alone account for" in texts
-    assert "Massive activations after the first token in 1 layer (first in layer 2)" in texts
+    assert "Later tokens have massive activations in 1 layer (first in layer 2)" in texts
 
 
 def test_an_untrained_model_is_named(run: Run) -> None:

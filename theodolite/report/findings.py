@@ -329,7 +329,7 @@ def _massive(run: Run) -> CheckResult:
         return "No massive activations after the first token.", False
     where = f"in {counted(len(affected), 'layer')} (first in layer {affected.min()})"
     harm = "common in large models, harmful to low-precision formats"
-    return f"Massive activations after the first token {where}: {harm}.", True
+    return f"Later tokens have massive activations {where}: {harm}.", True
 
 
 def _positional(run: Run) -> CheckResult:
@@ -600,7 +600,7 @@ def _outliers(run: Run) -> Iterator[str | Finding]:
     if len(affected):
         most = int(np.nanargmax(first))
         yield (
-            f"Massive activations occur at the first token in {counted(len(affected), 'layer')} "
+            f"The first token has massive activations in {counted(len(affected), 'layer')} "
             f"({spans(affected.tolist())}), most in layer {_layers(run)[most]} ({number(first[most])})."
         )
     if (later := check(run, MASSIVE)) is not None:
