@@ -1,4 +1,4 @@
-"""The pages in a real browser, by eye, by keyboard, by screen reader and on paper.
+"""The pages in a real browser, by eye, by keyboard and by screen reader.
 
 Oracles: Chromium; axe-core for what its rules can see; the run's own numbers for what is shown.
 """
@@ -178,6 +178,7 @@ def test_a_walk_through_the_survey_s_page(show, run: Run) -> None:
     """A head is chosen, numbers read and sorted, all by the keyboard; nothing is against the rules of axe."""
     tab = show("survey", PHONE)
     draw_the_first(tab)
+    assert tab.locator(".plot:has(.main-svg)").count() < tab.locator(".plot").count() / 2  # only what is near
     assert violations(tab) == []
     tab.locator("#pick-layer").focus()
     tab.keyboard.press("Home")
@@ -268,22 +269,3 @@ def test_a_long_table_is_filtered_and_saved(chromium: Any, tmp_path: Path) -> No
     assert saved["entropy"][0] == pytest.approx(row["entropy"], rel=1e-4)
     assert faults == []
     tab.close()
-
-
-@pytest.mark.browser
-def test_paper_is_light_and_shows_every_figure(show) -> None:
-    tab = show("survey", scheme="dark")
-    tab.wait_for_timeout(300)  # only what is near the window is drawn at first
-    assert tab.locator(".plot:has(.main-svg)").count() < tab.locator(".plot").count() / 2
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 25, 31)"
-    tab.emulate_media(media="print", color_scheme="dark")
-    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert tab.locator(".plot:has(.main-svg)").count() == tab.locator(".plot").count()
-    widths = "[...document.querySelectorAll('.main-svg')].map(one => one.getBoundingClientRect().width)"
-    assert max(tab.evaluate(widths)) <= 42.01 * 16
-    assert not tab.locator("nav").is_visible()
-    chosen = tab.locator("select[data-picks=waves]")  # the paper says of which layer a figure is
-    assert chosen.is_visible()
-    assert chosen.evaluate("one => getComputedStyle(one).borderStyle") == "none"
-    assert len(tab.pdf()) > 100_000

@@ -10,7 +10,6 @@ document.addEventListener("DOMContentLoaded", () => {
   const option = (value) => Object.assign(text("option", value), { value });
   const payloads = new Map();
   const drawn = new Set();
-  let printing = false;
 
   // On a dark page some colours give way to brighter ones.
   const swapped = new RegExp(Object.keys(themes.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
@@ -58,9 +57,8 @@ document.addEventListener("DOMContentLoaded", () => {
       div.textContent = "This figure needs plotly.min.js in the folder of this page.";
       return;
     }
-    const isDark = dark.matches && !printing;
-    const { data, layout } = chosen(div, isDark);
-    layout.template = isDark ? themes.dark : themes.light;
+    const { data, layout } = chosen(div, dark.matches);
+    layout.template = dark.matches ? themes.dark : themes.light;
     layout.autosize = true;
     delete layout.height;
     if (touch) layout.dragmode = false;
@@ -114,23 +112,7 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }, { rootMargin: "500px 0px" });
   all(".plot").forEach((div) => near.observe(div));
-  const redraw = () => drawn.forEach(draw);
-  dark.addEventListener("change", redraw);
-  const folds = all("details.table-fold");
-  let open = [];
-  function print(now) {
-    printing = now;
-    if (now) open = folds.filter((fold) => fold.open);
-    folds.forEach((fold) => { fold.open = now ? fold.open || fold.querySelector(".plot, .health") !== null : open.includes(fold); });
-    if (now) all("table[data-sortable]").forEach((table) => table.dispatchEvent(new Event("all")));
-    document.documentElement.classList.toggle("printing", now);
-    (now ? all(".plot") : [...drawn]).forEach((div) => {
-      draw(div);
-      window.Plotly?.Plots.resize(div);
-    });
-  }
-  addEventListener("beforeprint", () => print(true));
-  addEventListener("afterprint", () => print(false));
+  dark.addEventListener("change", () => drawn.forEach(draw));
 
   function show(div, variant) {
     div.dataset.variant = variant;
