@@ -38,7 +38,7 @@ from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import model_name, visible
 
 TABLES = ("outliers", "layers", "heads", "attribution")
-STATIC = ("page.css", "page.js", "numbers.js")
+STATIC = ("page.css", "page.js")
 PLOTLY = "plotly.min.js"
 
 # What could close the script element, open a comment, or end a line inside a string.
@@ -169,10 +169,10 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
     folder = resources.files("theodolite.report") / "templates"
-    css, *js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
+    css, js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
     templates = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
     themes = script_json(templates | {"swaps": style.dark_swaps()})
-    shared = {"css": style.css() + css, "js": "".join(js), "themes": themes, "plotly": ""}
+    shared = {"css": style.css() + css, "js": js, "themes": themes, "plotly": ""}
     jinja_template = environment().get_template(template)
     context = shared | values
     page = jinja_template.render(context, nonce="")

@@ -117,17 +117,6 @@ document.addEventListener("DOMContentLoaded", () => {
   function show(div, variant) {
     div.dataset.variant = variant;
     if (drawn.has(div)) draw(div);
-    const numbers = document.querySelector(`[data-numbers-of="${div.dataset.figure}"]`);
-    if (numbers?.open) listNumbers(numbers);
-  }
-  function listNumbers(details) {
-    const div = large(details.dataset.numbersOf);
-    const { data, layout } = chosen(div, false);
-    const title = div.closest("figure").querySelector("h3").textContent;
-    details.replaceChildren(details.firstElementChild, ...numbersOf(data, layout, title));
-  }
-  for (const details of all("[data-numbers-of]")) {
-    details.addEventListener("toggle", () => { if (details.open) listNumbers(details); });
   }
   const large = (key) => document.querySelector(`.plot[data-figure="${key}"]:not(.compact)`);
   function pick(key, value) {
