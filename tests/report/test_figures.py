@@ -148,7 +148,7 @@ def test_the_spiral_leaves_the_first_position_out_and_rows_of_gram_are_named(run
     assert not any("<" in name for name in heat.y)
     cvecs, positions = figures.spiral(run, 1).data
     np.testing.assert_allclose(positions.x, run.arrays["positional_pca"][1, 1:, 0])
-    assert list(positions.customdata) == list(range(1, 24))
+    assert list(positions.customdata) == [f"position {place}" for place in range(1, 24)]
     assert len(cvecs.x) == run.arrays["cvec_pca"].shape[1]
 
 

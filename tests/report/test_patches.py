@@ -19,8 +19,8 @@ from theodolite.report.content import sink_texts, text_line
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import render
 
-OF_IMAGES = ["patch_components", "received_on_pictures", "norms_on_pictures"]
-OF_TEXT = ["spiral", "waves", "dct"]
+OF_IMAGES = ["received_on_pictures"]
+OF_TEXT = ["waves", "dct"]
 BEFORE = ["[CLS]", "register 1", "register 2", "register 3"]
 ROWS, COLUMNS = 4, 5
 
@@ -31,7 +31,6 @@ def run_of_images(before: list[str] = BEFORE) -> Run:
     run, length = make_run(length=len(before) + ROWS * COLUMNS), len(before) + ROWS * COLUMNS
     arrays = run.arrays | {
         "example_picture": torch.from_numpy(random.integers(0, 255, (4, 16, 20, 3), dtype=np.uint8)),
-        "example_norm": torch.from_numpy(random.uniform(1, 9, (4, 4, length))).float(),
         "example_received": torch.from_numpy(random.uniform(0, 0.5, (3, 4, length))).float(),
     }
     grid = {"rows": ROWS, "columns": COLUMNS, "before": before}
@@ -60,51 +59,37 @@ def test_which_figures_there_are(images):
             getattr(figures, name)(text)
 
 
-def test_components_lie_where_the_patches_are(images):
-    drawn = figures.patch_components(images, 2)
-    expected = images.arrays["positional_pca"][2].numpy()[len(BEFORE) :]
-    for component, trace in enumerate(drawn.data):
-        np.testing.assert_allclose(trace.z, expected[:, component].reshape(ROWS, COLUMNS), rtol=1e-6)
-        assert trace.zmax == -trace.zmin == pytest.approx(np.abs(expected[:, component]).max())
+def test_the_spiral_is_of_the_patches_by_their_names(images):
+    drawn = figures.spiral(images, 2).data[1]
+    np.testing.assert_allclose(drawn.x, images.arrays["positional_pca"][2, len(BEFORE) :, 0])
+    assert list(drawn.customdata)[:6] == [f"patch 0,{column}" for column in range(COLUMNS)] + ["patch 1,0"]
 
 
-@pytest.mark.parametrize("name", ["received_on_pictures", "norms_on_pictures"])
 @pytest.mark.parametrize("before", [BEFORE, []])
-def test_values_lie_on_the_pictures(name, before):
+def test_attention_lies_on_the_pictures(before):
     run = run_of_images(before)
-    drawn = getattr(figures, name)(run, layer=1)
-    values = run.arrays["example_received" if name[0] == "r" else "example_norm"][1].numpy()
-    if name[0] == "n":
-        values = values / np.median(values[:, len(before) :])
-    patches = [trace for trace in drawn.data if np.shape(trace.z) == (ROWS, COLUMNS)]
-    above = [trace for trace in drawn.data if np.shape(trace.z) != (ROWS, COLUMNS)]
-    assert len(patches) == 4
-    assert len(above) == (4 if before else 0)
-    for number, trace in enumerate(patches):
-        np.testing.assert_allclose(trace.z, values[number, len(before) :].reshape(ROWS, COLUMNS), rtol=1e-5)
-        assert trace.customdata[1][2] == "patch 1,2"
-        assert trace.zmax >= values.max() - 1e-5
-    for number, trace in enumerate(above):
-        np.testing.assert_allclose(trace.z[0], values[number, : len(before)], rtol=1e-5)
-        assert list(trace.customdata[0]) == before
-    for number, image in enumerate(drawn.layout.images):
+    drawn = figures.received_on_pictures(run, layer=1)
+    values = run.arrays["example_received"][1, :, len(before) :].numpy()
+    assert len(drawn.data) == len(drawn.layout.images) == 4
+    for number, (patches, image) in enumerate(zip(drawn.data, drawn.layout.images, strict=True)):
+        np.testing.assert_allclose(patches.z, values[number].reshape(ROWS, COLUMNS), rtol=1e-5)
+        assert patches.zmax >= values.max() - 1e-5
         np.testing.assert_array_equal(picture_of(image), run.arrays["example_picture"][number])
         assert (image.x, image.y, image.sizex, image.sizey) == (-0.5, -0.5, COLUMNS, ROWS)
-        assert image.xref == patches[number].xaxis
-        assert image.yref == patches[number].yaxis
+        assert (image.xref, image.yref) == (patches.xaxis, patches.yaxis)
 
 
 def test_large_pictures_are_thinned():
     run = run_of_images()
     large = torch.arange(500, dtype=torch.int64).mul(7).remainder(256).to(torch.uint8)
     arrays = run.arrays | {"example_picture": large[None, :, None, None].expand(4, 500, 450, 3)}
-    drawn = figures.norms_on_pictures(replace(run, arrays=arrays))
+    drawn = figures.received_on_pictures(replace(run, arrays=arrays))
     np.testing.assert_array_equal(picture_of(drawn.layout.images[0])[:, 0, 0], large[::3])
 
 
 def test_the_page_shows_pictures_and_no_text_of_sinks(images):
     page = render(images)
-    assert page.count("data:image/png;base64") == 8  # four pictures in two figures, whatever the layer
+    assert page.count("data:image/png;base64") == 4  # whatever the layer
     assert sink_texts(images) == []
     assert sink_texts(make_run())
     for exhibit in EXHIBITS:

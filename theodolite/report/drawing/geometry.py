@@ -1,7 +1,6 @@
-"""Position and context as shapes: spirals, Gram matrices, frequencies, singular values; over the patches of images.
+"""Position and context as shapes: spirals, Gram matrices, frequencies, singular values; attention on pictures.
 
 Nothing here computes a statistic: rows are chosen and scaled for the eye only, and captions say so.
-Tokens before the patches of an image ([CLS], registers) are cells above its picture, in their order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import numpy as np
 import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.corpus.patches import PatchGrid
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
@@ -29,34 +27,38 @@ GRAM_CELLS = 50_000
 CURVES = 13
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4
-COMPONENTS = 3
-MAP, PICTURE = 270, 180  # pixels: the height of a row of maps, and of one of pictures
-STRIP = 1.6  # cells: how far above a picture the tokens before its patches are
-LEAST_RATIO = 2.0  # of a norm to the layer's median: where none is above, colours end there
+PICTURE = 180  # pixels: the height of a row of pictures
 MOST_PIXELS = 224  # of a side: larger pictures are thinned
 PICTURE_GAPS = (0.03, 0.1)
 
 
 def _components(run: Run, layer: int) -> tuple[Any, Any]:
-    """Return at most SPIRAL_POSITIONS of positions 1…T−1, and the positional basis there on its first components."""
-    basis = need(run, "positional_pca")[layer]
-    positions = np.array(evenly(len(basis) - 1, SPIRAL_POSITIONS), dtype=np.int32) + 1
+    """Return at most SPIRAL_POSITIONS positions, and the positional basis there on its first components.
+
+    Of a text, positions 1…T−1; of images, the patches.
+    """
+    basis, grid = need(run, "positional_pca")[layer], grid_of(run)
+    first = grid.leading if grid else 1
+    positions = np.array(evenly(len(basis) - first, SPIRAL_POSITIONS), dtype=np.int32) + first
     return positions, basis[positions].astype(np.float32)
 
 
-@exhibit(picker=by_residual_layer, when=lambda run: grid_of(run) is None)
+@exhibit(picker=by_residual_layer)
 def spiral(run: Run, layer: int = 0) -> go.Figure:
     """Draw the positional basis and cvecs of one layer on the positional basis' first two principal components.
 
-    Song & Zhong 2024, Fig. 1. Positions run from violet to green; cvecs are the red points.
+    Song & Zhong 2024, Fig. 1. Positions run from violet to green, the patches of images in reading order; cvecs are
+    the red points.
     """
     positions, points = _components(run, layer)
+    grid = grid_of(run)
+    names = [grid.token_text(position) if grid else f"position {position}" for position in positions.tolist()]
     cvecs = array(run, "cvec_pca")
     contexts = np.zeros((0, 2)) if cvecs is None else cvecs[layer][evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
     x, y = contexts[:, :2].T
     hover, look = "a context vector<extra></extra>", {"size": 3.5, "opacity": 0.4}
     traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
-    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "cmin": 1, "cmax": positions[-1]}
+    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER}
     traces += line(
         points[:, 0],
         points[:, 1],
@@ -64,8 +66,8 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
         style.GREY,
         width=1,
         marker=coloured | {"showscale": False, "line": {"width": 0}},
-        hover="position %{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
-        customdata=positions,
+        hover="%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
+        customdata=names,
     )
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}
@@ -188,77 +190,28 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
     return style.figure([cells], "frequency", "frequency", height=440, layout=layout)
 
 
-def _need_grid(run: Run) -> PatchGrid:
+@exhibit(picker=by_block)
+def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
+    """Draw on a few images the attention that each patch receives, from the head of a block that pays it most."""
     grid = grid_of(run)
     if grid is None:
         raise UsageError("this run has no images; survey a model of images to get them")
-    return grid
-
-
-@exhibit(picker=by_residual_layer)
-def patch_components(run: Run, layer: int = 0) -> go.Figure:
-    """Draw the positional basis' first principal components over the rows and columns of the patches."""
-    grid, basis = _need_grid(run), need(run, "positional_pca")[layer]
-    shown = []
-    for component in range(COMPONENTS):
-        values = basis[grid.leading :, component].reshape(grid.shape)
-        most = float(np.abs(values).max()) or 1.0
-        hover = f"row %{{y}}, column %{{x}}<br>component {component + 1}: %{{z:.4g}}<extra></extra>"
-        cells = heat(values, -most, most, hover, scale=style.SIGNED)
-        shown.append(_panel(f"component {component + 1}", [cells], grid))
-    return panels(shown, COMPONENTS, height=MAP, gaps=PICTURE_GAPS)
-
-
-@exhibit(picker=by_block)
-def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
-    """Draw on a few images the attention that each token receives, from the head of a block that pays it most."""
-    received = need(run, "example_received")[layer]
+    received = need(run, "example_received")[layer, :, grid.leading :]
     most = max(SINK_THRESHOLD, float(received.max()))
-    return _on_pictures(run, received, (0.0, most), "receives %{z:.3f}", "attention received")
-
-
-@exhibit(picker=by_residual_layer)
-def norms_on_pictures(run: Run, layer: int = 0) -> go.Figure:
-    """Draw on a few images each token's norm at one layer, over the median of the layer's patches."""
-    grid, norms = _need_grid(run), need(run, "example_norm")[layer]
-    ratios = norms / (float(np.median(norms[:, grid.leading :])) or 1.0)
-    most = max(LEAST_RATIO, float(ratios.max()))
-    return _on_pictures(run, ratios, (1.0, most), "%{z:.2f} × the median norm", "norm over the median")
-
-
-def _on_pictures(run: Run, values: Floats, ends: tuple[float, float], hover: str, title: str) -> go.Figure:
-    """Draw values (images, tokens) on the run's pictures, side by side; `ends`: where there is no colour, and full."""
-    grid, pictures = _need_grid(run), need(run, "example_picture")
-    names = np.array([for_plotly(grid.token_text(position)) for position in range(grid.length)])
-    hover = f"%{{customdata}}<br>{hover}<extra></extra>"
-
-    def cells(of_tokens: Floats, named: Any, **more: Any) -> dict[str, Any]:
-        return heat(of_tokens, *ends, hover, scale=style.OVERLAY, customdata=named, **more)
-
+    axis = {"ticks": "", "showticklabels": False}
+    hover = "row %{y}, column %{x}<br>receives %{z:.3f}<extra></extra>"
     shown = []
-    for number, of_tokens in enumerate(values):
-        bar = title if number == len(values) - 1 else None
-        others, patches = np.split(of_tokens, [grid.leading])
-        traces = [cells(patches.reshape(grid.shape), names[grid.leading :].reshape(grid.shape), bar=bar)]
-        if grid.leading:
-            traces.append(cells(others[None], [names[: grid.leading]], y=[-STRIP], dy=1))
-        shown.append(_panel(f"image {number}", traces, grid))
-    above = STRIP + 0.2 if grid.leading else 0.0
-    drawn = panels(shown, len(shown), height=round(PICTURE * (1 + above / grid.rows)), gaps=PICTURE_GAPS)
+    for number, patches in enumerate(received):
+        bar = "attention received" if number == len(received) - 1 else None
+        cells = heat(patches.reshape(grid.shape), 0, most, hover, scale=style.OVERLAY, bar=bar)
+        down = axis | {"autorange": "reversed"}
+        shown.append(Panel(f"image {number}", [cells], xaxis=axis, yaxis=down, square=True))
+    drawn = panels(shown, len(shown), height=PICTURE, gaps=PICTURE_GAPS)
     place = {"x": -0.5, "y": -0.5, "sizex": grid.columns, "sizey": grid.rows}
-    for number, picture in enumerate(pictures[: len(shown)], 1):
+    for number, picture in enumerate(need(run, "example_picture")[: len(shown)], 1):
         axes = {f"{axis}ref": axis if number == 1 else f"{axis}{number}" for axis in "xy"}
         drawn.add_layout_image(source=_data_uri(picture), sizing="stretch", layer="below", **place, **axes)
     return drawn
-
-
-def _panel(title: str, cells: list[Any], grid: PatchGrid) -> Panel:
-    top = -0.5 if len(cells) == 1 else -STRIP - 0.7
-    axis = {"ticks": "", "showticklabels": False}
-    across = {"range": [-0.5, max(grid.columns, grid.leading if len(cells) > 1 else 0) - 0.5]}
-    return Panel(
-        title, cells, xaxis=axis | across, yaxis=axis | {"range": [grid.rows - 0.5, top]}, square=True
-    )
 
 
 def _data_uri(picture: Any) -> str:
