@@ -14,16 +14,15 @@ import torch
 from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_patches import OF_IMAGES
 from theodolite.errors import UsageError
-from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import figures, published, style
-from theodolite.report.data import opening_head
+from theodolite.report.data import entropy_limits, opening_head
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
 
 OF_TEXT = [name for name in figures.FIGURES if name not in OF_IMAGES]
-SIMPLE = sorted(set(OF_TEXT) - {"head_map", "attribution"})
+SIMPLE = sorted(set(OF_TEXT) - {"head_map"})
 
 
 def drawn_values(figure: go.Figure) -> int:
@@ -39,7 +38,7 @@ def drawn_values(figure: go.Figure) -> int:
 def test_every_figure_is_drawn_with_data_or_refused_in_words_without_a_text(run: Run, name: str) -> None:
     draw, bare = getattr(figures, name), weights_only(run)
     assert drawn_values(draw(run)) > 0
-    if name in ("spectrum", "regime_plane"):
+    if name == "spectrum":
         assert drawn_values(draw(bare)) > 0
     else:
         with pytest.raises(UsageError, match="this run has no"):
@@ -66,14 +65,9 @@ def test_curves_are_the_layer_table(run: Run) -> None:
     assert list(curve.x) == run.layers["layer"].tolist()
     assert list(curve.error_y.array) == run.layers["rank_se"].tolist()
     assert curve.customdata[0] == "14 ± 0.5"
-    bands = [trace for trace in figures.rank(run).data if trace.fill == "toself"]
-    assert [band.name for band in bands] == list(published.MODELS)
-    assert [band.visible for band in bands] == [True, "legendonly", "legendonly", "legendonly"]
-    assert (max(bands[0].x), min(bands[0].y), max(bands[0].y)) == (run.layers["layer"].max(), 9, 15)
     keys = run.arrays["visible_keys"]
     other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
-    limit = figures.head_entropy(other).data[1]  # every query sees every key
-    np.testing.assert_allclose(limit.y, math.log(24), rtol=1e-6)
+    np.testing.assert_allclose(entropy_limits(other), math.log(24), rtol=1e-6)  # every query sees every key
 
 
 @pytest.mark.parametrize(
@@ -101,9 +95,7 @@ def keys_of(run: Run) -> set[str]:
 
 def test_what_a_run_lacks_is_left_out(run: Run) -> None:
     few = make_run()
-    later = {"head-shares", "constituents", "clusters"}
-    later |= {f"attribution-{pattern}" for pattern in ("previous", "induction", "same")}
-    assert keys_of(run) - keys_of(few) == later
+    assert keys_of(run) - keys_of(few) == {"head-shares", "constituents"}
     for name in ("rank", "incoherence", "massive_activations"):  # no standard errors, no whiskers
         traces = [trace for trace in getattr(figures, name)(few).data if "error_y" in trace]
         assert all(trace.error_y.array is None for trace in traces)
@@ -118,7 +110,6 @@ def test_what_a_run_lacks_is_left_out(run: Run) -> None:
     offered = {measure.name for measure in head_measures(broken)}
     assert not {"trace", "sink_learned", "share_additive"} & offered
     assert "rank" not in keys_of(broken)
-    assert drawn_values(figures.singular_values(broken)) > 0
     biased = replace(run, heads=run.heads.assign(share_additive=[-0.1] + [0.0] * 11))
     assert "share_additive" in {measure.name for measure in head_measures(biased)}
 
@@ -169,17 +160,8 @@ def drawn_data(figure: go.Figure) -> str:
 
 def every_figure(run: Run) -> dict[str, go.Figure]:
     """Every figure that a user can ask for, in the arguments that the page shows."""
-    asked: dict[str, list[dict[str, str]]] = {
-        "head_map": [{"measure": head_measures(run)[0].name}],
-        "attribution": [{"pattern": pattern} for pattern in ATTENTION_PATTERNS],
-        "regime_plane": [{}, {"suffix": "_data"}],
-        "spectrum": [{}, {"name": "spectrum_data"}],
-    }
-    return {
-        f"{name} {arguments}": figures.FIGURES[name](run, **arguments)
-        for name in OF_TEXT
-        for arguments in asked.get(name, [{}])
-    }
+    arguments = {"head_map": {"measure": head_measures(run)[0].name}}
+    return {name: figures.FIGURES[name](run, **arguments.get(name, {})) for name in OF_TEXT}
 
 
 def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp_path) -> None:
@@ -196,7 +178,7 @@ def test_the_figures_are_named_once_and_found(run: Run) -> None:
     assert set(figures.__all__) == {"FIGURES", "available", *figures.FIGURES}
     assert all(getattr(figures, name) is draw for name, draw in figures.FIGURES.items())
     assert figures.available(run) == OF_TEXT
-    assert figures.available(weights_only(run)) == ["head_map", "regime_plane", "spectrum"]
+    assert figures.available(weights_only(run)) == ["head_map", "spectrum"]
     for draw in figures.FIGURES.values():
         assert draw.__doc__
 
@@ -209,7 +191,7 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
         assert layout.title.subtitle.text.startswith("Look for ")
         assert layout.paper_bgcolor == style.NEUTRAL
         assert layout.height > layout.margin.t + 100 > 160
-    assert figures.spectrum(run, 2, 1, "spectrum_data").layout.title.text == "Eigenvalues of W_QK Σ̂ · L2H1"
+    assert figures.spectrum(run, 2, 1).layout.title.text == "Eigenvalues of its query-key matrix · L2H1"
     assert figures.head_map(run, "induction").layout.title.text.endswith("induction")
     assert not any(shown.figure.layout.title.text for one in EXHIBITS if (shown := one.of(run)))
 
@@ -223,11 +205,7 @@ def test_a_figure_alone_has_its_title_what_to_look_for_and_paper(run: Run) -> No
         (lambda run: figures.head_shares(run, 3), "layer 3 does not exist: this figure has layers 0 to 2"),
         (lambda run: figures.constituents(run, 0, 7), "head 7 does not exist: this figure has heads 0 to 3"),
         (lambda run: figures.head_map(run, "spectrum_of"), "no measure 'spectrum_of': there are 'entropy'"),
-        (
-            lambda run: figures.attribution(run, "any"),
-            "no pattern 'any': there are 'induction', 'previous' and",
-        ),
-        (lambda run: figures.regime_plane(run, "data"), "no suffix 'data': did you mean _data"),
+        (lambda run: figures.spectrum(run, name="data"), "no name 'data': there are 'spectrum' and"),
         (
             lambda run: figures.spiral("runs/first"),
             r"drawn of a Run, such as Run.load\(FOLDER\); this is str",
@@ -244,7 +222,6 @@ PICKED: dict[str, Callable[[Run, str], go.Figure]] = {
     "gram": lambda run, key: figures.gram(run, int(key)),
     "head-map": figures.head_map,
     "head-shares": lambda run, key: figures.head_shares(run, int(key)),
-    "spectrum-data": lambda run, key: figures.spectrum(run, *map(int, key.split(",")), "spectrum_data"),
     "propagation": lambda run, key: figures.propagation(run, *map(int, key.split(","))),
 }
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from tests.measure.test_head_matrices import by_name, random_split
@@ -17,8 +15,6 @@ from theodolite.measure.head_matrices import head_matrices
 from theodolite.passes.run import Run
 from theodolite.report import figures, style
 from theodolite.report.drawing import constituents as drawing
-from theodolite.report.drawing.constituents import PANELS, attributed
-from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
 
 
@@ -43,8 +39,6 @@ def test_bars_of_a_layer_are_its_rows_of_the_head_table_and_sum_to_one(run: Run)
     low, high = layout.yaxis.range
     assert layout.barmode == "relative"
     assert (low < -0.25, high > 1.25) == (True, True)
-    by_layer = drawing.shares_by_layer(np.arange(2.0), {"pos-pos": np.array([0.4, math.nan])}).data[0]
-    np.testing.assert_allclose(by_layer.y, [0.4, math.nan], rtol=1e-6)
 
 
 def test_cells_of_a_head_are_its_constituents_by_query_and_key(run: Run) -> None:
@@ -73,53 +67,6 @@ def test_a_bias_on_logits_has_its_own_cell(run: Run) -> None:
     assert figures.head_shares(biased, 1).data[-1].name == "additive bias"
 
 
-def test_panels_stand_in_the_order_of_their_scores_with_the_table_s_numbers(run: Run) -> None:
-    table = run.attribution.sample(frac=1, random_state=0)
-    figure = figures.attribution(replace(run, attribution=table), "previous")
-    titles = [annotation.text for annotation in figure.layout.annotations]
-    assert [title.split("</b>")[0] for title in titles] == ["<b>L2H0", "<b>L2H1", "<b>L2H2"]
-    assert titles[0].endswith("0.62, uniform 0.020")
-    alone, without = figure.data[:2]
-    groups = dict(zip(alone.y, zip(alone.x, without.x, strict=True), strict=True))
-    assert groups["position"] == pytest.approx((0.60, 0.05))
-    assert groups["constant"] == pytest.approx((0.03, 0.62))
-    assert "additive" not in groups
-    lines = [shape.x0 for shape in figure.layout.shapes[:2]]
-    assert lines == pytest.approx([0.62, 0.02])
-
-
-@pytest.mark.parametrize("score", [0.0078, 7.8e-9])
-def test_a_panel_s_title_fits_a_phone(run: Run, score: float) -> None:
-    """Oracle: letters of 12 pixels are at most 8 wide on average; a phone leaves 390 − 84 − 12 for the panel."""
-    table = run.attribution.assign(score=score, uniform=score / 10, layer=31, head=15)
-    (title,) = (
-        note.text for note in figures.attribution(replace(run, attribution=table), "same").layout.annotations
-    )
-    assert 8 * len(re.sub("<.*?>", "", title)) < 390 - 84 - 12
-
-
-def test_heads_that_pay_a_pattern_what_uniform_attention_does_are_noise(run: Run) -> None:
-    exhibit = next(exhibit for exhibit in EXHIBITS if exhibit.key == "attribution-previous")
-    rows = run.attribution["pattern"] == "previous"
-    noise = run.attribution.assign(score=run.attribution["score"].where(~rows, 0.021))  # uniform: 0.020
-    one = noise.assign(score=noise["score"].where(~(rows & (noise["head"] == 1)), 0.0401))
-    assert not exhibit.available(replace(run, attribution=noise))
-    assert exhibit.available(replace(run, attribution=one))
-    shown = figures.attribution(replace(run, attribution=one), "previous").layout.annotations
-    assert [note.text.split("</b>")[0] for note in shown] == ["<b>L2H1"]
-
-
-def test_more_heads_than_panels_leave_the_strongest(run: Run) -> None:
-    table = run.attribution[run.attribution["pattern"] == "same"]
-    first = table[table["head"] == 0]
-    many = pd.concat([first.assign(layer=layer, score=0.3 + 0.01 * layer) for layer in range(PANELS + 3)])
-    other = replace(run, attribution=many)
-    assert len(attributed(other, "same")) == PANELS + 3
-    titles = [annotation.text for annotation in figures.attribution(other, "same").layout.annotations]
-    assert len(titles) == PANELS
-    assert titles[0].startswith(f"<b>L{PANELS + 2}H0")
-
-
 def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> None:
     heads = run.heads.copy()
     heads.loc[heads["layer"] == 0, [name for name in heads if name.startswith("share_")]] = math.nan
@@ -129,24 +76,8 @@ def test_what_a_run_lacks_is_empty_left_out_or_refused_in_words(run: Run) -> Non
     rest = run.constituents[run.constituents["layer"] != 1]
     (cells,) = figures.constituents(replace(run, constituents=rest), 1, 0).data
     assert np.isnan(cells.z).all()
-    rest = replace(run, attribution=run.attribution[run.attribution["pattern"] != "same"])
-    assert not any(exhibit.key == "attribution-same" and exhibit.available(rest) for exhibit in EXHIBITS)
-    few = make_run()
-    for draw, words in (
-        (lambda: figures.attribution(few, "induction"), "no attribution of 'induction'"),
-        (lambda: figures.head_shares(few), "no 'share_position'"),
-        (lambda: figures.clusters(few), "no 'silhouette'"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            draw()
-
-
-def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
-    """Of the first panel too, whose title begins `yshift` pixels above the plot."""
-    layout = figures.attribution(run, "previous").layout
-    plot = layout.height - layout.margin.t - layout.margin.b
-    for title in layout.annotations:
-        assert title.y * plot + title.yshift + title.font.size < layout.legend.y * plot
+    with pytest.raises(UsageError, match="no 'share_position'"):
+        figures.head_shares(make_run())
 
 
 def test_at_most_128_positions_are_drawn_and_the_page_stays_small():

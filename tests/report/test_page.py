@@ -176,7 +176,7 @@ def figures_of(reader: Reader) -> set[str]:
 def test_little_makes_a_page(run: Run, tmp_path: Path) -> None:
     """Weights alone, and a run of one layer and one head."""
     bare = read(write_report(weights_only(run), tmp_path))
-    assert figures_of(bare) == {"head-map", "regime-plane", "spectrum"}
+    assert figures_of(bare) == {"head-map", "spectrum"}
     assert "no text was read" in bare.rawdata_
     one = read(write_report(make_survey(blocks=1, heads=1, length=8, contexts=4), tmp_path))
     assert "spectrum" in figures_of(one)

@@ -20,7 +20,6 @@ from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import render
 
 OF_IMAGES = ["received_on_pictures"]
-OF_TEXT = ["waves", "dct"]
 BEFORE = ["[CLS]", "register 1", "register 2", "register 3"]
 ROWS, COLUMNS = 4, 5
 
@@ -51,8 +50,7 @@ def picture_of(image: object) -> np.ndarray:
 
 def test_which_figures_there_are(images):
     text = make_run()
-    others = [name for name in figures.available(text) if name not in OF_TEXT]
-    assert set(figures.available(images)) == {*others, *OF_IMAGES}
+    assert set(figures.available(images)) == {*figures.available(text), *OF_IMAGES}
     assert not set(figures.available(text)) & set(OF_IMAGES)
     for name in OF_IMAGES:
         with pytest.raises(UsageError, match="this run has no"):

@@ -259,6 +259,15 @@ def massive_tokens(run: Run) -> pd.DataFrame:
     return rows.first().drop(columns="layer").join(layers).reset_index()
 
 
+def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
+    """List the rows of each head of a pattern in the attribution table, strongest head first."""
+    if run.attribution.empty:
+        return []
+    rows = run.attribution[run.attribution["pattern"] == pattern]
+    heads = [of_head for _, of_head in rows.groupby(["layer", "head"], sort=True)]
+    return sorted(heads, key=lambda of_head: -float(of_head["score"].iloc[0]))
+
+
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Convert the rows of a table to plain JSON values; NaN and infinities to None."""
 

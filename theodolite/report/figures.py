@@ -21,7 +21,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
-from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
@@ -36,24 +35,15 @@ MODULES = (geometry, layers, split, heads)
 EXHIBITS = [DECLARED[key] for key in CAPTIONS]
 """All of them in the order of the page."""
 
-_OF_FUNCTION: dict[str, list[SurveyExhibit]] = {}
-for _exhibit in EXHIBITS:
-    if _exhibit.alone:
-        _OF_FUNCTION.setdefault(_exhibit.function.__name__, []).append(_exhibit)
+_OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
 
-_CHOICES: dict[str, Sequence[object]] = {
-    "pattern": tuple(ATTENTION_PATTERNS),
-    "suffix": ("", "_data"),
-    "name": ("spectrum", "spectrum_data"),
-}
+_CHOICES: dict[str, Sequence[object]] = {"name": ("spectrum", "spectrum_data")}
 """What the arguments that are no places may be."""
 
 
 def available(run: Run) -> list[str]:
     """List the figures that this run has the numbers for, in the order of the page."""
-    return [
-        name for name, exhibits in _OF_FUNCTION.items() if any(exhibit.available(run) for exhibit in exhibits)
-    ]
+    return [name for name, exhibit in _OF_FUNCTION.items() if exhibit.available(run)]
 
 
 def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
@@ -65,8 +55,7 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
         subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
         subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
-    of = _OF_FUNCTION[name]
-    exhibit = next((one for one in of if one.given and one.given.items() <= arguments.items()), of[0])
+    exhibit = _OF_FUNCTION[name]
     return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"
 
 
@@ -108,7 +97,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
     return drawn
 
 
-FIGURES = {name: _standalone(of[0]) for name, of in _OF_FUNCTION.items()}
+FIGURES = {name: _standalone(exhibit) for name, exhibit in _OF_FUNCTION.items()}
 """All of them by name, in the order of the page."""
 
 globals().update(FIGURES)

@@ -43,6 +43,7 @@ from theodolite.report.data import (
     AT_FLOOR,
     array,
     at_floor,
+    attributed,
     blocks,
     caller_columns,
     column,
@@ -57,7 +58,7 @@ from theodolite.report.data import (
     seen_above,
     value_of,
 )
-from theodolite.report.drawing.constituents import SHARES, attributed
+from theodolite.report.drawing.constituents import SHARES
 from theodolite.system.wording import (
     counted,
     head_name,

@@ -56,10 +56,6 @@ TABLE_1 = tuple(Average(**row) for row in _PRINTED["average"])
 AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
 # Section 5: "random baseline is about 0.1" (of the maximum).
 TABLE_2 = tuple(OtherText(**row) for row in _PRINTED["other_text"])
-# Table 2 again: K = 10, on texts unlike the training text.
-LOW_FREQUENCY_OTHER_TEXT: dict[str, float] = {
-    row.model: row.low_frequency for row in TABLE_2 if row.model in ("BERT", "BLOOM")
-}
 # Table 3: K → share of energy, of the Gram matrix, of PWPᵀ and of the QK matrix.
 LOW_FREQUENCY, LOW_FREQUENCY_PWP, LOW_FREQUENCY_QK = (
     {int(cutoff): share for cutoff, share in _PRINTED["low_frequency"][of].items()}

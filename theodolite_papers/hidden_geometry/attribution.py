@@ -31,12 +31,12 @@ from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.token_texts import token_texts
 from theodolite.models.weights.head_weights import HeadWeights, no_head_matrix
 from theodolite.report.data import blocks, evenly, heads_per_block, provenance
-from theodolite.report.drawing import constituents as figures_constituents
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
+from theodolite_papers.hidden_geometry import figures
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_UNSMOOTH_POSITIONS,
@@ -182,7 +182,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
         judge_pattern(outcome, pattern, heads)
         if heads:
-            drawn = figures_constituents.attribution(run, pattern.name)
+            drawn = figures.attribution(run, pattern.name)
             target = ATTENTION_PATTERNS[pattern.name].target
             values = {"title": pattern.title, "target": target, "group": pattern.group}
             outcome.draw(pattern.name, drawn, "pattern", **values)
@@ -253,7 +253,7 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
         return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
     outcome.draw("shares", by_name("group", list(grids), draw, grid=True), groups=listed([*apart]))
-    drawn = figures_constituents.shares_by_layer(
+    drawn = figures.shares_by_layer(
         np.arange(blocks(run), dtype=np.float64),
         {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},
     )

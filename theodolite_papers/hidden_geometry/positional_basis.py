@@ -34,7 +34,7 @@ from theodolite.system.wording import MISSING, number, percent, visible, with_er
 from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, stacked, together
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import layer_columns
+from theodolite_papers.hidden_geometry import figures, layer_columns
 from theodolite_papers.hidden_geometry.layer_columns import (
     WITHOUT_TEXT,
     Basis,
@@ -318,7 +318,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
         _judge_shape(outcome, shape_of(bases), place)
     drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
     outcome.draw("principal-components", drawn, place=place)
-    outcome.draw("waves", by_layer(layers, lambda layer: geometry.waves(run, layer)))
+    outcome.draw("waves", by_layer(layers, lambda layer: figures.waves(run, layer)))
 
 
 def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> None:
@@ -389,8 +389,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     smooth, _ = layer_average(run, "low_frequency_10")
     outcome.read("energy of the 10 × 10 lowest frequencies", shown(smooth), "GPT-2: 99.7 %")
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
-    outcome.draw("singular-values", geometry.singular_values(run))
-    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: geometry.dct(run, layer)))
+    outcome.draw("singular-values", figures.singular_values(run))
+    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: figures.dct(run, layer)))
 
 
 def _bracketed(mean: float, deviation: float) -> str:

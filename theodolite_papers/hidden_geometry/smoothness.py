@@ -19,12 +19,12 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import published
 from theodolite.report.data import evenly, layer_average, layer_estimates, need
 from theodolite.report.drawing import geometry
-from theodolite.report.drawing import layers as figures_layers
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
+from theodolite_papers.hidden_geometry import figures
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
@@ -208,7 +208,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     outcome.draw("gram", by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True))
     values = torch.linalg.svdvals(bases).numpy()
     outcome.draw("singular-values", drawing.singular_values_against(values[1:], values[0], "sinusoidal"))
-    outcome.draw("frequencies", by_name("basis", options, lambda place: geometry.dct(pictured, place)))
+    outcome.draw("frequencies", by_name("basis", options, lambda place: figures.dct(pictured, place)))
 
 
 @declared("geometry/figure5")
@@ -227,6 +227,6 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
     outcome.draw("gram", by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True))
-    outcome.draw("frequencies", by_layer(layers, lambda layer: geometry.dct(pictured, layer)))
+    outcome.draw("frequencies", by_layer(layers, lambda layer: figures.dct(pictured, layer)))
     if math.isfinite(mean.value):
-        outcome.draw("smoothness", figures_layers.low_frequency(run))
+        outcome.draw("smoothness", figures.low_frequency(run))

@@ -1,17 +1,16 @@
-"""Figures of the constituents of the logits: shares, attention from each alone and without it, one head's on a prompt.
+"""Figures of the constituents of the logits: shares, and one head's on a prompt.
 
-Nothing here computes a share or a score. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
+Nothing here computes a share. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
@@ -26,7 +25,6 @@ from theodolite.measure.head_matrices import (
     HeadMatrix,
     head_matrices,
 )
-from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
@@ -39,7 +37,7 @@ from theodolite.report.drawing.grammar import (
 )
 from theodolite.report.drawing.prompt import token_axis, token_names
 from theodolite.report.exhibit import by_block, by_head, exhibit
-from theodolite.system.wording import head_name, number, percent
+from theodolite.system.wording import number, percent
 
 GROUP_COLOURS = {
     "position": style.POSITION,
@@ -61,14 +59,6 @@ SHARES = {
 
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
 NAMED = 0.005  # a share below it has no number in its cell
-PANELS = 6
-"""Heads of one pattern that are drawn; the table has them all."""
-
-STANDS_OUT = 2.0
-"""A head follows a pattern, weakly at least, where it pays it so many times what uniform attention does."""
-
-PANEL, TITLE = 128, 22  # pixels of one panel with its title, and of its title
-
 COLUMNS = (
     ("position", "pos-pos", "cvec-pos", CONSTANT),
     ("pos-cvec", "context", "cvec-cvec", ADDITIVE),
@@ -168,86 +158,6 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
     return style.figure([cells], "part of the key", "part of the query", height=380, layout=layout)
 
 
-def attributed(run: Run, pattern: str) -> list[pd.DataFrame]:
-    """List the rows of each head of a pattern in the attribution table, strongest head first."""
-    if run.attribution.empty:
-        return []
-    rows = run.attribution[run.attribution["pattern"] == pattern]
-    heads = [of_head for _, of_head in rows.groupby(["layer", "head"], sort=True)]
-    return sorted(heads, key=lambda of_head: -float(of_head["score"].iloc[0]))
-
-
-def standing_out(run: Run, pattern: str) -> list[pd.DataFrame]:
-    """Keep the heads that pay the pattern `STANDS_OUT` times what uniform attention does: the rest is noise."""
-    return [
-        of_head
-        for of_head in attributed(run, pattern)
-        if of_head["score"].iloc[0] >= STANDS_OUT * of_head["uniform"].iloc[0]
-    ]
-
-
-def attribution(run: Run, pattern: str) -> go.Figure:
-    """Draw attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
-
-    One panel per head that stands out, the strongest first; where none does, the strongest. Lines: the score as it is
-    (solid) and of uniform attention (dotted).
-    """
-    heads = standing_out(run, pattern)[:PANELS] or attributed(run, pattern)[:1]
-    if not heads:
-        raise UsageError(
-            f"this run has no attribution of {pattern!r}; survey a language model on a text to get it"
-        )
-    rows = pd.concat(heads)
-    if not (rows.loc[rows["group"] == ADDITIVE, "share"].abs() > 0).any():
-        heads = [of_head[of_head["group"] != ADDITIVE] for of_head in heads]
-    end = 1.06 * float(rows[["score", "only", "without"]].to_numpy().max())
-    last = len(heads) - 1
-    drawn = [_attribution_panel(of_head, end, n == 0, n == last) for n, of_head in enumerate(heads)]
-    gap = TITLE / (PANEL * len(heads))
-    layout = {"barmode": "group", "bargap": 0.28, "margin": {"l": 84, "r": 12, "b": 44}}
-    return panels(drawn, 1, height=PANEL, gaps=(0, gap), layout=layout | {"legend": {"traceorder": "normal"}})
-
-
-def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) -> Panel:
-    """Draw one head's bars, its score and that of uniform attention; `end` of the axis of scores, named in the last."""
-    drawn = [
-        bars(
-            rows[name],
-            rows["group"].tolist(),
-            label,
-            colour,
-            f"%{{y}}<br>{label}: %{{x:.3f}}<br>%{{customdata:.1%}} of the logits' variance<extra></extra>",
-            customdata=rows["share"].to_numpy(dtype=np.float32),
-            orientation="h",
-            legendgroup=name,
-            showlegend=first,
-        )
-        for name, label, colour in (("only", "alone", style.MEASURED), ("without", "ablated", style.SKY))
-    ]
-    layer, head, score, uniform = rows.iloc[0][["layer", "head", "score", "uniform"]]
-    return Panel(
-        head_name(int(layer), int(head)),
-        drawn,
-        "mean attention along the pattern" if last else "",
-        xaxis={"range": [0, end], "showticklabels": last, "ticks": "outside" if last else ""},
-        yaxis={"autorange": "reversed", "ticks": "", "showgrid": False, "dtick": 1, "tickfont": {"size": 11}},
-        # Short, since a panel may be as narrow as a phone and Plotly cuts what is longer.
-        note=f"{number(score, 2)}, uniform {number(uniform, 2)}",
-        marks=[
-            (float(score), {"width": 1.6, "color": style.GREY}),
-            (float(uniform), {"width": 1.2, "dash": "dot", "color": style.GREY}),
-        ],
-    )
-
-
-for _name in ATTENTION_PATTERNS:
-    exhibit(
-        f"attribution-{_name}",
-        when=lambda run, pattern=_name: bool(standing_out(run, pattern)),
-        given={"pattern": _name},
-    )(attribution)
-
-
 def qk_panels(
     split: Constituents,
     head: int,
@@ -333,16 +243,3 @@ def _colour_axes(limit: float, most: float, rows: int, raw: bool) -> dict[str, A
     signed = {"cmin": -limit, "cmax": limit, "colorscale": style.SIGNED}
     signed |= {"colorbar": bar("logit, less its row's mean", 0)}
     return {"coloraxis2": weight} | ({} if raw else {"coloraxis": signed})
-
-
-def shares_by_layer(layers: Floats, shares: Mapping[str, Floats]) -> go.Figure:
-    """Draw mean shares of logit variance at every layer, stacked; negative ones below zero. `shares`: group → (L)."""
-    drawn = [
-        bars(
-            layers, values, group, GROUP_COLOURS[group], f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>"
-        )
-        for group, values in shares.items()
-    ]
-    axis = {"zeroline": False} | style.every_tick(len(layers))
-    layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
-    return style.figure(drawn, "layer", "mean share of logit variance", height=340, layout=layout)

@@ -113,14 +113,6 @@ def reference(x: Any, y: Any, name: str, *, dash: str = "dot", **more: Any) -> l
     return line(x, heights, name, style.REFERENCE, dash=dash, width=1, hoverinfo="skip", **more)
 
 
-def level(
-    ends: Sequence[float], y: float, model: str, what: str, colour: str, **more: Any
-) -> list[dict[str, Any]]:
-    """Return the traces of a published number that holds for all layers: a dotted line between `ends`."""
-    hover = f"{model}: %{{y:.3f}} ({what})<extra></extra>"
-    return line(ends, [y, y], model, colour, dash="dot", width=1.2, hover=hover, legendrank=2000, **more)
-
-
 def heat(
     z: Floats,
     low: float,

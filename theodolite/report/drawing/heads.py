@@ -1,4 +1,4 @@
-"""Figures of heads: all of them as maps and on the plane of their spectra, one head's curves, sinks by position.
+"""Figures of heads: all of them as maps, one head's spectrum and signal propagation, sinks by position.
 
 Blocks are counted from 0. Curves are thinned to a bounded number of positions, never smoothed.
 """
@@ -27,7 +27,6 @@ from theodolite.report.data import (
     entropy_limits,
     evenly,
     head_grid,
-    head_labels,
     heads_per_block,
     need,
     offered,
@@ -40,7 +39,6 @@ from theodolite.report.drawing.grammar import (
     heat,
     line,
     map_height,
-    reference,
     rows_down,
 )
 from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
@@ -49,7 +47,6 @@ from theodolite.system.wording import for_plotly, head_name, shown_token
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
 MANY_HEADS = 200  # from which on curves have few points
-LAYER_CURVES = 12
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 HOVER_WIDTH = 58  # characters in a line of a hover text
 REGIME_COLOURS = {
@@ -180,59 +177,6 @@ def head_map(run: Run, measure: str) -> go.Figure:
     return head_cells(**entries, hover=hover)
 
 
-@exhibit()
-def entropy_by_position(run: Run) -> go.Figure:
-    """Draw the median over each block's heads of the attention entropy at every position, under its limit."""
-    values = need(run, "entropy_by_position")
-    shown = np.array(evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
-    limits = entropy_limits(run).max(axis=0)[shown]
-    traces: list[Any] = _uniform(shown, limits, "position %{x}<br>at most %{y:.3f} nats<extra></extra>")
-    traces.append(style.depth_bar(len(values), "block"))
-    for block in evenly(len(values), LAYER_CURVES):
-        rows = values[block][~np.isnan(values[block]).all(axis=1)]
-        if not len(rows):
-            continue
-        name, colour = f"block {block}", style.order_colour(block / max(1, len(values) - 1))
-        hover = f"{name}, position %{{x}}<br>median %{{y:.3f}} nats<extra></extra>"
-        medians = np.median(rows, axis=0)[shown]
-        traces += line(shown, medians, name, colour, width=1.6, hover=hover, showlegend=False)
-    layout = {"yaxis": {"rangemode": "tozero"}}
-    return style.figure(traces, "position of the query", "entropy in nats", height=380, layout=layout)
-
-
-@exhibit("regime-plane-data", given={"suffix": "_data"})
-@exhibit()
-def regime_plane(run: Run, suffix: str = "") -> go.Figure:
-    """Draw every head on the (ξ, η) plane of the symmetric part, coloured by regime, with the lines |ξη| = 2.
-
-    `suffix` "" for W_QK or "_data" for W_QK Σ̂. Bao et al. 2024, Fig. 2 and Lemma 2.
-    """
-    xi, eta = column(run.heads, f"xi_symmetric{suffix}"), column(run.heads, f"eta_symmetric{suffix}")
-    if xi is None or eta is None:
-        raise UsageError("this run has no ξ and η of any head")
-    predicted = run.heads.get(f"regime{suffix}", [None] * len(xi))
-    regimes = np.array([name if name in REGIME_COLOURS else "no regime" for name in predicted])
-    names = np.array(head_labels(run))
-    hover = "%{text}<br>ξ %{x:.4g}, η %{y:.4g}<extra></extra>"
-    traces: list[Any] = []
-    for name, colour in {"no regime": style.SKY, **REGIME_COLOURS}.items():
-        in_regime = (regimes == name) & np.isfinite(xi) & (eta > 0)
-        if in_regime.any():
-            traces.append(dots(xi[in_regime], eta[in_regime], names[in_regime], name, colour, hover))
-    largest = float(np.nanmax(np.abs(xi))) or 1.0
-    for sign in (-1, 1):
-        boundary = np.geomspace(largest / 60, largest, 60) * sign
-        traces += reference(boundary, 2 / np.abs(boundary), "|ξη| = 2", showlegend=sign > 0)
-    low, high = np.log10(eta[eta > 0]).min(), np.log10(eta[eta > 0]).max()
-    up = {"type": "log", "dtick": "D2" if high - low < 2 else 1, "tickformat": "~g"}
-    layout = {
-        "yaxis": up | {"range": [low - 0.3, high + 0.3]},
-        "xaxis": {"range": [-1.08 * largest, 1.08 * largest]},
-    }
-    return style.figure(traces, "ξ (sign and concentration)", "η (scale)", height=380, layout=layout)
-
-
-@exhibit("spectrum-data", picker=by_head, given={"name": "spectrum_data"})
 @exhibit(picker=by_head)
 def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
     """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
@@ -247,11 +191,6 @@ def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") ->
     return style.figure([points], "real part", "imaginary part", height=360, layout=layout)
 
 
-def _thinned(run: Run, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    many = blocks(run) * heads_per_block(run) > MANY_HEADS
-    return np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
-
-
 @exhibit(picker=by_head)
 def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     """Draw ρ(θ) of one head, θ = i/T: the share of inputs whose signal propagates, predicted and measured.
@@ -259,6 +198,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
     traces: list[dict[str, Any]] = []
+    many = blocks(run) * heads_per_block(run) > MANY_HEADS
     for name, label, colour, width, dash in (
         ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
         ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
@@ -268,7 +208,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
         if values is None:
             continue
         length = values.shape[2]
-        shown = _thinned(run, length)
+        shown = np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
         hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
         rho = values[layer, head, shown]
         traces += line((shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover)
@@ -278,24 +218,6 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     return style.figure(
         traces, "position in the context, θ = i/T", "propagation probability ρ", height=360, layout=layout
     )
-
-
-def _uniform(positions: Any, limits: Any, hover: str) -> list[dict[str, Any]]:
-    """Mark the entropy of uniform attention, the limit of all."""
-    return line(positions, limits, "uniform attention", style.GREY, dash="dash", width=1.5, hover=hover)
-
-
-@exhibit(picker=by_head)
-def head_entropy(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
-    """Draw the mean attention entropy of one head's queries by position, under the limit ln(keys that they see)."""
-    values = need(run, "entropy_by_position")
-    shown = _thinned(run, values.shape[2])
-    hover = "position %{x}<br>%{y:.3f} nats<extra></extra>"
-    measured = values[layer, head, shown]
-    traces = line(shown, measured, "this head", style.MEASURED, width=2.2, hover=hover)
-    traces += _uniform(shown, entropy_limits(run)[layer, shown], hover)
-    layout = {"yaxis": {"rangemode": "tozero"}}
-    return style.figure(traces, "position of the query", "entropy in nats", height=360, layout=layout)
 
 
 @exhibit()

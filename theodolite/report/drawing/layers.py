@@ -1,4 +1,4 @@
-"""Figures over depth: one small figure of curves per layer measure, with the published ranges as bands, and outliers.
+"""Figures over depth: one small figure of curves per layer measure, and outliers.
 
 Layer 0 is the input of the first block, layer ℓ the residual stream after block ℓ; position 0 is left out of
 every curve except those that name it. Whiskers are one standard error.
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import (
     AT_FLOOR,
     at_floor,
@@ -29,9 +29,7 @@ from theodolite.report.data import (
     need_column,
 )
 from theodolite.report.drawing.grammar import (
-    band,
     heat,
-    level,
     line,
     map_height,
     reference,
@@ -40,21 +38,11 @@ from theodolite.report.drawing.grammar import (
 from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, exhibit
 from theodolite.system.wording import for_plotly, harmless, with_error
 
-_DASHES = dict(zip(published.MODELS, ("solid", "dash", "dot", "dashdot"), strict=True))
-WIDE_RANGE = 8.0  # stable ranks above it need a log axis; learned positions have about 2
 DIMENSIONS = 40  # of a map at most
 NAMED: dict[str, Any] = {"type": "category"}  # an axis of dimensions or tokens
 TURNED = {"tickangle": -90, "tickfont": {"size": 10}}  # its names, where there are many
-FROM_ZERO = {"rangemode": "tozero"}
-SHARES = {"range": [0, 1.05]}
-LOG = {"type": "log", "dtick": "D2", "tickformat": "~g"}
-BY_LAYER = {
-    "rank_screenot": published.RANK,
-    "stable_rank": published.STABLE_RANK,
-    "relative_norm": published.RELATIVE_NORM,
-}
-CurveStyle = tuple[str, ...]
-"""A curve's name in the legend, and where they are not the model's own: dash, colour."""
+CurveStyle = Sequence[str]
+"""A curve's name in the legend, and its dash where it is not solid."""
 
 
 def _chart(
@@ -94,73 +82,28 @@ def _floors(run: Run, curves: Iterable[str]) -> list[Any]:
     ]
 
 
-def _curve(run: Run, name: str, label: str, dash: str = "solid", colour: str = style.MEASURED) -> list[Any]:
+def _curve(run: Run, name: str, label: str, dash: str = "solid") -> list[Any]:
     """Draw a column; where it has standard errors, or is hidden by noise, hovering gives its values in words."""
     values, errors, hidden = need_column(run.layers, name), error_of(run, name), at_floor(run, name)
     look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5}
     if np.nansum(errors) == 0 and not hidden.any():
         hover = f"layer %{{x}}<br>{label}: %{{y:.4g}}<extra></extra>"
-        return line(layer_numbers(run), values, label, colour, hover=hover, **look)
+        return line(layer_numbers(run), values, label, style.MEASURED, hover=hover, **look)
     numbers = zip(values, errors, hidden, strict=True)
     look["customdata"] = [AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
     hover = f"layer %{{x}}<br>{label}: %{{customdata}}<extra></extra>"
-    return line(layer_numbers(run), values, label, colour, errors=errors, hover=hover, **look)
-
-
-def _last(run: Run) -> float:
-    return float(layer_numbers(run).max())
-
-
-def _band(
-    run: Run, model: str, low: Sequence[float], high: Sequence[float], what: str, **more: Any
-) -> list[Any]:
-    """Shade a published range over relative depth: its layers are stretched onto this model's."""
-    edge = style.translucent(style.REFERENCE, style.BAND_EDGE)
-    own: dict[str, Any] = {
-        "name": model,
-        "line": {"width": 0.8, "color": edge, "dash": _DASHES[model]},
-        "hoveron": "fills",
-        "text": f"{model}: {what}",
-        "hoverinfo": "text",
-        "legendrank": 2000,
-        "showlegend": True,
-        "visible": True if model == published.closest(run) else "legendonly",
-    }
-    return band(np.linspace(0, _last(run), len(low)), low, high, style.REFERENCE, **own | more)
-
-
-def _bands(run: Run, name: str, what: str, **more: Any) -> list[Any]:
-    """Shade the published models' ranges of a measure: at each depth, or where only averages are printed at all."""
-    bands = []
-    for model, average in published.AVERAGES.items():
-        if table := BY_LAYER.get(name):
-            low, high = np.sort(table[model], axis=0)[[0, -1]].tolist()
-            bands += _band(run, model, low, high, what, **more)
-            continue
-        mean, deviation = getattr(average, name)
-        low, high = [max(mean - deviation, 0.0)] * 2, [min(mean + deviation, 1.0)] * 2
-        hover = f"{what}, Table 1: {mean:g} ({deviation:g})"
-        bands += _band(run, model, low, high, hover, legendgroup=model, **more)
-    return bands
+    return line(layer_numbers(run), values, label, style.MEASURED, errors=errors, hover=hover, **look)
 
 
 def _declare(key: str, curves: dict[str, Any]) -> None:
     """Declare a figure that `exhibits.toml` draws, as a function of the key's name."""
-    columns = {
-        name: (*look[:2], *(getattr(style, colour) for colour in look[2:]))
-        for name, look in curves["columns"].items()
-    }
-
-    hidden: dict[str, Any] = {"showlegend": False}  # of models that the first bands have named
 
     def draw(run: Run) -> go.Figure:
         below: list[Any] = []
-        for place, published_range in enumerate(curves.get("bands", ())):
-            below += _bands(run, *published_range, **hidden if place else {})
         if "limit" in curves:
-            ends, limit = [-0.3, _last(run) + 0.3], limit_of("layers", next(iter(columns))).limit
-            below += reference(ends, limit, curves["limit"], dash="dash")
-        return _chart(run, curves["y"], columns, curves["axis"], below)
+            ends, limit = layer_numbers(run)[[0, -1]], limit_of("layers", next(iter(curves["columns"]))).limit
+            below = reference(ends, limit, curves["limit"], dash="dash")
+        return _chart(run, curves["y"], curves["columns"], curves["axis"], below)
 
     draw.__name__ = draw.__qualname__ = key.replace("-", "_")
     draw.__doc__ = f"{CAPTIONS[key]['shows']} Source: {CAPTIONS[key]['source']}."
@@ -170,30 +113,6 @@ def _declare(key: str, curves: dict[str, Any]) -> None:
 for _key, _caption in CAPTIONS.items():
     if "curves" in _caption:
         _declare(_key, _caption["curves"])
-
-
-@exhibit()
-def stable_rank(run: Run) -> go.Figure:
-    """Draw the stable rank ‖P‖_F²/‖P‖₂² of the positional basis at every layer, beside Table 5."""
-    bands = _bands(run, "stable_rank", "stable rank at this depth, Table 5")
-    is_wide = np.nanmax(need_column(run.layers, "stable_rank")) > WIDE_RANGE
-    return _chart(run, "stable rank", {"stable_rank": ("this model",)}, LOG if is_wide else FROM_ZERO, bands)
-
-
-@exhibit()
-def low_frequency(run: Run) -> go.Figure:
-    """Draw the share of the Gram matrix's energy in its K×K lowest frequencies, K = 1, 3, 5, 10, beside Table 3."""
-    colours = {size: style.order_colour(index / 3) for index, size in enumerate((1, 3, 5, 10))}
-    levels: list[Any] = []
-    for size, colour in colours.items():
-        share, named = published.LOW_FREQUENCY[size], size == 10
-        levels += level([0, _last(run)], share, "GPT-2", f"K = {size}, Table 3", colour, showlegend=named)
-    for model, share in published.LOW_FREQUENCY_OTHER_TEXT.items():
-        levels += level(
-            [0, _last(run)], share, model, "K = 10, Table 2", style.REFERENCE, visible="legendonly"
-        )
-    curves = {f"low_frequency_{size}": (f"K = {size}", "solid", colour) for size, colour in colours.items()}
-    return _chart(run, "share of energy", curves, SHARES, levels)
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
@@ -224,7 +143,7 @@ def massive_activations(run: Run) -> go.Figure:
         "massive_activations_first": ("first token", "dash"),
         "massive_activations_last": ("end token", "dot"),
     }
-    return _chart(run, "count", curves, FROM_ZERO)
+    return _chart(run, "count", curves, {"rangemode": "tozero"})
 
 
 def largest_columns(values: Floats) -> list[int]:
