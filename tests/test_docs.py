@@ -29,8 +29,9 @@ from theodolite.judging import Criterion
 from theodolite.measure.catalogue import built_in_extra
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
-from theodolite.report.sink_trace import COPIED, LATER, OUTLIER, RELEASED, TAGGED, TRACE
+from theodolite.report.sink_trace import TRACE
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
+from theodolite_papers.catch_tag_release.trace_claims import COPIED, LATER, OUTLIER, RELEASED, TAGGED
 from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages

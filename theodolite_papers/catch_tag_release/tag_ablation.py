@@ -25,6 +25,7 @@ from theodolite.sinks.ablation import (
     ablation_test,
 )
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
+from theodolite_papers.catch_tag_release.trace_claims import judge_trace
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
 
@@ -48,7 +49,9 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
 def traced(study: Study, outcome: Outcome) -> None:
     corpus = study.require_corpus("sinks are traced through a text: pass it together with the run")
     folder = study.folder and study.folder / "trace"
-    show_trace(outcome, trace_sinks(study.require_model(), corpus, folder, show_progress=study.show))
+    run = trace_sinks(study.require_model(), corpus, folder, show_progress=study.show)
+    show_trace(outcome, run)
+    judge_trace(outcome, run)
 
 
 HALF = 0.5

@@ -10,8 +10,14 @@ import torch
 from tests import planted
 from theodolite.models import open_model
 from theodolite.report.outcome import Outcome
-from theodolite.report.sink_trace import judge_clusters, judge_later, judge_release, show_trace
+from theodolite.report.sink_trace import show_trace
 from theodolite.sinks.trace import trace_sinks
+from theodolite_papers.catch_tag_release.trace_claims import (
+    judge_clusters,
+    judge_later,
+    judge_release,
+    judge_trace,
+)
 
 
 def judged_by(judge, *evidence):
@@ -74,5 +80,8 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
 def test_a_text_without_sinks_is_not_judged(tmp_path):
     model = open_model(planted.write("gpt2", tmp_path / "model"))
     outcome = Outcome()
-    show_trace(outcome, trace_sinks(model, torch.arange(40).view(2, 20)))
+    run = trace_sinks(model, torch.arange(40).view(2, 20))
+    show_trace(outcome, run)
+    assert [reading.quantity for reading in outcome.readings] == ["heads that have a sink"]
+    judge_trace(outcome, run)
     assert {verdict.answer for verdict in outcome.verdicts} == {"not testable here"}
