@@ -40,8 +40,7 @@ class Option:
 class Choice:
     """A figure's picker: its `options`, and the same figure drawn for each.
 
-    `mode`: "picker" (one figure under its own picker), "buttons" (a button for each), "head" (follows the page's
-    layer and head pickers).
+    `mode`: "picker" (one figure under its own picker), "head" (follows the page's layer and head pickers).
     `grid`: keys that are also drawn small, side by side. `start`: which option a page shows first.
     """
 

@@ -146,7 +146,7 @@ def _exhibits(record: Record) -> list[Exhibit]:
     figures = {
         column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
     }
-    outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__, mode="buttons"))
+    outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
     return outcome.exhibits
 
 
