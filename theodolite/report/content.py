@@ -256,8 +256,10 @@ def head_cards(run: Run) -> dict[str, Any]:
             scores.append(("measured regime", str(regimes[place])))
         groups = {ROLES_CARD: scores, SINKS_CARD: sinks.get((layer, head), [])}
         values = [row[measure.name] for measure in measures]
-        shown = [visible(value) if isinstance(value, str) else number(value) for value in values]
-        heads[f"{layer},{head}"] = [[group for group in groups.items() if group[1]], shown]
+        heads[f"{layer},{head}"] = [
+            [group for group in groups.items() if group[1]],
+            list(map(number, values)),
+        ]
     return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}
 
 

@@ -59,7 +59,7 @@ def limit_of(table: str, name: str) -> Criterion:
 def offered(run: Run) -> dict[str, Column]:
     """Return the columns of heads that pickers offer, by name."""
     described = columns_of(run, "heads")
-    return {name: one for name, one in described.items() if one.offered and one.kind in ("number", "name")}
+    return {name: one for name, one in described.items() if one.offered and one.kind == "number"}
 
 
 def opening_head(run: Run) -> tuple[int, int]:

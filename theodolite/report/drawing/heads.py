@@ -49,13 +49,6 @@ CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
 MANY_HEADS = 200  # from which on curves have few points
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 HOVER_WIDTH = 58  # characters in a line of a hover text
-REGIME_COLOURS = {
-    "early-site": style.order_colour(0.0),
-    "middle-site": style.order_colour(0.5),
-    "late-site": style.order_colour(1.0),
-    "uniform": style.REFERENCE,
-    "vanishing": style.VERMILLION,
-}
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
@@ -70,30 +63,11 @@ KIND_NAMES = {
 def head_measures(run: Run) -> list[Column]:
     """Return the columns that pickers offer and that this run has for at least one head, in their order."""
 
-    def is_there(name: str, described: Column) -> bool:
-        if described.kind == "name":
-            return name in run.heads and any(regime in REGIME_COLOURS for regime in run.heads[name])
-        values = column(run.heads, name)
-        return values is not None and (not described.rare or bool(np.nan_to_num(values).any()))
+    def is_there(measure: Column) -> bool:
+        values = column(run.heads, measure.name)
+        return values is not None and (not measure.rare or bool(np.nan_to_num(values).any()))
 
-    return [described for name, described in offered(run).items() if is_there(name, described)]
-
-
-def _of_names(run: Run, names: Any, colours: dict[str, str], otherwise: str) -> dict[str, Any]:
-    """Return the entries of a map of names, one a row of the table; those without a colour are called `otherwise`."""
-    known, count = list(colours), len(colours)
-    codes = [known.index(name) if name in colours else np.nan for name in names]
-    grid = head_grid(replace(run, heads=run.heads[["layer", "head"]].assign(code=codes)), "code")
-    if grid is None:
-        raise UsageError("this run has no head with a role, or a regime, to show")
-    return {
-        "z": grid,
-        "low": -0.5,
-        "high": count - 0.5,
-        "scale": [[edge / count, colour] for i, colour in enumerate(colours.values()) for edge in (i, i + 1)],
-        "bar": style.colour_bar("", tickvals=list(range(count)), ticktext=known, ticks=""),
-        "text": [[otherwise if np.isnan(code) else known[int(code)] for code in row] for row in grid],
-    }
+    return list(filter(is_there, offered(run).values()))
 
 
 def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
@@ -123,9 +97,21 @@ def _role_colours(run: Run) -> dict[str, str]:
 @exhibit()
 def roles(run: Run) -> go.Figure:
     """Map every head's clearest role over blocks × heads."""
-    clearest = [of[0].name if of else None for of in roles_of_heads(run)]
-    entries = _of_names(run, clearest, _role_colours(run), "no role")
-    return head_cells(**entries, hover="<b>L%{y}H%{x}</b><br>%{text}<extra></extra>")
+    colours = _role_colours(run)
+    known, count = list(colours), len(colours)
+    clearest = [known.index(of[0].name) if of else np.nan for of in roles_of_heads(run)]
+    codes = replace(run, heads=run.heads[["layer", "head"]].assign(role=clearest))
+    if (grid := head_grid(codes, "role")) is None:
+        raise UsageError("this run has no head with a role")
+    return head_cells(
+        grid,
+        -0.5,
+        count - 0.5,
+        "<b>L%{y}H%{x}</b><br>%{text}<extra></extra>",
+        scale=[[edge / count, colour] for i, colour in enumerate(colours.values()) for edge in (i, i + 1)],
+        bar=style.colour_bar("", tickvals=list(range(count)), ticktext=known, ticks=""),
+        text=[["no role" if np.isnan(code) else known[int(code)] for code in row] for row in grid],
+    )
 
 
 @exhibit()
@@ -162,19 +148,14 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means."""
     described = columns_of(run, "heads")[measure]
-    is_name = described.kind == "name"
-    value = "%{text}" if is_name else "10^%{z:.3f}" if described.decades else "%{z:.4g}"
+    value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
     hover = (
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><extra></extra>"
     )
-    if is_name:
-        entries = _of_names(run, run.heads[measure], REGIME_COLOURS, "undefined")
-    else:
-        entries = _of_amounts(run, described)
-    return head_cells(**entries, hover=hover)
+    return head_cells(**_of_amounts(run, described), hover=hover)
 
 
 @exhibit(picker=by_head)
