@@ -18,7 +18,6 @@ from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax, weigh
 from theodolite.corpus.groups import one_of_each_stretch
 from theodolite.errors import UsageError
-from theodolite.judging import Criterion
 from theodolite.measure.column import BALANCE, CONSTITUENTS, Column, gives, head_places
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
@@ -242,7 +241,6 @@ _SHARES = {
         "The five shares add up to 1.",
     ),
 }
-_CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs with a mean or bias")
 
 
 @gives(
@@ -255,7 +253,6 @@ _CONSTANT = Criterion("less than", 0.95, "share of the logits' variance in pairs
             f"logit share: {'both' if part == 'cross' else part}",
             range=BALANCE,
             group=CONSTITUENTS,
-            healthy=_CONSTANT if part == "constant" else None,
             rare=part == ADDITIVE,
             error="each context of the sample left out in turn (jackknife)",
         )

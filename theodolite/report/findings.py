@@ -36,7 +36,6 @@ from theodolite.measure.head_roles import (
     UNIFORM_ATTENTION,
     HeadRole,
 )
-from theodolite.measure.rank_correlation import agreement, rank_correlation_of_heads
 from theodolite.passes.run import Run
 from theodolite.report import published
 from theodolite.report.data import (
@@ -74,9 +73,6 @@ from theodolite.system.wording import (
 from theodolite.theory.regimes import UNDEFINED, regime_of_curve
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
-BY_CHANCE = Criterion(
-    "more than", 0.0, "two namings, or two orders, of the heads agree no more than by chance"
-)
 ENTROPY_COLLAPSE = Criterion(
     "less than", 0.05, "share of the maximum entropy: a head attends to a single key"
 )
@@ -146,23 +142,6 @@ def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
     if curves is None or not len(run.heads):
         return None
     return regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
-
-
-def regime_agreement(run: Run, suffix: str = "") -> tuple[Estimate, Estimate] | None:
-    """Compare the regimes predicted from W_QK (`suffix` "_data": W_QK Σ̂) with measured curves, over heads.
-
-    Returns:
-        κ of predicted and measured names, 0 by chance, and the rank correlation of mean ρ; None without these.
-    """
-    names, measured = measured_regimes(run), column(run.heads, "propagation")
-    predicted = array(run, f"propagation_predicted{suffix}")
-    if names is None or predicted is None or measured is None or f"regime{suffix}" not in run.heads:
-        return None
-    layers, heads = run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)
-    regimes = run.heads[f"regime{suffix}"].fillna(UNDEFINED).astype(str).to_numpy()
-    with np.errstate(invalid="ignore"):
-        expected = np.asarray(predicted[layers, heads], dtype=np.float64).mean(axis=1)
-    return agreement(regimes, names, layers)[0], rank_correlation_of_heads(expected, measured, layers)
 
 
 def in_a_line(checks: Sequence[Finding]) -> str:
@@ -289,28 +268,6 @@ def _dead_heads(run: Run) -> CheckResult:
     return "No dead heads: no W_QK is negligible compared with the others.", False
 
 
-def _constant_logits(run: Run) -> CheckResult:
-    share = column(run.heads, "share_constant")
-    # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
-    if share is None or provenance(run, "model", "positions") == "rotary":
-        return None
-    healthy = limit_of("heads", "share_constant")
-    constant = _unhealthy(healthy, share)
-    if not constant.any():
-        varying = (
-            f"at least {percent(1 - healthy.limit)} of the logits' variance depends on position or context"
-        )
-        return f"No constant logits: in every head, {varying}.", False
-    scores = column(run.heads, FIRST_TOKEN_SINK.column)
-    explained = scores is not None and bool((scores[constant] >= FIRST_TOKEN_SINK.explains_low_entropy).all())
-    text = (
-        f"Constant logits: in {_counted(constant)} means and biases alone account for at least "
-        f"{percent(healthy.limit)} of the logits' variance, independent of position and context: "
-        f"{_named(run, constant)}."
-    )
-    return text + (" All are first-token sink heads, as is common." if explained else ""), not explained
-
-
 def _not_decomposed(run: Run) -> CheckResult:
     refused = provenance(run, "constituents_refused")
     if not refused:
@@ -402,7 +359,6 @@ CHECKS: dict[str, tuple[str, Callable[[Run], CheckResult]]] = {
     "entropy collapse": ("heads", _entropy_collapse),
     "signal propagation": ("heads", _vanishing),
     "dead heads": ("heads", _dead_heads),
-    "constant logits": ("heads", _constant_logits),
     MASSIVE: ("sinks", _massive),
     POSITIONS: ("position", _positional),
     SMOOTHNESS: ("position", _smooth),
@@ -463,11 +419,6 @@ def _position(run: Run) -> Iterator[str | Finding]:
         )
     if (smooth := check(run, SMOOTHNESS)) is not None:
         yield smooth
-        if layer_mean(run, "pp_low_frequency_10") is not None:
-            yield (
-                f"The published share is {percent(published.LOW_FREQUENCY[10])} for GPT-2, and about "
-                f"{percent(published.LOW_FREQUENCY_ADDITION)} for a model trained on addition."
-            )
 
 
 def _context(run: Run) -> Iterator[str | Finding]:
@@ -492,8 +443,6 @@ def _context(run: Run) -> Iterator[str | Finding]:
             f"The root mean square cosine of context vectors is {_mean(within)} within labels and {_mean(between)} "
             f"between labels{f' ({_mean(any_labels)} whatever the labels)' if any_labels else ''}."
         )
-    if (silhouette := layer_mean(run, "silhouette")) is not None:
-        yield f"The mean silhouette of the labels is {_mean(silhouette)}."
     if (entangled := check(run, ENTANGLEMENT)) is not None:
         yield entangled
         if (random := layer_mean(run, "incoherence_random")) is not None:
@@ -510,37 +459,23 @@ def _localization(run: Run) -> Iterator[str | Finding]:
             f"{names[sharpest]} ({number(entropy[sharpest], 2)} nats), the most uniform {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
-    for suffix, matrix in (("_data", "W_QK Σ̂"), ("", "W_QK alone")):
-        if predicted := regimes_line(run, suffix, matrix):
-            yield predicted
-    if (propagation := column(run.heads, "propagation")) is not None:
-        yield (
-            f"For the last query, {percent(float(np.nanmean(propagation)))} of the keys receive gradient on average "
-            f"({_range(propagation, percent)} by head)."
-        )
+    if (propagation := column(run.heads, "propagation")) is None:
+        yield from _regimes(run)
+        return
+    yield (
+        f"For the last query, {percent(float(np.nanmean(propagation)))} of the keys receive gradient on average "
+        f"({_range(propagation, percent)} by head)."
+    )
 
 
-def regimes_line(run: Run, suffix: str, matrix: str) -> str:
-    """Say which regimes a spectrum predicts, beside what the text shows; empty where none is predicted."""
-    kinds = run.heads.get(f"regime{suffix}", pd.Series(dtype=object)).dropna().astype(str)
+def _regimes(run: Run) -> Iterator[str]:
+    """Say which regimes the weights predict; of a text, what it shows is measured instead."""
+    kinds = run.heads.get("regime", pd.Series(dtype=object)).dropna().astype(str)
     counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
-    if not len(counts):
-        return ""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-    regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
-    of = f"{matrix}, of {counted(len(run.heads), 'head')}"
-    if (compared := regime_agreement(run, suffix)) is None:
-        return f"Regimes predicted from {of}, not measured here: {regimes}."
-    kappa, correlation = (with_error(estimate.value, estimate.error) for estimate in compared)
-    numbers = f"κ {kappa}, where 0 is chance; rank correlation with the measured ρ {correlation}"
-    agree, ranked_alike = (judge("", "", estimate, BY_CHANCE).answer == HOLDS for estimate in compared)
-    if not agree:
-        but = ", though they rank the heads above chance" if ranked_alike else ""
-        return (
-            f"The regimes that theory predicts from {matrix} are not those of this model's heads: their agreement with "
-            f"the measured curves is not above chance{but} ({numbers})."
-        )
-    return f"Regimes predicted from {of}: {regimes}; they agree with the measured curves above chance ({numbers})."
+    if len(counts):
+        ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
+        regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
+        yield f"Regimes predicted from W_QK alone, of {counted(len(run.heads), 'head')}, not measured: {regimes}."
 
 
 def ranked_heads(run: Run, role: HeadRole) -> list[tuple[float, str]]:
