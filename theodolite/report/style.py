@@ -99,16 +99,10 @@ def dark_swaps() -> dict[str, str]:
 def css() -> str:
     """Return the colours that pages share with their figures, as CSS variables, light and dark."""
 
-    def variables(page: str, ink: str, plum: list[str], signed: list[str], swaps: dict[str, str]) -> str:
-        ramps = {"ramp": plum, "signs": signed, "order": _DEPTH}
-        colours = {name: f"linear-gradient(90deg, {', '.join(ramp)})" for name, ramp in ramps.items()}
-        roles = {"measured": MEASURED, "reference": REFERENCE, "position": POSITION, "context": CONTEXT}
-        colours |= {name: swaps.get(of, of) for name, of in (roles | {"predicted": PREDICTED}).items()}
-        colours |= {"paper": page, "ink": ink}
-        return ":root { " + " ".join(f"--{name}: {value};" for name, value in colours.items()) + " }"
+    def variables(page: str, ink: str, plum: list[str]) -> str:
+        return f":root {{ --paper: {page}; --ink: {ink}; --ramp: linear-gradient(90deg, {', '.join(plum)}); }}"
 
-    light = variables(NEUTRAL, INK, _PLUM, _SIGNED, {})
-    dark = variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM, _DARK_SIGNED, _BRIGHTER)
+    light, dark = variables(NEUTRAL, INK, _PLUM), variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM)
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
 
 
