@@ -14,7 +14,7 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import dots, heat, map_height, reference
 from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
-from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
+from theodolite.system.wording import counted, for_plotly, number, percent, with_error
 
 SHOWN_SINKS = 40  # rows of a map
 KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
@@ -43,7 +43,6 @@ def show_trace(outcome: Outcome, run: Run) -> None:
         outcome.read(sink_name(row), _sink_summary(row))
     outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
     outcome.show("trace", "strength", strength(traces))
-    outcome.show("trace", "kept", release_scatter(heads))
 
 
 def _kind_summary(rows: pd.DataFrame) -> str:
@@ -111,32 +110,3 @@ def strength(traces: pd.DataFrame) -> go.Figure:
     layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
     titles = ("share of all queries caught", "η² of the head's output")
     return style.figure(drawn, *titles, height=360, layout=layout)
-
-
-def release_scatter(heads: pd.DataFrame) -> go.Figure:
-    """Draw one dot per head: η² of its grouping in the layer that enters its block, and the largest of later layers.
-
-    Bars are the standard error of the difference of the two.
-    """
-    texts = [
-        f"{head_name(r['layer'], r['head'])}, strongest at layer {r['released_layer']}"
-        for _, r in heads.iterrows()
-    ]
-    hover = "%{text}<br>before the head %{x:.3f}, after the head %{y:.3f}<extra></extra>"
-    bar = style.whole_bar("block of the head", int(heads["layer"].max() - heads["layer"].min()))
-    of_heads = dots(
-        heads["before"],
-        heads["released"],
-        texts,
-        None,
-        heads["layer"],
-        hover,
-        error_y=style.error_bars(heads["gain_se"]),
-        marker={"colorscale": style.ORDER, "showscale": True, "colorbar": bar},
-        showlegend=False,
-    )
-    top = float(np.nanmax([heads["before"].max(), heads["released"].max(), 0.05])) * 1.05
-    diagonal = reference([0, top], [0, top], "unchanged", showlegend=False)
-    layout = {"xaxis": {"range": [0, top]}, "yaxis": {"range": [0, top]}}
-    titles = ("η² before the head", "largest η² after the head")
-    return style.figure([*diagonal, of_heads], *titles, height=360, layout=layout)
