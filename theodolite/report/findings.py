@@ -338,14 +338,6 @@ def _entangled(run: Run) -> Finding | None:
     return of_layers(run, ENTANGLEMENT, "incoherence_mean", claims, numbers)
 
 
-def _missing(run: Run) -> CheckResult:
-    """Check for heads that have no measured attention although the text was read."""
-    if column(run.heads, "entropy") is None:
-        return None
-    unknown = run.heads["entropy"].isna().to_numpy()
-    return (f"The attention of {_named(run, unknown)} could not be read.", True) if unknown.any() else None
-
-
 def _unknown_tokens(run: Run) -> CheckResult:
     unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
@@ -363,7 +355,6 @@ CHECKS: dict[str, tuple[str, Callable[[Run], CheckResult]]] = {
     POSITIONS: ("position", _positional),
     SMOOTHNESS: ("position", _smooth),
     ENTANGLEMENT: ("position", _entangled),
-    "missing attention": ("heads", _missing),
     "decomposition": ("heads", _not_decomposed),
     "unknown tokens": ("", _unknown_tokens),
 }
