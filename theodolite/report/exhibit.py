@@ -111,7 +111,14 @@ CAPTIONS = {
     for section, captions in _DECLARED.items()
     for key, caption in captions.items()
 }
-"""Of every exhibit what `exhibits.toml` says, in the order of the page."""
+"""Of every exhibit what `exhibits.toml` says, in the page's order: title, shows, look_for, source, unhealthy, wide.
+
+`small`: each of its `GRID` layers is also drawn, side by side. `of_heads`: it has a cell a head, which a click opens.
+`curves`: it is drawn from there (`drawing/layers.py`).
+"""
+
+NOT_SHOWN = ("section", "small", "curves")
+"""Of a caption what its exhibit does without."""
 
 
 @dataclass(frozen=True)
@@ -119,31 +126,21 @@ class SurveyExhibit:
     """One figure of the page, and of `report.figures`: a function of a run, declared by `exhibit`.
 
     Attributes:
-        key: its name in `exhibits.toml`, which has title, shows, look_for, source, unhealthy, wide.
+        key: its name in `exhibits.toml`.
+        caption: what that says of it (`CAPTIONS`).
         when: what must hold of a run besides that it has the numbers, without which the function raises `UsageError`.
-        picker: what the page offers to choose from, and how that is drawn. small: `GRID` of it also side by side.
-        of_heads: whether it has a cell a head, which a click opens.
+        picker: what the page offers to choose from, and how that is drawn.
         alone: whether `report.figures` has it.
         given: further arguments of the function, or functions of the run that give them.
-        curves: of one that `exhibits.toml` draws (`drawing/layers.py`).
     """
 
     key: str
     function: Callable[..., go.Figure]
-    section: str
-    title: str
-    shows: str
-    look_for: str
-    source: str
-    unhealthy: str = ""
-    wide: bool = False
-    small: bool = False
-    of_heads: bool = False
+    caption: dict[str, Any]
     picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
     given: dict[str, Any] = field(default_factory=dict)
-    curves: dict[str, Any] = field(default_factory=dict)
 
     def available(self, run: Run) -> bool:
         """Tell whether the run has every number that the figure needs."""
@@ -159,10 +156,10 @@ class SurveyExhibit:
         except UsageError:
             return None
         choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
-        if choice and self.small:
+        if choice and "small" in self.caption:
             choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
-        caption = self.shows, self.look_for, self.source, self.unhealthy
-        return Exhibit(self.key, self.title, figure, *caption, choice, self.wide, self.of_heads)
+        shown = {name: value for name, value in self.caption.items() if name not in NOT_SHOWN}
+        return Exhibit(self.key, figure=figure, choice=choice, **shown)
 
 
 DECLARED: dict[str, SurveyExhibit] = {}
@@ -177,7 +174,7 @@ def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
 
     def declare(function: Drawing) -> Drawing:
         name = key or function.__name__.replace("_", "-")
-        DECLARED[name] = SurveyExhibit(name, function, **CAPTIONS[name], **more)
+        DECLARED[name] = SurveyExhibit(name, function, CAPTIONS[name], **more)
         return function
 
     return declare

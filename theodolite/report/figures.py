@@ -55,8 +55,8 @@ def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> 
         subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
     elif "measure" in arguments:
         subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
-    exhibit = _OF_FUNCTION[name]
-    return exhibit.title + (f" · {subject}" if subject else ""), f"Look for {exhibit.look_for}"
+    caption = _OF_FUNCTION[name].caption
+    return caption["title"] + (f" · {subject}" if subject else ""), f"Look for {caption['look_for']}"
 
 
 def _check(arguments: dict[str, Any], *, of_block: bool) -> None:

@@ -75,10 +75,10 @@ def write_page(path: Path, page: str) -> Path:
 
 def render(run: Run) -> str:
     """Render the page as one string of HTML."""
-    blocks = {
-        section: [block_of(drawn) for each in EXHIBITS if each.section == section and (drawn := each.of(run))]
-        for section in SECTIONS
-    }
+    blocks: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
+    for each in EXHIBITS:
+        if drawn := each.of(run):
+            blocks[each.caption["section"]].append(block_of(drawn))
     checks, summary = findings.checks(run), findings.summarise(run)
     sinks = content.sink_texts(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}

@@ -100,7 +100,9 @@ def css() -> str:
     """Return the colours that pages share with their figures, as CSS variables, light and dark."""
 
     def variables(page: str, ink: str, plum: list[str]) -> str:
-        return f":root {{ --paper: {page}; --ink: {ink}; --ramp: linear-gradient(90deg, {', '.join(plum)}); }}"
+        return (
+            f":root {{ --paper: {page}; --ink: {ink}; --ramp: linear-gradient(90deg, {', '.join(plum)}); }}"
+        )
 
     light, dark = variables(NEUTRAL, INK, _PLUM), variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM)
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
