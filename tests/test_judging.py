@@ -33,11 +33,11 @@ from theodolite.judging import (
     unless_explained,
     untestable,
 )
-from theodolite.report import published
 from theodolite.report.data import mean_over_layers
 from theodolite.report.outcome import Heading, Outcome, write_outcome
 from theodolite.system.wording import harmless, reading_order
 from theodolite_papers.experiment import of_nothing
+from theodolite_papers.hidden_geometry import published
 
 MANY = 10_000
 """Things that an error rests on: as many as make Student's t a normal one."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 
 from theodolite.estimates import Floats
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import layer_numbers, need_column
 from theodolite.report.drawing.grammar import (
     HEADROOM,
@@ -28,6 +28,7 @@ from theodolite.report.drawing.grammar import (
 )
 from theodolite.report.style import layer_axis, order_colour
 from theodolite.system.wording import for_plotly, head_name, number, percent
+from theodolite_papers.hidden_geometry import published
 
 if TYPE_CHECKING:
     from theodolite import Run

@@ -13,7 +13,7 @@ from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.measure.head_matrices import ADDITIVE
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import attributed, column, error_of, evenly, layer_numbers, need, value_of
 from theodolite.report.drawing.constituents import GROUP_COLOURS
 from theodolite.report.drawing.grammar import Panel, bars, heat, line, panels
@@ -21,6 +21,7 @@ from theodolite.report.style import order_colour
 from theodolite.system.wording import head_name, number
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
+from theodolite_papers.hidden_geometry import published
 
 WAVE_POSITIONS = 160
 CURVES = 13

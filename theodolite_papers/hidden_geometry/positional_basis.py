@@ -18,7 +18,6 @@ from theodolite.comparison.parts import chance_overlap, overlap
 from theodolite.estimates import Estimate
 from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
-from theodolite.report import published
 from theodolite.report.data import (
     column,
     error_of,
@@ -34,7 +33,7 @@ from theodolite.system.wording import MISSING, number, percent, visible, with_er
 from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, stacked, together
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import figures, layer_columns
+from theodolite_papers.hidden_geometry import figures, layer_columns, published
 from theodolite_papers.hidden_geometry.layer_columns import (
     WITHOUT_TEXT,
     Basis,

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
-from theodolite.report import published, style
+from theodolite.report import style
 from theodolite.report.data import (
     error_of,
     evenly,
@@ -29,6 +29,7 @@ from theodolite.theory import normalised_gram
 from theodolite.theory.unbiased import Jackknifed, combined
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
+from theodolite_papers.hidden_geometry import published
 from theodolite_papers.hidden_geometry.layer_columns import (
     between_over_within,
     columns_with_errors,

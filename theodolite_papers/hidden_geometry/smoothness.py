@@ -16,7 +16,6 @@ from theodolite import Corpus, OpenModel, Run
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.report import published
 from theodolite.report.data import evenly, layer_average, layer_estimates, need
 from theodolite.report.drawing import geometry
 from theodolite.system.wording import number, percent, with_error
@@ -24,7 +23,7 @@ from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinuso
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.hidden_geometry import figures
+from theodolite_papers.hidden_geometry import figures, published
 from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,

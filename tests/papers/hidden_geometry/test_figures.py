@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -12,9 +13,9 @@ import pytest
 from tests.report.synthetic import make_run, make_survey
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report import published
 from theodolite.report.data import attributed
 from theodolite_papers.hidden_geometry import figures as drawing
+from theodolite_papers.hidden_geometry import published
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +89,11 @@ def test_the_legend_stands_above_the_titles_of_the_panels(run: Run) -> None:
     plot = layout.height - layout.margin.t - layout.margin.b
     for title in layout.annotations:
         assert title.y * plot + title.yshift + title.font.size < layout.legend.y * plot
+
+
+def test_published_averages_agree_with_the_layer_tables() -> None:
+    """Table 1's averages over layers against the rows of Tables 4 and 6 (OpenWebText is the second)."""
+    for model, average in published.AVERAGES.items():
+        ranks, norms = published.RANK[model][1], published.RELATIVE_NORM[model][1]
+        assert math.isclose(np.mean(ranks[:-1]), average.rank[0], abs_tol=0.35)
+        assert math.isclose(np.mean(norms[:-1]), average.relative_norm[0], abs_tol=0.11)
