@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.report.synthetic import make_run, make_survey, weights_only
-from tests.report.test_patches import OF_IMAGES
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import figures, style
@@ -21,8 +20,7 @@ from theodolite.report.drawing.heads import head_measures
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.page import figure_json
 
-OF_TEXT = [name for name in figures.FIGURES if name not in OF_IMAGES]
-SIMPLE = sorted(set(OF_TEXT) - {"head_map"})
+SIMPLE = sorted(set(figures.FIGURES) - {"head_map"})
 
 
 def drawn_values(figure: go.Figure) -> int:
@@ -151,7 +149,7 @@ def drawn_data(figure: go.Figure) -> str:
 def every_figure(run: Run) -> dict[str, go.Figure]:
     """Every figure that a user can ask for, in the arguments that the page shows."""
     arguments = {"head_map": {"measure": head_measures(run)[0].name}}
-    return {name: figures.FIGURES[name](run, **arguments.get(name, {})) for name in OF_TEXT}
+    return {name: figures.FIGURES[name](run, **arguments.get(name, {})) for name in figures.FIGURES}
 
 
 def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp_path) -> None:
@@ -159,15 +157,14 @@ def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp
     loaded = Run.load(tmp_path / "run")
     known = {drawn_data(figure) for figure in every_figure(loaded).values()}
     shown = [exhibit for exhibit in EXHIBITS if exhibit.available(loaded)]
-    others = [*OF_IMAGES, "caller_columns"]  # of a caller's own, which this run has not
-    assert len(shown) == len(EXHIBITS) - len(others) == len(known)
+    assert len(shown) == len(EXHIBITS) - 1 == len(known)  # this run has no columns of a caller's own
     assert {drawn_data(exhibit.of(loaded).figure) for exhibit in shown} == known
 
 
 def test_the_figures_are_named_once_and_found(run: Run) -> None:
     assert set(figures.__all__) == {"FIGURES", "available", *figures.FIGURES}
     assert all(getattr(figures, name) is draw for name, draw in figures.FIGURES.items())
-    assert figures.available(run) == OF_TEXT
+    assert figures.available(run) == list(figures.FIGURES)
     assert figures.available(weights_only(run)) == ["head_map", "spectrum"]
     for draw in figures.FIGURES.values():
         assert draw.__doc__
