@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
 MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
+DEPTH_TICKS = 8  # of a colour bar of layers, about
 SHARE = {"range": [-0.02, 1.05]}
 POWERS: dict[str, Any] = {"type": "log", "exponentformat": "power"}
 TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
@@ -82,6 +83,14 @@ def curves(
         look |= {"hover": hover, "showlegend": curve.legend}
         traces += line(x_of, y, curve.name, curve.colour, errors=error, **look)
     return style.figure(traces, *titles, height=height, layout=layout)
+
+
+def depth_bar(count: int) -> dict[str, Any]:
+    """Return a trace without points that carries the colour bar of lines coloured by `order_colour`."""
+    scale = {"color": [0], "colorscale": style.ORDER, "cmin": 0, "cmax": max(1, count - 1), "showscale": True}
+    bar = style.colour_bar("layer", tickformat="d", dtick=max(1, -(-(count - 1) // DEPTH_TICKS)))
+    bare = {"x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip"}
+    return {"type": "scatter", "mode": "markers", "marker": scale | {"colorbar": bar}} | bare
 
 
 def over_layers(
@@ -318,7 +327,7 @@ def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> 
     titles, y = ("number", "singular value over the largest"), POWERS | {"dtick": 1}
     number_of = np.arange(1, len(fixed) + 1)
     drawn = curves(number_of, [curve for curve, _ in shown], relative, titles, height=380, yaxis=y)
-    return drawn.add_trace(style.depth_bar(len(learned)))
+    return drawn.add_trace(depth_bar(len(learned)))
 
 
 def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
@@ -427,7 +436,7 @@ def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tu
     colours = [style.order_colour(layer / depth) for layer in layers]
     hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
     shown = dots(x, y, names, None, colours, hover, showlegend=False)
-    return style.figure([shown, style.depth_bar(int(depth) + 1)], *titles, height=380)
+    return style.figure([shown, depth_bar(int(depth) + 1)], *titles, height=380)
 
 
 def smoothness_bounds(

@@ -51,7 +51,6 @@ _DEPTH = ["#5a4a9f", "#456aa0", "#2f8390", "#21948b", "#2ea57c", "#4fb56b", "#86
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 300
 NOTE_WIDTH = 104  # letters in a line of the note under a title
-TICKS = 8  # of a colour bar of whole numbers, about
 MOST_TICKS = 16  # whole numbers at an axis that are all written
 
 
@@ -236,19 +235,6 @@ def head_map_layout(layers: int, heads: int) -> dict[str, Any]:
         "margin": {"r": 8},
         "height": min(720, max(230, 90 + 28 * layers)),
     }
-
-
-def depth_bar(count: int, of: str = "layer") -> dict[str, Any]:
-    """Return a trace without points that carries the colour bar of lines coloured by `order_colour`."""
-    scale = {"color": [0], "colorscale": ORDER, "cmin": 0, "cmax": max(1, count - 1), "showscale": True}
-    marker = scale | {"colorbar": whole_bar(of, count - 1)}
-    bare = {"x": [None], "y": [None], "showlegend": False, "hoverinfo": "skip"}
-    return {"type": "scatter", "mode": "markers", "marker": marker} | bare
-
-
-def whole_bar(title: str, span: int) -> dict[str, Any]:
-    """Return a `colour_bar` with ticks at whole numbers only, of which there are `span` + 1."""
-    return colour_bar(title, tickformat="d", dtick=max(1, -(-span // TICKS)))
 
 
 def colour_bar(title: str, **more: Any) -> dict[str, Any]:

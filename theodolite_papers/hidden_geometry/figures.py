@@ -56,7 +56,7 @@ def singular_values(run: Run) -> go.Figure:
     Fig. 3, left.
     """
     values, ranks = need(run, "singular_values"), column(run.layers, "rank_screenot")
-    traces: list[Any] = [style.depth_bar(len(values))]
+    traces: list[Any] = [drawing.depth_bar(len(values))]
     index = np.arange(1, values.shape[1] + 1, dtype=np.int32)
     for layer in evenly(len(values), CURVES):
         of_layer, largest = values[layer], values[layer].max()
