@@ -136,16 +136,6 @@ def test_small_multiples_are_square(show, size) -> None:
 
 
 @pytest.mark.browser
-def test_the_contents_tell_where_one_is(show) -> None:
-    tab = show("comparison")
-    marked = "[...document.querySelectorAll('nav [aria-current]')].map((one) => one.textContent)"
-    assert tab.evaluate(marked) == ["Overview"]
-    for place, name in (("document.body.scrollHeight", "Provenance"), ("0", "Overview")):
-        tab.evaluate(f"scrollTo(0, {place})")
-        tab.wait_for_function(f"name => JSON.stringify({marked}) === JSON.stringify([name])", arg=name)
-
-
-@pytest.mark.browser
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")
     unfold(tab)

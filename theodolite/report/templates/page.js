@@ -82,17 +82,6 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }
 
-  // The contents show which section is being read.
-  const links = new Map(all("nav a[href^='#']").map((link) => [link.hash.slice(1), link]));
-  const sections = all("section[id]").filter(({ id }) => links.has(id));
-  function mark() {
-    const begun = sections.filter((section) => section.getBoundingClientRect().top < 0.3 * innerHeight);
-    const { id } = begun.at(-1) ?? sections[0] ?? {};
-    links.forEach((link, section) => section === id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current"));
-  }
-  addEventListener("scroll", mark, { passive: true });
-  mark();
-
   // Figures are drawn when they come near the window, one at a time, so that the page can be read and used meanwhile:
   // Plotly's script, which is long, is waited for by nothing else.
   const waiting = [];
