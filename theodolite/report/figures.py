@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,6 @@ EXHIBITS = [DECLARED[key] for key in CAPTIONS]
 """All of them in the order of the page."""
 
 _OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
-
-_CHOICES: dict[str, Sequence[object]] = {"name": ("spectrum", "spectrum_data")}
-"""What the arguments that are no places may be."""
 
 
 def available(run: Run) -> list[str]:
@@ -73,11 +70,11 @@ def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
         value = arguments.get(name, 0)
         if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
-    for name, choices in (_CHOICES | {"measure": tuple(offered(run))}).items():
+    for name, choices in (("name", ["spectrum", "spectrum_data"]), ("measure", list(offered(run)))):
         if name in arguments and arguments[name] not in choices:
             there_are = f"there are {listed([repr(choice) for choice in choices], 60)}"
             raise UsageError(
-                f"no {name} {arguments[name]!r}: {nearest(str(arguments[name]), map(str, choices), there_are)}"
+                f"no {name} {arguments[name]!r}: {nearest(str(arguments[name]), choices, there_are)}"
             )
 
 
