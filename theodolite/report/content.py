@@ -372,17 +372,10 @@ def compared_with_untrained(run: Run) -> Table | None:
     if folder is None or not is_run(folder):
         return None
     trained, random = summary_row(run), summary_row(Run.load(folder))
-    rows = [
-        [
-            Cell(title),
-            *(
-                Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
-                for row in (trained, random)
-            ),
-            Cell(number(trained[name] - random[name]), trained[name] - random[name]),
-        ]
-        for name, title in measures().items()
-        if math.isfinite(trained[name]) and math.isfinite(random[name])
-    ]
-    headings = [("", ""), ("this model", ""), ("untrained", ""), ("difference", "what training made")]
-    return Table(headings, rows)
+    known = {name: title for name, title in measures().items() if math.isfinite(trained[name] - random[name])}
+    columns: dict[str, list[Any]] = {"": list(known.values())}
+    for heading, row in (("this model", trained), ("untrained", random)):
+        columns[heading] = [row[name] for name in known]
+        columns[f"{heading}_se"] = [row.get(f"{name}_se", math.nan) for name in known]
+    columns["difference"] = [trained[name] - random[name] for name in known]
+    return frame_table(pd.DataFrame(columns), {})

@@ -534,7 +534,7 @@ def _outliers(run: Run) -> Iterator[str | Finding]:
         yield later
     if left_out := massive_line(run):
         yield left_out
-    dimensions, shares = column(run.layers, "outlier_dimensions"), array(run, "outlier_share")
+    dimensions = column(run.layers, "outlier_dimensions")
     if dimensions is None:
         return
     everywhere = dimensions > (provenance(run, "model", "width") or math.inf) / 2
@@ -549,12 +549,8 @@ def _outliers(run: Run) -> Iterator[str | Finding]:
             yield "There are no outlier dimensions."
         return
     most = int(np.nanargmax(among))
-    highest = ""
-    if shares is not None:
-        leading = np.argsort(-np.nan_to_num(shares[~everywhere]).max(axis=0), kind="stable")[:3]
-        highest = f" The dimensions with the highest share of outliers: {listed(list(map(str, leading)))}."
     of_others = "Of the others, l" if everywhere.any() else "L"
-    yield f"{of_others}ayer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}.{highest}"
+    yield f"{of_others}ayer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}."
 
 
 def massive_line(run: Run) -> str:
