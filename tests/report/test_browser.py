@@ -117,24 +117,6 @@ def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
     )
 
 
-SHAPES = """[...document.querySelectorAll('.plot.compact')].map((one) => {
-    const box = one.getBoundingClientRect();
-    return [box.width / box.height, one.closest('.grid.two') !== null];
-})"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-def test_small_multiples_are_square(show, size) -> None:
-    """But for up to four of a result, which have room to be wide."""
-    tabs = [show(kind, size) for kind in ("survey", "experiment")]
-    shapes = [tab.evaluate(SHAPES) for tab in tabs]
-    assert {wide for _, wide in shapes[0]} == {False}
-    assert {wide for _, wide in shapes[1]} == {True}
-    for ratio, wide in [*shapes[0], *shapes[1]]:
-        assert ratio == pytest.approx(1.7 if wide else 1, abs=0.02)
-
-
 @pytest.mark.browser
 def test_every_control_is_reached_by_the_keyboard_and_seen(show) -> None:
     tab = show("survey")

@@ -374,8 +374,8 @@ def compared_with_untrained(run: Run) -> Table | None:
     trained, random = summary_row(run), summary_row(Run.load(folder))
     known = {name: title for name, title in measures().items() if math.isfinite(trained[name] - random[name])}
     columns: dict[str, list[Any]] = {"": list(known.values())}
-    for heading, row in (("this model", trained), ("untrained", random)):
-        columns[heading] = [row[name] for name in known]
-        columns[f"{heading}_se"] = [row.get(f"{name}_se", math.nan) for name in known]
+    for title, row in (("this model", trained), ("untrained", random)):
+        columns[title] = [row[name] for name in known]
+        columns[f"{title}_se"] = [row.get(f"{name}_se", math.nan) for name in known]
     columns["difference"] = [trained[name] - random[name] for name in known]
     return frame_table(pd.DataFrame(columns), {})
