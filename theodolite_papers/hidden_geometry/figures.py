@@ -14,17 +14,28 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.measure.head_matrices import ADDITIVE
 from theodolite.report import style
-from theodolite.report.data import attributed, column, error_of, evenly, layer_numbers, need, value_of
+from theodolite.report.data import (
+    array,
+    attributed,
+    column,
+    error_of,
+    evenly,
+    layer_numbers,
+    need,
+    provenance,
+    value_of,
+)
 from theodolite.report.drawing.constituents import GROUP_COLOURS
-from theodolite.report.drawing.grammar import Panel, bars, heat, line, panels
+from theodolite.report.drawing.grammar import Panel, bars, cosine_map, heat, line, panels
 from theodolite.report.style import order_colour
-from theodolite.system.wording import head_name, number
+from theodolite.system.wording import for_plotly, head_name, number
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.hidden_geometry import published
 
 WAVE_POSITIONS = 160
 CURVES = 13
+GRAM_CELLS = 50_000
 ROUNDING = 1e-10  # of the largest singular value: less is no direction
 DCT_DECADES = 4
 PANELS = 6
@@ -105,6 +116,49 @@ def dct(run: Run, layer: int = 0) -> go.Figure:
     axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
     return style.figure([cells], "frequency", "frequency", height=440, layout=layout)
+
+
+def _gram_rows(run: Run) -> tuple[list[int], list[int]]:
+    """Choose the positions and contexts of a Gram matrix so that all layers stay under GRAM_CELLS."""
+    layers, size, _ = need(run, "gram").shape
+    positions = len(need(run, "gram_position"))
+    share = min(1.0, max(40, int((GRAM_CELLS / layers) ** 0.5)) / size)
+    contexts = evenly(size - positions, max(0, int((size - positions) * share)))
+    return evenly(positions, max(2, int(positions * share))), [positions + i for i in contexts]
+
+
+def _gram_names(run: Run, positions: list[int], contexts: list[int]) -> list[str]:
+    """Name each row distinctly: its position, or its number and label as a context."""
+    shown_positions, labels = need(run, "gram_position"), array(run, "gram_label")
+    names = [for_plotly(name) for name in provenance(run, "corpus", "labels") or []]
+
+    def of_context(number: int) -> str:
+        label = -1 if labels is None else int(labels[number])
+        return f"context {number}" + (f" of {names[label]}" if 0 <= label < len(names) else "")
+
+    of_positions = [f"position {int(shown_positions[index])}" for index in positions]
+    return of_positions + [of_context(index - len(shown_positions)) for index in contexts]
+
+
+def gram(run: Run, layer: int = 0) -> go.Figure:
+    """Draw the normalised Gram matrix [P̄, C̄]ᵀ[P̄, C̄] of positions and contexts at one layer.
+
+    Song & Zhong 2024, Fig. 2. Positions first, then contexts ordered by label.
+    """
+    positions, contexts = _gram_rows(run)
+    rows = [*positions, *contexts]
+    ticks = [(len(positions) / 2, "positions →")]
+    if contexts:
+        ticks.append((len(positions) + len(contexts) / 2, "contexts, by label"))
+    return cosine_map(
+        need(run, "gram")[layer][np.ix_(rows, rows)],
+        _gram_names(run, positions, contexts),
+        "cosine",
+        ticks,
+        [len(positions)] if contexts else [],
+        height=440,
+        yaxis={"tickangle": -90},
+    )
 
 
 def low_frequency(run: Run) -> go.Figure:

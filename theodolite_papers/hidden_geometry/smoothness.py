@@ -17,7 +17,6 @@ from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import untestable
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report.data import evenly, layer_average, layer_estimates, need
-from theodolite.report.drawing import geometry
 from theodolite.system.wording import number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
@@ -204,7 +203,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     outcome.tables["bases"] = table
     bases = torch.cat([centred[None], bases])
     pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    outcome.draw("gram", by_name("basis", options, lambda place: geometry.gram(pictured, place), grid=True))
+    outcome.draw("gram", by_name("basis", options, lambda place: figures.gram(pictured, place), grid=True))
     values = torch.linalg.svdvals(bases).numpy()
     outcome.draw("singular-values", drawing.singular_values_against(values[1:], values[0], "sinusoidal"))
     outcome.draw("frequencies", by_name("basis", options, lambda place: figures.dct(pictured, place)))
@@ -225,7 +224,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
     pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     layers = len(run.layers)
-    outcome.draw("gram", by_layer(layers, lambda layer: geometry.gram(pictured, layer), grid=True))
+    outcome.draw("gram", by_layer(layers, lambda layer: figures.gram(pictured, layer), grid=True))
     outcome.draw("frequencies", by_layer(layers, lambda layer: figures.dct(pictured, layer)))
     if math.isfinite(mean.value):
         outcome.draw("smoothness", figures.low_frequency(run))

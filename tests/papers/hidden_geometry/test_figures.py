@@ -29,6 +29,11 @@ def test_curves_and_frequencies_are_the_run_s(run: Run) -> None:
     (cells,) = drawing.dct(run, 2).data
     np.testing.assert_allclose(cells.customdata, run.arrays["dct"][2], rtol=1e-6)
     assert cells.z.max() == 0
+    heat = drawing.gram(run, 0).data[0]
+    assert len(set(heat.y)) == len(heat.z) == 24 + 16
+    assert heat.y[0] == "position 0"
+    assert "&lt;b&gt;strings&lt;/b&gt;" in heat.y[24 + 4]
+    assert not any("<" in name for name in heat.y)
     curves = drawing.low_frequency(run).data
     np.testing.assert_allclose(curves[3].y, run.layers["low_frequency_10"], rtol=1e-6)
     np.testing.assert_allclose(curves[3].error_y.array, run.layers["low_frequency_10_se"], rtol=1e-6)
