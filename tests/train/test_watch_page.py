@@ -243,11 +243,10 @@ def test_in_a_browser_it_draws_reloads_and_passes_axe(chromium, recorded, tmp_pa
     for key in ("lines", "heads"):
         tab.locator(f"#figure-{key} .plot").scroll_into_view_if_needed()
         tab.wait_for_selector(f"#figure-{key} .plot .main-svg", state="attached")
-    tab.locator("#figure-heads button", has_text="ρ").click()
+    tab.locator("select[data-picks=heads]").select_option("propagation")
     drawn = tab.evaluate(
         "[...document.querySelector('#figure-heads .plot')._fullData[0].z].map((row) => [...row])"
     )
-    tab.locator("details.numbers summary").last.click()
     for colours in ("light", "dark"):
         tab.emulate_media(color_scheme=colours)
         assert violations(tab) == []
