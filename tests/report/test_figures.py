@@ -147,15 +147,6 @@ def every_figure(run: Run) -> dict[str, go.Figure]:
     return {name: figures.FIGURES[name](run, **arguments.get(name, {})) for name in figures.FIGURES}
 
 
-def test_every_figure_of_the_page_can_be_asked_for_of_a_loaded_run(run: Run, tmp_path) -> None:
-    run.save(tmp_path / "run")
-    loaded = Run.load(tmp_path / "run")
-    known = {drawn_data(figure) for figure in every_figure(loaded).values()}
-    shown = [exhibit for exhibit in EXHIBITS if exhibit.available(loaded)]
-    assert len(shown) == len(EXHIBITS) - 1 == len(known)  # this run has no columns of a caller's own
-    assert {drawn_data(exhibit.of(loaded).figure) for exhibit in shown} == known
-
-
 def test_the_figures_are_named_once_and_found(run: Run) -> None:
     assert set(figures.__all__) == {"FIGURES", "available", *figures.FIGURES}
     assert all(getattr(figures, name) is draw for name, draw in figures.FIGURES.items())
