@@ -13,11 +13,11 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // On a dark page some colours give way to brighter ones.
   const swapped = new RegExp(Object.keys(themes.swaps).map((colour) => colour.replace(/[().]/g, "\\$&")).join("|"), "g");
-  function payload(key, isDark) {
-    const name = `${key} ${isDark}`;
+  function payload(key) {
+    const name = `${key} ${dark.matches}`;
     if (!payloads.has(name)) {
       const text = document.getElementById("data-" + key).textContent;
-      payloads.set(name, JSON.parse(isDark ? text.replace(swapped, (colour) => themes.swaps[colour]) : text));
+      payloads.set(name, JSON.parse(dark.matches ? text.replace(swapped, (colour) => themes.swaps[colour]) : text));
     }
     return payloads.get(name);
   }
@@ -44,8 +44,8 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 
   // What is drawn: the figure's own traces with what its picker puts in place.
-  function chosen(div, isDark) {
-    const { data, layout, variants } = payload(div.dataset.figure, isDark);
+  function chosen(div) {
+    const { data, layout, variants } = payload(div.dataset.figure);
     const patches = variants[div.dataset.variant] ?? [];
     const traces = data.map((trace, i) => structuredClone({ ...trace, ...patches[i] }));
     return { data: traces, layout: structuredClone(layout) };
@@ -57,7 +57,7 @@ document.addEventListener("DOMContentLoaded", () => {
       div.textContent = "This figure needs plotly.min.js in the folder of this page.";
       return;
     }
-    const { data, layout } = chosen(div, dark.matches);
+    const { data, layout } = chosen(div);
     layout.template = dark.matches ? themes.dark : themes.light;
     layout.autosize = true;
     delete layout.height;
