@@ -105,7 +105,7 @@ def sink_texts(run: Run) -> list[list[dict[str, Any]]]:
     The line ends of a token stand apart as its `breaks`, so that its mark does not reach into the next line.
     """
     if run.examples.empty or grid_of(run):
-        return []  # patches are no text
+        return []  # of images, pictures are shown
     texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
     for _, rows in list(ordered.groupby("context", sort=True))[:EXAMPLE_CONTEXTS]:

@@ -4,6 +4,7 @@
 - SIGNED (blue – paper – vermillion): sign and amount; zero is the page's own background too.
 - ORDER (violet to green): positions, layers or components in order; never an amount.
 - Roles: a colour that stands for one thing in every figure of a survey's report (MEASURED, POSITION, …).
+- OVERLAY (clear to magenta, which photographs seldom have): amounts on a picture.
 - CATEGORIES: categories of a single figure.
 Colour-blind readers tell them apart (`tests/report/test_style.py` has the distances). Figures name no text or grid
 colour of their own: those come from the template, which the page swaps with the reader's light or dark setting.
@@ -64,6 +65,9 @@ def translucent(colour: str, opacity: float) -> str:
     red, green, blue = colors.hex_to_rgb(colour)
     return f"rgba({red},{green},{blue},{opacity:g})"
 
+
+OVERLAY: Scale = [[0.0, translucent("#ff1493", 0)], [1.0, translucent("#ff1493", 0.95)]]
+"""Amounts on a picture, which shows through where there is none; the same on a dark page."""
 
 BAND, BAND_EDGE, DARK_BAND, DARK_BAND_EDGE = 0.16, 0.5, 0.26, 0.7  # opacities of published ranges
 _BRIGHTER = {

@@ -26,7 +26,6 @@ from theodolite.report.data import (
     columns_of,
     entropy_limits,
     evenly,
-    grid_of,
     head_grid,
     heads_per_block,
     need,
@@ -214,8 +213,7 @@ def sinks_by_position(run: Run) -> go.Figure:
     starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
     largest = np.maximum.reduceat(strongest, starts, axis=1)
     lasts = [start - 1 for start in [*starts[1:], length]]
-    named = grid.token_text if (grid := grid_of(run)) else str
-    names = [named(a) if a == b else f"{named(a)}–{named(b)}" for a, b in zip(starts, lasts, strict=True)]
+    names = [str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, lasts, strict=True)]
     cells = heat(
         largest,
         0,
@@ -225,8 +223,8 @@ def sinks_by_position(run: Run) -> go.Figure:
         customdata=[names] * len(largest),
     )
     ticks = evenly(len(names), 9)
-    shown = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
-    layout = {"xaxis": shown, "yaxis": rows_down(len(largest))}
+    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
+    layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
     height = map_height(len(largest))
     return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
 
