@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
-from theodolite.measure.catalogue import declared
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import SCHEMA_VERSION, Run
 
@@ -49,9 +48,6 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         run,
         layers=_with_errors(_with_clusters(run.layers)),
         massive=_massive(),
-        with_massive=run.layers.reindex([1, 2], columns=list(declared("with_massive"))).assign(
-            relative_norm=0.01
-        ),
         heads=_with_positional(run.heads.assign(**_coarse_shares(parts), **scores), seed),
         outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
         constituents=parts,

@@ -86,15 +86,14 @@ class SecondMoments(LayerSums):
 class MomentsByLayer(SecondMoments):
     """Second moments of a model whose layers come one after the other: each is held until its numbers are taken.
 
-    State: count (N), mean (N, d), numbers and numbers_with_massive (N, 3) of closed layers, as of `moment_numbers`.
+    State: count (N), mean (N, d), numbers (N, 3) of closed layers, as of `moment_numbers`.
 
     Attributes:
         moments: layer → Σ (x − x̄)(x − x̄)ᵀ, of layers that are not closed.
     """
 
     def __init__(self, layers: int, width: int) -> None:
-        shapes = {"count": (), "mean": (width,), "numbers": (3,), "numbers_with_massive": (3,)}
-        LayerSums.__init__(self, layers, shapes)
+        LayerSums.__init__(self, layers, {"count": (), "mean": (width,), "numbers": (3,)})
         self.moments: dict[int, Tensor] = {}
         self._width = width
 
@@ -107,16 +106,10 @@ class MomentsByLayer(SecondMoments):
         self.moments[layer] = self.moments[layer].to(device)
         return self.moments[layer]
 
-    def close(self, layer: int, massive: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-        """Take a layer's numbers, drop its moment; `massive`: count, mean and moment of tokens that were left out."""
+    def close(self, layer: int) -> None:
+        """Take a layer's numbers, and drop its moment."""
         moment = self.moments.pop(layer)
-        sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
-        numbers = moment_numbers(moment)
-        self.at("numbers", layer, moment.device).copy_(numbers)
-        if massive is not None:
-            combine([sums[0].clone(), sums[1].clone(), moment], massive)
-            numbers = moment_numbers(moment)
-        self.at("numbers_with_massive", layer, moment.device).copy_(numbers)
+        self.at("numbers", layer, moment.device).copy_(moment_numbers(moment))
 
 
 class MomentSketches(LayerSums):

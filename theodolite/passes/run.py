@@ -1,8 +1,7 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    massive.parquet  with_massive.parquet  constituents.parquet  attribution.parquet  traces.parquet
-    arrays.safetensors  report/
+    massive.parquet  constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
 here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
@@ -76,7 +75,6 @@ class Run:
         sinks: which tokens became sinks of which head, and how often.
         outliers: outlier dimensions of each layer, with their shares.
         massive: tokens with massive activations after the first position, left out of position and context.
-        with_massive: what the numbers of position and context would be with them, in the layers that have any.
         examples: the tokens of a few contexts with the attention that they receive.
         constituents: the share of each head's logit variance that each pair of parts of query and key carries.
         attribution: which constituents the heads that follow a pattern owe it to.
@@ -91,7 +89,6 @@ class Run:
     sinks: pd.DataFrame = field(default_factory=pd.DataFrame)
     outliers: pd.DataFrame = field(default_factory=pd.DataFrame)
     massive: pd.DataFrame = field(default_factory=pd.DataFrame)
-    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)

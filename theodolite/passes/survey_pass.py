@@ -142,7 +142,7 @@ class SurveyPass(HeadsPass):
         self.residual = self._moments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
-        self.massive = MassiveTokens(model.layers + 1, model.width, self.means)
+        self.massive = MassiveTokens(model.layers + 1)
         self.streams = KeptStreams(
             model.layers, self.means.length, model.width, sample_of(corpus, seed), model.source.dtype
         )
