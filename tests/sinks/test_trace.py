@@ -211,20 +211,15 @@ def expected(kept, ids, local_sinks=False):
                 before = pairs.get(context, (0, 0))
                 pairs[context] = (before[0] + b, before[1] + t)
                 row["chance"][place] = row["chance"].get(place, 0) + t / max(counts.sum() - 1, 1)
-            seen = kept.visible[layer][:, sink] if sink >= 0 else np.ones(length, dtype=bool)
             n, n1 = counts.sum(), own.sum()
             x = output[counts]
             difference = x[own].mean(0) - x[~own].mean(0) if 0 < n1 < n else np.zeros(x.shape[1])
-            at = np.flatnonzero(counts)[own]
             row["found"].append(
                 {
                     "context": context,
                     "position": sink,
                     "received": received,
                     "caught": n1,
-                    "seen": (seen & counts).sum(),
-                    "first": at.min() if n1 else math.nan,
-                    "last": at.max() if n1 else math.nan,
                     "weight": n1 * (n - n1) / n if n else 0,
                     "difference": difference,
                     "value": written[sink] if sink >= 0 else np.zeros(x.shape[1]),
@@ -270,20 +265,6 @@ def _release(of, layer, layers, contexts, sums, shifted):
     }
 
 
-def _direction_error(found: list[dict[str, Any]], contexts: int) -> float:
-    """Jackknife error of the unit vector over eight groups of neighbours, about that of all."""
-    if contexts < 8:
-        return math.nan
-    of_groups = np.zeros((8, len(found[0]["difference"])))
-    for f in found:
-        of_groups[f["context"] * 8 // contexts] += f["weight"] * f["difference"]
-    with np.errstate(invalid="ignore"):
-        left_out = of_groups.sum(0) - of_groups
-        units = left_out / np.linalg.norm(left_out, axis=1, keepdims=True)
-        unit = of_groups.sum(0) / np.linalg.norm(of_groups.sum(0))
-    return math.sqrt(7 / 8 * ((units - unit) ** 2).sum())
-
-
 def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, length: int) -> dict[str, Any]:
     found = pd.DataFrame([{k: v for k, v in f.items() if np.ndim(v) == 0} for f in row["found"]])
     weight, caught = found.weight.to_numpy(), found.caught.to_numpy()
@@ -292,7 +273,6 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
     if weight.sum():
         direction = np.sum([f["weight"] * f["difference"] for f in row["found"]], axis=0) / weight.sum()
     value = np.sum([f["caught"] * f["value"] for f in row["found"]], axis=0) / max(caught.sum(), 1)
-    direction_se = _direction_error(row["found"], contexts)
     own = sum(f["caught"] * np.linalg.norm(f["value"]) for f in row["found"])
     others = sum(f["caught"] * f["others"] for f in row["found"])
     product = np.linalg.norm(direction) * np.linalg.norm(value)
@@ -305,28 +285,22 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
         "position": found.position.mean(),
         "received": found.received.mean(),
         "caught": caught.sum() / (contexts * (length - 1)),
-        "caught_of_seen": caught.sum() / found.seen.sum() if found.seen.sum() else math.nan,
-        "first_caught": found["first"].mean(),
-        "last_caught": found["last"].mean(),
         "alignment": direction @ value / product if product > 0 else math.nan,
         "value_ratio": own / others if others else math.nan,
         "dimension": order[0] if size.any() else -1,
-        "dimension_share": size.max() ** 2 / (size**2).sum() if size.any() else math.nan,
         "outlier_dimensions": " ".join(str(d) for d in order if size[d] > limit),
         "tag_direction": direction,
-        "direction_se": direction_se,
         **_release(row["of"], layer, layers, contexts, row["chance"], row["shifted"]),
     }
     return columns | {"tagged": columns["caught"] * columns["tag"]}
 
 
 def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> dict[str, Any]:
-    values, vectors = np.linalg.eigh(row["moment"])
+    vectors = np.linalg.eigh(row["moment"])[1]
     released = _release(row["pairs"], layer, layers, contexts, row["chance"], row["shifted"])
     return {
         "contexts": row["contexts"],
         "share": row["contexts"] / contexts,
-        "principal_share": values[-1] / values.sum(),
         "principal_direction": vectors[:, -1],
         "head_release": released.pop("release"),
         "head_release_se": released.pop("release_se"),

@@ -48,10 +48,9 @@ class HeadOutputs:
 class Tags(LayerSums):
     """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
-    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries, those that could
-    be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
-    by it the difference of their mean outputs (G, value_width), by group of contexts; by caught queries the sink's
-    value vector (value_width), its length and the mean length of others.
+    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries; weight n₁n₀/n of
+    the two groups, and weighted by it the difference of their mean outputs (G, value_width), by group of contexts; by
+    caught queries the sink's value vector (value_width), its length and the mean length of others.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
@@ -68,11 +67,8 @@ class Tags(LayerSums):
             "chance": (places,),
             "chance_of_runs": (),
         }
-        single = ("sinks", "position", "received", "caught", "seen", "weight")
-        queries = ("catching", "first", "last")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            (*single, *queries, "value_length", "other_length"), ()
-        )
+        single = ("sinks", "position", "received", "caught", "weight", "value_length", "other_length")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(single, ())
         shapes |= {"contexts": (GROUPS,), "difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
@@ -149,19 +145,11 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     sink_value = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
     sink_length = length[of, at] * (catches.position != LEARNED)
     others = (length * counted).sum(dim=1)[of] / all_counted
-    queries = torch.arange(caught.shape[1], device=caught.device, dtype=torch.float64)
-    last = (catches.caught * queries).amax(dim=1)
-    first = torch.where(catches.caught, queries, queries[-1]).amin(dim=1)
-    any_caught = size > 0
     sums_of_sink = {
         "sinks": torch.ones_like(size),
         "position": catches.position.double(),
         "received": catches.received,
         "caught": size,
-        "seen": catches.seen.sum(dim=1).double(),
-        "catching": any_caught.double(),
-        "first": first * any_caught,
-        "last": last * any_caught,
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
         "difference": centred_sums,

@@ -104,11 +104,9 @@ def layers_with_sinks(state: State) -> list[int]:
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
     """Compute what the sinks and heads of one layer write into the residual stream, float64; layers join along rows.
 
-    direction, value (sinks, d): each sink's tag and value vector through W_O; direction_se (sinks): how far sampling
-    over contexts moves each direction's unit vector; by_group (≤ 256, G, d): sums that are along the direction of
-    `STRONGEST` sinks in each group of contexts, over the length of all, and by_group_row, which sinks these are;
-    principal (heads, d), principal_share (heads): the leading direction of each head's output, and its share of the
-    variance.
+    direction, value (sinks, d): each sink's tag and value vector through W_O; by_group (≤ 256, G, d): sums that are
+    along the direction of `STRONGEST` sinks in each group of contexts, over the length of all, and by_group_row, which
+    sinks these are; principal (heads, d): the leading direction of each head's output.
     """
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
@@ -121,9 +119,6 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     direction, value = torch.cat(
         [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
     )
-    turned = torch.cat(
-        [_direction_error(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
-    )
     between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
     tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
     strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
@@ -131,31 +126,13 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
     weights_of = w_o[heads["keys"][in_layer, 1].long()]
-    principal, share = _principal(heads["moment"][in_layer], weights_of)
     return {
         "direction": direction,
-        "direction_se": turned,
         "by_group": by_group / torch.linalg.vector_norm(by_group, dim=(1, 2), keepdim=True),
         "by_group_row": strongest,
         "value": value,
-        "principal": principal,
-        "principal_share": share,
+        "principal": _principal(heads["moment"][in_layer], weights_of),
     }
-
-
-def _direction_error(
-    by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
-) -> Float[Tensor, " sinks"]:
-    """Compute the jackknife's error of each unit vector, over groups of contexts; lengths by `metric`.
-
-    NaN where without a group there is no direction.
-    """
-    whole = by_group.sum(dim=1, keepdim=True)
-    without = whole - by_group
-    product = ((without @ metric) * whole).sum(dim=2)
-    lengths = [((vectors @ metric) * vectors).sum(dim=2) for vectors in (without, whole)]
-    distances = 2 - 2 * product / (lengths[0] * lengths[1]).sqrt()
-    return ((by_group.shape[1] - 1) * distances.mean(dim=1)).clamp_min(0).sqrt()
 
 
 _trace = partial(Column, "traces")
@@ -176,14 +153,6 @@ _trace = partial(Column, "traces")
     _trace("received", "The attention that it receives on average.", title="attention received", range=SHARE),
     _trace("caught", "Share of all queries that it catches.", range=SHARE),
     _trace(
-        "caught_of_seen", "Share that it catches of the queries that see it, where it is a sink.", range=SHARE
-    ),
-    _trace("first_caught", "Mean position of the first query that it catches."),
-    _trace("last_caught", "Mean position of the last query that it catches."),
-    _trace(
-        "direction_se", "How far sampling moves the tag's unit vector.", title="direction, standard error"
-    ),
-    _trace(
         "alignment",
         "Cosine of the tag's direction and the sink's value vector.",
         "Both through W_O; below 1 where a head has several sinks.",
@@ -191,7 +160,6 @@ _trace = partial(Column, "traces")
     ),
     _trace("value_ratio", "Length of the sink's value vector over the mean length of others."),
     _trace("dimension", "The largest dimension of the tag; −1: it has none."),
-    _trace("dimension_share", "Its share of the tag's squared length.", range=SHARE),
     _trace(
         "outlier_dimensions",
         "Dimensions beyond six robust standard deviations of the tag's components, five at most.",
@@ -242,11 +210,7 @@ def traces(
         "position": sums["position"] / sinks,
         "received": sums["received"] / sinks,
         "caught": caught,
-        "caught_of_seen": sums["caught"] / sums["seen"],
-        "first_caught": sums["first"] / sums["catching"],
-        "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": written["direction_se"] * (1.0 if contexts >= GROUPS else torch.nan),
         "alignment": _cosine(direction, written["value"]),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
@@ -271,12 +235,6 @@ def traces(
 
 @gives(
     *_tag_columns(TRACED_HEADS),
-    Column(
-        TRACED_HEADS,
-        "principal_share",
-        "Share of the variance of the head's output along its leading direction.",
-        range=SHARE,
-    ),
     *_release_arrays("head_", "rows of heads"),
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
@@ -294,7 +252,6 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
         **columns_of_tags,
-        "principal_share": written["principal_share"],
     }
     of_heads = {f"head_{name}": values for name, values in arrays.items()}
     return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
@@ -347,13 +304,12 @@ def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
     return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
 
 
-def _principal(moment: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the leading direction (heads, d) of some heads' outputs, and its share (heads) of the variance."""
+def _principal(moment: Tensor, weights: Tensor) -> Tensor:
+    """Compute the leading direction (heads, d) of some heads' outputs."""
     # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
     values, vectors = torch.linalg.eigh(moment)
     root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
-    _, singular, right = torch.linalg.svd(root @ weights, full_matrices=False)
-    return right[:, 0], singular[:, 0].square() / singular.square().sum(dim=1)
+    return torch.linalg.svd(root @ weights, full_matrices=False).Vh[:, 0]
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -362,7 +318,7 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
-    """Find the largest dimension of each tag (−1: it has none), its share of the squared length, and its outliers."""
+    """Find the largest dimension of each tag (−1: it has none), and its outliers."""
     size = torch.nan_to_num(direction).abs()
     limit = OUTLIER_RATIO * MAD_TO_SD * size.median(dim=1, keepdim=True).values
     order = size.argsort(dim=1, descending=True, stable=True)[:, :SHOWN_DIMENSIONS]
@@ -370,9 +326,7 @@ def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
         " ".join(str(d) for d in dims.tolist() if value[d] > bound)
         for dims, value, bound in zip(order, size, limit, strict=True)
     ]
-    largest = size.amax(dim=1)
     return {
-        "dimension": torch.where(largest > 0, order[:, 0], -1),
-        "dimension_share": largest.square() / size.square().sum(dim=1),
+        "dimension": torch.where(size.amax(dim=1) > 0, order[:, 0], -1),
         "outlier_dimensions": outliers,
     }
