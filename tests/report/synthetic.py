@@ -292,7 +292,6 @@ def _geometry_arrays(generator, layers, length, width, contexts):
         "singular_values": singular + 1e-3,
         "positional_pca": pca.astype(np.float32),
         "cvec_pca": generator.normal(scale=0.1, size=(layers, queries, 3)).astype(np.float32),
-        "cvec_position": generator.integers(1, length, queries),
         "gram": (directions @ directions.transpose(0, 2, 1)).astype(np.float32),
         "gram_position": np.arange(length),
         "gram_label": labels.astype(np.int64),
