@@ -58,7 +58,6 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "outliers": residual * (d * (5 * g + 2) + g),
         "attention": s.layers * (s.heads * (4 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
         "queries and keys": s.layers * s.heads * (1 + 2 * (d // s.heads) ** 2),
-        "logit spread": s.layers * s.heads * 2,
         "scalars": residual * ((5 + t) * g + 1),
     }
     split = {"split contexts": s.layers * min(split_contexts(t), s.contexts) * t * d * MODEL_FLOAT}

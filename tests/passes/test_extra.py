@@ -13,8 +13,8 @@ from theodolite import measure
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
 from theodolite.measure import catalogue
-from theodolite.measure.column import Column
-from theodolite.measure.extra import Extra, HeadMean
+from theodolite.measure.column import MEASUREMENTS, Column
+from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import TEXT_TITLE, spectra, survey
@@ -164,13 +164,11 @@ def test_what_is_no_accumulator_with_columns_is_refused_before_the_first_pass(op
 
 
 PLANTED = """
-import torch
-from theodolite.measure.column import Column
-from theodolite.measure.extra import HeadMean
-class Planted(HeadMean):
-    column = Column("heads", "planted", "A number of a test.")
-    def values(self, inputs):
-        return torch.full((*inputs.query.shape[:2], 1), 3.0)
+from theodolite.measure.column import Column, gives
+@gives(Column("heads", "planted", "A number of a test."))
+def planted(attention):
+    layers, heads = attention["entropy"].shape[:2]
+    return {"planted": [3.0] * layers * heads}
 """
 
 
@@ -190,6 +188,7 @@ def add_measurement(tmp_path, monkeypatch):
 
     yield add
     sys.modules.pop("theodolite.measure.planted", None)
+    MEASUREMENTS[:] = [each for each in MEASUREMENTS if not each.function.__module__.endswith(".planted")]
     monkeypatch.undo()
     forget()
 
@@ -209,37 +208,3 @@ def test_a_survey_of_before_a_measurement_was_added_is_another_one(add_measureme
         with pytest.raises(UsageError, match=r"\(the columns that theodolite measures\)"):
             again()
     assert (survey(model, corpus).heads["planted"] == 3.0).all()
-
-
-class Constant(HeadMean):
-    column = Column("heads", "constant", "A number of a test.")
-    number, shape = 2.0, (1,)
-
-    def values(self, inputs):
-        return torch.full((*inputs.query.shape[:2], *self.shape), self.number)
-
-
-def test_a_mean_of_heads_of_another_name_is_another_measurement(opened, corpus, tmp_path):
-    """Oracle: the planted numbers."""
-
-    class Second(Constant):
-        name, number = "constant, version 2", 3.0
-
-    model, out = opened("gpt2"), tmp_path / "run"
-    for kind, planted in ((Constant, 2.0), (Second, 3.0)):
-        run = survey(model, corpus, out / kind.__name__, extra=[kind(model.layers, model.heads)])
-        assert (run.heads["constant"] == planted).all()
-    assert run.provenance["fingerprint"]["extra"] == ["constant, version 2"]
-    with pytest.raises(UsageError, match="extra"):
-        survey(model, corpus, out / "Constant", extra=[Second(model.layers, model.heads)])
-
-
-def test_a_mean_of_heads_that_cannot_be_one_is_refused(opened, corpus):
-    model = opened("gpt2")
-    with pytest.raises(UsageError, match="Bare declares no column: give the class `column`, a Column"):
-        type("Bare", (HeadMean,), {"name": "bare"})
-    flat = type("Flat", (Constant,), {"shape": ()})
-    with pytest.raises(
-        UsageError, match=r"constant: `values` gives a tensor of \(\d+, 4\), not \(\d+, 4, any"
-    ):
-        survey(model, corpus, extra=[flat(model.layers, model.heads)])

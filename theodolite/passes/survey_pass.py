@@ -24,7 +24,6 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.logits.shares import sample_of
-from theodolite.measure.catalogue import built_in_sums
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -150,7 +149,7 @@ class SurveyPass(HeadsPass):
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
-        self.extra = [*built_in_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
+        self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:
