@@ -5,6 +5,7 @@ It is given as `survey(…, extra=[…])`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
@@ -17,7 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.measure.column import OPEN_TABLES, Column
 
 
-class Extra(LayerSums):
+class Extra(LayerSums, ABC):
     """Sums over a text that add columns to the tables of a survey.
 
     A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
@@ -30,7 +31,7 @@ class Extra(LayerSums):
     """
 
     name: str
-    declared: ClassVar[tuple[Column, ...]] = ()
+    declared: ClassVar[tuple[Column, ...]]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Add the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
@@ -41,27 +42,18 @@ class Extra(LayerSums):
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
         """Add a block's queries, keys and values."""
 
+    @abstractmethod
     def columns(self, state: State) -> Mapping[str, Sequence[float]]:
         """Return every declared column, from the state of the whole text: N values of layers, L · H of heads."""
-        raise NotImplementedError
 
 
 def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
-    """Raise `UsageError` where one cannot be summed, told apart by name, or tabulated; `taken`: a table's columns."""
+    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are `taken`."""
     for accumulator in extra:
         kind = type(accumulator).__name__
         if not isinstance(accumulator, Extra):
             raise UsageError(
                 f"extra: {kind} is no accumulator: derive its class from Extra, and give an instance"
-            )
-        if type(accumulator).columns is Extra.columns:
-            raise UsageError(f"extra: {kind} has no columns: give its class the method `columns`")
-        if not getattr(accumulator, "name", ""):
-            raise UsageError(f"extra: {kind} has no name: give its class one")
-        declared = accumulator.declared
-        if not declared or not all(isinstance(column, Column) for column in declared):
-            raise UsageError(
-                f"extra: {kind} declares no columns: give its class `declared`, a tuple of Column"
             )
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:
