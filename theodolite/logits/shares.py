@@ -14,7 +14,6 @@ from theodolite.accumulate.means import means_of_first
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
 from theodolite.measure.position import CUTOFFS
@@ -70,7 +69,7 @@ class SharesPass:
     ) -> None:
         self.model = model
         self.means, self.streams = means, streams
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self.trailing = corpus.trailing(model.tokenizer)
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
         self.groups = Groups(len(corpus.contexts)).of(sample)

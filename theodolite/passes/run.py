@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 import theodolite
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
@@ -253,7 +252,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Describe the corpus, the seed and the counts of a pass, for the provenance."""
-    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    trailing = corpus.trailing(model.tokenizer)
     unknown = getattr(model.tokenizer, "unk_token_id", None)
     return {
         "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},

@@ -22,7 +22,6 @@ from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.logits.shares import sample_of
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
@@ -50,7 +49,7 @@ class MeansPass(CorpusPass):
         super().__init__(model, corpus, seed, batch)
         length = corpus.contexts.shape[1]
         self.leading = corpus.leading
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self.trailing = corpus.trailing(model.tokenizer)
         nothing = torch.empty(0, dtype=torch.int64)
         self.sample = Sample(torch.full((self.total,), -1), nothing, nothing)
         if self._keeps_sample:

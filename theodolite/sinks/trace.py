@@ -21,7 +21,6 @@ from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured,
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.jobs.job import Rows, Stage, States
 from theodolite.measure.tags import layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
@@ -60,7 +59,7 @@ class TracePass(CorpusPass):
         super().__init__(model, corpus, 0, batch)
         self._local_sinks = local_sinks
         self._metric = metric
-        self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self._trailing = corpus.trailing(model.tokenizer)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
         self._keys, self._first = torch.empty(0), 0
         self._entering = torch.empty(0)
