@@ -133,7 +133,7 @@ class MomentSketches(LayerSums):
         self.groups = Groups(contexts)
 
     def look_along(self, directions: Float[Tensor, "layers width r"]) -> None:
-        """Use the directions of another accumulator, before the first update, so that merging loses nothing."""
+        """Use the directions of another accumulator, before the first update, so that both can be merged."""
         for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
             ours.copy_(theirs)
 
@@ -154,26 +154,18 @@ class MomentSketches(LayerSums):
             self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
     def merge(self, state: State) -> None:
-        """Merge the `state` of another accumulator into this one.
-
-        One that began with another context has other directions. Its moments are then taken to be what its sketches
-        say they are (`low_rank`), which leaves out only what they do not see.
-        """
+        """Merge the `state` of another accumulator, which looked along the same directions, into this one."""
         for layer in range(self.layers):
             directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
             if not theirs.any():
                 continue
             if not directions.any():
                 directions.copy_(theirs)
-            sketches = state["sketch"][layer].to(directions.device)
-            theirs = theirs.to(directions.device)
-            if not torch.equal(directions, theirs):
-                factor = low_rank(sketches, theirs)
-                sketches = factor @ (factor.mT @ directions)
+            assert torch.equal(directions.cpu(), theirs)
             for group in range(GROUPS):
-                names = ("count", "mean", "trace")
-                count, mean, trace = (state[name][layer, group].to(directions.device) for name in names)
-                self._combine(layer, group, count, mean, trace, sketches[group])
+                names = ("count", "mean", "trace", "sketch")
+                sums = (state[name][layer, group].to(directions.device) for name in names)
+                self._combine(layer, group, *sums)
 
     def _combine(
         self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor
