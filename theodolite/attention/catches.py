@@ -186,9 +186,6 @@ def sums_of_squares(
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
     """Sum over the sinks of each head, in their order."""
-    heads = len(catches.counted)
-    if values.device.type == "cpu":
-        return values.new_zeros(heads, *values.shape[1:]).index_add_(0, catches.of, values)
-    # On a GPU `index_add_` has no order, and so no certain last bits; this one is slower.
-    sinks = torch.bincount(catches.of, minlength=heads)
+    # On a GPU `index_add_` has no order, and so no certain last bits.
+    sinks = torch.bincount(catches.of, minlength=len(catches.counted))
     return torch.segment_reduce(values, "sum", lengths=sinks, axis=0)
