@@ -251,7 +251,6 @@ def _release(of, layer, layers, contexts, sums, shifted):
         "tag_shifted": shifted / totals[-1] if totals[-1] else math.nan,
         "gain": gain,
         "gain_se": gain_se,
-        "release_chance": np.array([chance.get(place, math.nan) for place in range(layers + 1)]),
         "tag": tag,
         "tag_se": tag_se,
         "before": stream[layer, 0],
@@ -259,9 +258,7 @@ def _release(of, layer, layers, contexts, sums, shifted):
         "released": stream[best, 0],
         "released_se": stream[best, 1],
         "released_layer": -1 if np.isnan(stream[best, 0]) else best,
-        "last": stream[-1, 0],
         "release": stream[:, 0],
-        "release_se": stream[:, 1],
     }
 
 
@@ -302,10 +299,7 @@ def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> di
         "contexts": row["contexts"],
         "share": row["contexts"] / contexts,
         "principal_direction": vectors[:, -1],
-        "head_release": released.pop("release"),
-        "head_release_se": released.pop("release_se"),
-        "head_release_chance": released.pop("release_chance"),
-        **released,
+        **{name: value for name, value in released.items() if name != "release"},
     }
 
 
@@ -401,7 +395,7 @@ def test_every_column_and_array_equals_the_dense_computation(family, dtype, kind
                 direction = name.endswith("_direction")
                 _close(got, value, max(tolerance, 1e-6) if direction else tolerance, (key, name))
     own = set(run.traces) - {"layer", "head", "kind", "token_id", "token"}
-    arrays = {"tag_direction", "release", "release_se", "release_chance"}
+    arrays = {"tag_direction", "release"}
     if len(ids) >= 8:  # the sums by group have the direction of all
         whole = run.arrays["tag_by_group"].double().sum(dim=1)
         known = torch.isfinite(run.arrays["tag_direction"][: len(whole)]).all(dim=1)
@@ -459,7 +453,7 @@ def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
     assert release[0, 3:].max() < release[0, 0] + 0.02 < 0.2
     assert table.released_layer[0] == 1
     # What nothing takes out stays; more of it than of what the others' tags added was in the stream before.
-    assert (table["last"][1:] > 1.5 * table.before[1:]).all()
+    assert (table.after[1:] > 1.5 * table.before[1:]).all()
 
 
 def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):

@@ -83,16 +83,6 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
             range=SIGNED,
             error=LEFT_OUT,
         ),
-        share("last", "η² in the last layer, before any final norm."),
-    )
-
-
-def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
-    shape = f"({rows}, L + 1)"
-    return (
-        Array(f"{prefix}release", shape, "η² by residual layer, from what enters the block on; NaN before."),
-        Array(f"{prefix}release_se", shape, "Its standard error."),
-        Array(f"{prefix}release_chance", shape, "What a random grouping explains on average."),
     )
 
 
@@ -178,7 +168,11 @@ _trace = partial(Column, "traces")
         "Of the first rows, the same by group of contexts, over the length of all, in float16.",
     ),
     *(array_without("traces", name) for name in ("share", "tag", "released")),
-    *_release_arrays("", "rows of traces"),
+    Array(
+        "release",
+        "(rows of traces, L + 1)",
+        "η² by residual layer, from what enters the block on; NaN before.",
+    ),
     Array(
         "sink_places",
         "(places, 7)",
@@ -193,7 +187,7 @@ def traces(
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
-    numbers, columns_of_tags, arrays = _tagged(sums, contexts)
+    numbers, columns_of_tags, release = _tagged(sums, contexts)
     sinks, in_contexts = sums["sinks"], sums["contexts"]
     group = torch.bincount(Groups(contexts).of(torch.arange(contexts)), minlength=GROUPS)
     numbers["share"] = ratio(in_contexts.T, group[:, None])
@@ -220,22 +214,24 @@ def traces(
     names = ["tagged", "layer", "head", "token_id"]
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
-    sorted_arrays = {name: values[order] for name, values in arrays.items()}
     place = torch.full_like(order, len(written["by_group"]))
     place[written["by_group_row"]] = torch.arange(len(written["by_group"]))
     none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
     by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
-    directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.half()}
+    arrays = {
+        "tag_direction": direction[order].float(),
+        "tag_by_group": by_group.half(),
+        "release": release[order],
+    }
     without = {
         f"traces.{name}{WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
         for name, one in numbers.items()
     }
-    return table.reset_index(drop=True), directions | without | sorted_arrays
+    return table.reset_index(drop=True), arrays | without
 
 
 @gives(
     *_tag_columns(TRACED_HEADS),
-    *_release_arrays("head_", "rows of heads"),
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
 def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
@@ -245,47 +241,40 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
     """
     sums = part_of(state, "by_head")
     keys = sums["keys"].long()
-    _, columns_of_tags, arrays = _tagged(sums, contexts)
     columns = {
         "layer": keys[:, 0],
         "head": keys[:, 1],
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
-        **columns_of_tags,
+        **_tagged(sums, contexts)[1],
     }
-    of_heads = {f"head_{name}": values for name, values in arrays.items()}
-    return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
+    return table_of(columns), {"principal_direction": written["principal"].float()}
 
 
-def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], dict[str, Tensor]]:
-    """Compute `tag` and `released`, all columns of η² in the head's output and after it, and arrays by layer."""
+def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], Tensor]:
+    """Compute `tag` and `released`, all columns of η² in the head's output and after it, and η² by residual layer."""
     layers = sums["keys"][:, 0].long()
     rows = torch.arange(len(layers))
     between, total = sums["squares"].transpose(0, 1).unbind(dim=3)
     eta = ratio(between, total).if_known(contexts >= GROUPS)
-    chance = sums["chance"] / total.sum(dim=0)
-    release = {
-        "release": _from_entering(eta.value, layers),
-        "release_se": _from_entering(eta.error, layers),
-        "release_chance": _from_entering(chance, layers),
-    }
-    in_stream = release["release"]
-    later = torch.arange(in_stream.shape[1]) > layers[:, None]
-    best = torch.where(later, in_stream.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
-    tag, before, after, released, last = (
+    stream = eta.value[:, 1 + HEAD_OUTPUT :]
+    residual = torch.arange(stream.shape[1])
+    release = torch.where(residual >= layers[:, None], stream, torch.nan)
+    later = residual > layers[:, None]
+    best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
+    tag, before, after, released = (
         eta[rows, place]
         for place in (
             torch.full_like(layers, HEAD_OUTPUT),
             *(1 + HEAD_OUTPUT + layer for layer in (layers, layers + 1, best)),
-            torch.full_like(layers, eta.value.shape[1] - 1),
         )
     )
-    gain = combined(torch.sub, released, before)
+    gain, whole = combined(torch.sub, released, before), total.sum(dim=0)[:, HEAD_OUTPUT]
     columns = {
         "tag": tag.value,
         "tag_se": tag.error,
-        "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["chance_of_runs"] / total.sum(dim=0)[:, HEAD_OUTPUT],
+        "tag_chance": sums["chance"] / whole,
+        "tag_shifted": sums["chance_of_runs"] / whole,
         "before": before.value,
         "after": after.value,
         "released": released.value,
@@ -293,15 +282,8 @@ def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str
         "released_layer": torch.where(released.value.isnan(), -1, best),
         "gain": gain.value,
         "gain_se": gain.error,
-        "last": last.value,
     }
     return {"tag": tag, "released": released}, columns, release
-
-
-def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
-    """Return values by residual layer, NaN before the one that enters the row's block."""
-    stream = values[:, 1 + HEAD_OUTPUT :]
-    return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
 
 
 def _principal(moment: Tensor, weights: Tensor) -> Tensor:

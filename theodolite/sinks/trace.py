@@ -162,9 +162,8 @@ def trace_sinks(
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
-        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `tag_by_group` (the first of
-        them, eight groups of contexts, width), `head_release`,
-        `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
+        `tag_direction`, `release` (rows of `traces`), `tag_by_group` (the first of them, eight groups of contexts,
+        width), `principal_direction` (rows of `heads`).
 
     Raises:
         UsageError: the corpus does not fit the model, or `out` holds something else.
