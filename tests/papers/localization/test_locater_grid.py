@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
@@ -53,18 +52,14 @@ def test_the_published_grid() -> None:
     assert [s.seed for s in settings[:30]] == [0] * 10 + [1] * 10 + [2] * 10
 
 
-def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a grid in one go. Stopped in its second round, no training is more than a round ahead."""
-    monkeypatch.setattr(module, "ROUND", 2)
+def test_stopping(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: a grid in one go."""
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
     text, asked = module.kept_text(job.work, files, RECIPE), iter([False] * 12 + [True] * 99)
-    assert module.train_in_rounds(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
-    reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
-    assert 0 < min(reached) < 6
-    assert max(reached) - min(reached) <= 2
-    screen = quiet()
-    train_grid(job, SETTINGS, files, screen)
+    assert module.train_in_turn(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
+    assert 0 < step_of(job.folder / "points" / SETTINGS[1].name) < 6
+    train_grid(job, SETTINGS, files, quiet())
     assert hashes(job.folder) == hashes(tmp_path / "whole")
     recipe, points = read_grid(job.folder)
     assert recipe["length"] == 16
@@ -107,17 +102,10 @@ def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: 
         train_grid(job, SETTINGS[:1], files, quiet())
 
 
-def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
-    """Oracle: the folder, while its lock is held here."""
-    place, job = tmp_path / "g/points" / SETTINGS[0].name, Job(tmp_path / "g", RECIPE, 2, "cpu")
-    job.work.begin()
-    place.mkdir(parents=True)
-    screen = quiet()
-    with FileLock(place / "lock"):
-        train_grid(job, SETTINGS[:2], files, screen)
-    assert not (place / "checkpoint.safetensors").exists()
-    assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert step_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
+def test_a_grid_that_another_process_trains_is_refused(files: TextFiles, tmp_path: Path) -> None:
+    job = Job(tmp_path / "g", RECIPE, 2, "cpu")
+    with job.work.claimed(), pytest.raises(UsageError, match="another process"):
+        train_grid(job, SETTINGS[:1], files, quiet())
 
 
 def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
