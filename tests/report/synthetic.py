@@ -199,7 +199,7 @@ def _coarse_shares(parts: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
 
 def _with_positional(heads: pd.DataFrame, seed: int) -> pd.DataFrame:
     generator = np.random.default_rng(seed + 2)
-    added = {name: generator.random(len(heads)) for name in ("argmax_property", "argmax_property_normed")}
+    added = {"argmax_property": generator.random(len(heads))}
     for name in ("pwp", "qk"):
         for cutoff in CUTOFFS:
             added[f"{name}_low_frequency_{cutoff}"] = 0.5 + 0.04 * cutoff + 0.1 * generator.random(len(heads))

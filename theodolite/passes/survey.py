@@ -229,7 +229,6 @@ class SurveyPlan:
                 model,
                 inputs=states.of(f"{TEXT}.inputs"),
                 means=means_of_text(states, self.trailing),
-                norms=states.of("shares"),
                 leading=corpus.leading,
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )
