@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-import pyarrow
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
@@ -28,7 +27,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
@@ -208,8 +207,11 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
-        if self.reduction not in get_args(Reduction):
-            raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
+        for given, choices in ((self.gradient, Gradient), (self.reduction, Reduction)):
+            if given not in get_args(choices):
+                raise UsageError(
+                    f"{self.name}: there is no {given}; choose {' or '.join(get_args(choices))}."
+                )
         check_numbers(self.seed)
 
 
@@ -398,9 +400,6 @@ def train_locater(
     vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of
     `grid_settings`, joined by commas; an empty text: none of them. None: as published.
     """
-    for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
-        if given not in get_args(choices):
-            raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     if vocabulary not in (None, WORDS) and not vocabulary.isdecimal():
@@ -557,13 +556,8 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 
 def _grid_run(folder: Path) -> GridRun:
     summary = folder / "summary.json"
-    try:
-        setting = Setting(**read_job(folder)[0])
-        losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
-        curves, _ = read_checked(folder / "propagation.safetensors")
-        end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
-        return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
-        raise UsageError(
-            f"{folder} is damaged ({first_line(error)}); remove it and train it again."
-        ) from error
+    setting = Setting(**read_job(folder)[0])
+    losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
+    curves, _ = read_checked(folder / "propagation.safetensors")
+    end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
+    return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)
