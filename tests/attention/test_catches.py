@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.accumulate.test_attention import KINDS, LENGTH, dense, make
-from theodolite.accumulate.tags import HeadOutputs, Tags, measured, released
+from theodolite.accumulate.tags import Tags, measured, released
 from theodolite.attention.catches import LEARNED, Catches, attend_and_catch, between_and_total
 from theodolite.attention.inputs import AttentionInputs
 
@@ -113,7 +113,7 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     assert catches.position.tolist() == list(range(8))
     assert not catches.counted.any()
     tags = Tags(1, 2, 1)
-    sums, place = measured(catches, HeadOutputs(x[0], x[0] + 1.0, torch.eye(2).double()[None]))
+    sums, place = measured(catches, x[0], x[0] + 1.0, torch.eye(2).double()[None])
     rows = tags.update(0, catches, position, sums, 0)
     tags.add_place(rows, 0, place, 0)
     stream = released(catches, torch.randn(8, 5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.attention.test_catches import random_catches, sums_of_squares
-from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.accumulate.tags import HEAD_OUTPUT, Tags, measured, released
 from theodolite.attention.catches import Catches
 from theodolite.measure.tags import traced_heads, traces, written
 from theodolite.theory.unbiased import ratio
@@ -41,7 +41,7 @@ def summed(contexts: list[Context], into: Tags | None = None, numbers: Sequence[
         numbers or range(len(contexts)), contexts, strict=False
     ):
         ids = torch.arange(output.shape[1]) % 3
-        sums, place = measured(catches, HeadOutputs(output, value, W_O @ W_O.mT))
+        sums, place = measured(catches, output, value, W_O @ W_O.mT)
         rows = tags.update(0, catches, ids, sums, number)
         tags.add_place(rows, HEAD_OUTPUT, place, number)
         for layer in (0, 1):

@@ -9,7 +9,7 @@ are such. Only sums are kept: no attention matrix, and no context after its pass
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -28,21 +28,6 @@ SHIFTS = 4
 
 HEAD_OUTPUT = 0
 """The place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ."""
-
-
-@dataclass(frozen=True)
-class HeadOutputs:
-    """One layer of one context, where some heads have sinks.
-
-    Attributes:
-        output: of these heads, before W_O.
-        value: of every key, for these heads.
-        metric: W_O W_Oᵀ of these heads: lengths in the residual stream.
-    """
-
-    output: Float[Tensor, "catching_heads positions value_width"]
-    value: Float[Tensor, "catching_heads positions value_width"]
-    metric: Float[Tensor, "catching_heads value_width value_width"]
 
 
 class Tags(LayerSums):
@@ -116,10 +101,19 @@ class Tags(LayerSums):
             sums.at("squares")[:, group, place].index_add_(0, of_rows, squares[of + "squares"].cpu())
 
 
-def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT."""
+def measured(
+    catches: Catches,
+    output: Float[Tensor, "catching_heads positions value_width"],
+    value: Float[Tensor, "catching_heads positions value_width"],
+    metric: Float[Tensor, "catching_heads value_width value_width"],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT.
+
+    Of the heads that have sinks: their output before W_O, the value of every key, and W_O W_Oᵀ, by which lengths are
+    those in the residual stream.
+    """
     of, counted = catches.of, catches.counted.double()
-    output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
+    output, value = output.double(), value.double()
     caught = catches.caught.double()
     totals = torch.einsum("ht,htv->hv", counted, output)
     sums = torch.einsum("st,stv->sv", caught, output[of])

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from theodolite.accumulate.marked import marked_places
 from theodolite.accumulate.sums import State, each_part, part_of
-from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.accumulate.tags import HEAD_OUTPUT, Tags, measured, released
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
@@ -106,13 +106,10 @@ class TracePass(CorpusPass):
                 return output, catches, None
             heads = catches.head.unique()
             wider = (0, metric.shape[-1] - output.shape[-1])  # as wide as those of the widest layer
-            outputs = HeadOutputs(
-                output=functional.pad(output[0, :, heads].transpose(0, 1), wider),
-                value=functional.pad(inputs.value[part.start, heads // groups], wider),
-                metric=metric[heads],
-            )
+            of_heads = functional.pad(output[0, :, heads].transpose(0, 1), wider)
+            value = functional.pad(inputs.value[part.start, heads // groups], wider)
             before = released(catches, self._entering[part.start].to(output.device))
-            return output, catches, (*measured(catches, outputs), before)
+            return output, catches, (*measured(catches, of_heads, value, metric[heads]), before)
 
         results = self._each(work)
         for context, (_, catches, numbers) in enumerate(results):
