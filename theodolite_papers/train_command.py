@@ -103,6 +103,9 @@ class _Locater:
     held_out: Annotated[Path, typer.Option(help="Held-out text to evaluate on.")]
     layers: Annotated[str | None, typer.Option(help="Depths [default: 1].")] = None
     widths: Annotated[str | None, typer.Option(help="Widths d [default: 32].")] = None
+    scales: Annotated[str | None, typer.Option(help="κ₁ of training runs with LocAteR [default: 100].")] = (
+        None
+    )
     means: Annotated[
         str | None,
         typer.Option(help="κ₂ of training runs with LocAteR; '' for none [default: 0,0.001,0.01,0.1,1]."),
@@ -111,6 +114,12 @@ class _Locater:
         str | None,
         typer.Option(help="Weight decays of training runs without; '' for none [default: 0,0.01,0.1,1,10]."),
     ] = None
+    gradient: Annotated[
+        str,
+        typer.Option(
+            help="Gradient of LocAteR's second term: exact, or published (as printed, which is wrong)."
+        ),
+    ] = "exact"
     reduction: Annotated[
         str,
         typer.Option(

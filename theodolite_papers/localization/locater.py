@@ -68,12 +68,14 @@ def label_of(setting: Setting) -> str:
     if setting.scale == setting.mean == 0:
         return "no LocAteR" if setting.weight_decay == 0.01 else f"weight decay {setting.weight_decay:g}"
     decay = "" if setting.weight_decay == 0.01 else f", weight decay {setting.weight_decay:g}"
-    return f"κ₂ = {setting.mean:g}{decay}{against_what(setting.reduction)}"
+    return f"κ₂ = {setting.mean:g}{decay}{manner(setting)}"
 
 
-def against_what(reduction: Reduction) -> str:
-    """Name the loss that κ weighs against, as words after a comma; nothing for the mean loss."""
-    return "" if reduction == "mean" else ", against the summed loss"
+def manner(setting: Setting) -> str:
+    """Name what differs from κ₁ = 100 against the mean loss with the exact gradient, as words after a comma."""
+    words = "" if setting.scale == 100 else f", κ₁ = {setting.scale:g}"
+    words += "" if setting.reduction == "mean" else ", against the summed loss"
+    return words + ("" if setting.gradient == "exact" else ", printed gradient")
 
 
 def without_seed(setting: Setting) -> Setting:
@@ -202,14 +204,15 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 class Comparable:
     """The training runs of one depth and width, all at one step.
 
-    published: LocAteR settings by rising κ₂ at κ₁ = 100, by the reduction of the loss. decays: settings without
-    LocAteR; plain: the published one.
+    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss. others:
+    other ways of LocAteR, in words → settings by rising κ₂. decays: settings without LocAteR; plain: the published one.
     """
 
     runs: list[GridRun]
     step: int
     rows: pd.DataFrame
     published: dict[Reduction, list[Setting]]
+    others: dict[str, list[Setting]]
     decays: list[Setting]
     plain: Setting | None
 
@@ -217,18 +220,32 @@ class Comparable:
         """List the training runs of a setting, one per seed."""
         return [run for run in self.runs if without_seed(run.setting) == setting]
 
+    @property
+    def with_locater(self) -> dict[str, list[Setting]]:
+        """All ways of LocAteR, in words → settings by rising κ₂."""
+        return {manner(settings[0]): settings for settings in self.published.values()} | self.others
+
 
 def comparable(runs: Sequence[GridRun]) -> Comparable:
     """Sort the training runs of one depth and width by what they are for."""
     step = common_step(runs)
     kinds = sorted({without_seed(run.setting) for run in runs}, key=lambda s: (s.mean, s.weight_decay))
     none = [setting for setting in kinds if not (setting.scale or setting.mean)]
+    by_manner: dict[str, list[Setting]] = {}
+    for setting in kinds:
+        if setting not in none:
+            by_manner.setdefault(manner(setting), []).append(setting)
+    for settings in by_manner.values():  # at κ₂ = 0 there is no second term, hence one gradient
+        exact = replace(settings[0], gradient="exact", mean=0.0)
+        if settings[0].gradient != "exact" and exact in kinds:
+            settings.insert(0, exact)
     published: dict[Reduction, list[Setting]] = {}
     for reduction in get_args(Reduction):
-        if settings := [each for each in kinds if each.scale == 100 and each.reduction == reduction]:
+        settings = by_manner.pop(manner(Setting(scale=100.0, reduction=reduction)), [])
+        if settings:
             published[reduction] = settings
     plain = next((setting for setting in none if label_of(setting) == "no LocAteR"), None)
-    return Comparable(list(runs), step, at_step(runs, step), published, none, plain)
+    return Comparable(list(runs), step, at_step(runs, step), published, by_manner, none, plain)
 
 
 def in_both_readings(
@@ -293,12 +310,8 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
         for key, name in (("entropy-against-none", "entropy"), ("perplexity-against-none", "final_loss")):
             strongest(outcome, data, key, name, plain, none=label_of(plain))
     if data.step < PUBLISHED_STEPS:
-        for reduction, settings in data.published.items():
-            values = {
-                "how": against_what(reduction),
-                "strongest": label_of(settings[-1]),
-                "none": label_of(plain),
-            }
+        for how, settings in data.with_locater.items():
+            values = {"how": how, "strongest": label_of(settings[-1]), "none": label_of(plain)}
             less = difference(data.rows, settings[-1], plain, "final_loss")
             outcome.judge("perplexity-so-far", less, step=data.step, **values)
 
@@ -316,7 +329,7 @@ def against_decay(outcome: Outcome, data: Comparable) -> None:
 
 def linked(outcome: Outcome, data: Comparable) -> None:
     """Judge section 7's explanation: smaller scale, higher entropy, lower perplexity, over settings that differ."""
-    settings = [setting for group in data.published.values() for setting in group]
+    settings = [s for group in data.with_locater.values() for s in group if s.gradient == "exact"]
     settings += [data.plain] if data.plain else []
     for key, name, against in (
         ("scale-and-entropy", "entropy", "frobenius_squared"),
@@ -396,7 +409,8 @@ def _draw_curves(outcome: Outcome, data: Comparable, settings: list[Setting], ke
 
 def _draw_maps(outcome: Outcome, data: Comparable) -> None:
     """Draw ρ of the last query's key positions over training, as in Fig. 7: steps to the right, positions down."""
-    settings = [*(s for group in data.published.values() for s in reversed(group)), *data.decays]
+    settings = [*(s for group in data.with_locater.values() for s in reversed(group)), *data.decays]
+    settings = list(dict.fromkeys(settings))  # κ₂ = 0 begins the printed gradient's, too
     length = data.runs[0].propagation.shape[-1]
 
     def draw(place: int) -> go.Figure:
@@ -453,6 +467,8 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
         _draw_curves(outcome, data, settings + plain, key, title)
     if len(data.decays) > 1:
         _draw_curves(outcome, data, data.decays, "decays", "Training with plain weight decay")
+    for place, (how, settings) in enumerate(data.others.items()):
+        _draw_curves(outcome, data, settings + plain, f"others-{place}", f"Training with LocAteR{how}")
     _draw_maps(outcome, data)
 
 

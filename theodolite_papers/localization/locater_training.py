@@ -43,7 +43,7 @@ from theodolite.system.files import (
 from theodolite.system.processor import multiplies_halves, using_threads
 from theodolite.system.progress import STOPPING, interruptible
 from theodolite.theory import empirical_propagation, qk_moments
-from theodolite.train.penalty import locater_penalty
+from theodolite.train.penalty import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite_papers.training.tasks import byte_pair_tokenizer, read_text
 from theodolite_papers.training.trainer import Trainer, check_numbers
@@ -189,6 +189,7 @@ class Setting:
     scale: float = 0.0
     mean: float = 0.0
     weight_decay: float = 0.01
+    gradient: Gradient = "exact"
     seed: int = 0
     reduction: Reduction = "mean"
 
@@ -196,7 +197,8 @@ class Setting:
     def name(self) -> str:
         """`l1-d32-scale100-mean0.01-decay0.01-s0`: the folder."""
         numbers = f"scale{self.scale:g}-mean{self.mean:g}-decay{self.weight_decay:g}"
-        kind = "" if self.reduction == "mean" else f"-{self.reduction}"
+        kind = "" if self.gradient == "exact" else f"-{self.gradient}"
+        kind += "" if self.reduction == "mean" else f"-{self.reduction}"
         return f"l{self.layers}-d{self.width}-{numbers}{kind}-s{self.seed}"
 
     def check(self) -> None:
@@ -205,8 +207,11 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
-        if self.reduction not in get_args(Reduction):
-            raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
+        for given, choices in ((self.gradient, Gradient), (self.reduction, Reduction)):
+            if given not in get_args(choices):
+                raise UsageError(
+                    f"{self.name}: there is no {given}; choose {' or '.join(get_args(choices))}."
+                )
         check_numbers(self.seed)
 
 
@@ -315,7 +320,7 @@ class LocaterTraining:
         self.trainer.kept["summed"] += loss.detach()
         if setting.scale or setting.mean:
             w_q, w_k = self._factors()
-            penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean)
+            penalty = locater_penalty(w_q, w_k, setting.scale, setting.mean, gradient=setting.gradient)
             loss = loss + (penalty if setting.reduction == "mean" else penalty / window[:, 1:].numel())
         return loss
 
@@ -384,6 +389,7 @@ def train_locater(
     *,
     seeds: int = 3,
     steps: int | None = None,
+    gradient: Gradient = "exact",
     reduction: Reduction = "mean",
     vocabulary: str | None = None,
     device: str = "cpu",
@@ -391,8 +397,8 @@ def train_locater(
 ) -> list[str]:
     """Train what is missing of the grid; returns a line on each training run.
 
-    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, means (κ₂) and decays of `grid_settings`, joined
-    by commas; an empty text: none of them. None: as published.
+    vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of
+    `grid_settings`, joined by commas; an empty text: none of them. None: as published.
     """
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
@@ -404,7 +410,7 @@ def train_locater(
     how: dict[str, Any] = {
         name: _numbers(name, given) for name, given in numbers.items() if given is not None
     }
-    settings = grid_settings(reduction, seeds=seeds, **how)
+    settings = grid_settings(Setting(gradient=gradient, reduction=reduction), seeds=seeds, **how)
     steps = PUBLISHED_STEPS if steps is None else steps
     train_grid(Job(out, recipe, steps, device), settings, TextFiles(text, held_out), console)
     lines = []
@@ -429,20 +435,21 @@ RUN_FOLDERS = "points"
 
 
 def grid_settings(
-    reduction: Reduction = "mean",
+    how: Setting = Setting(),
     *,
     seeds: int = 3,
     layers: Sequence[int] = (1,),
     widths: Sequence[int] = (32,),
+    scales: Sequence[float] = (100.0,),
     means: Sequence[float] = (0.0, 1e-3, 1e-2, 1e-1, 1.0),
     decays: Sequence[float] = (0.0, 0.01, 0.1, 1.0, 10.0),
 ) -> list[Setting]:
     """List the published settings, and as many weight decays without LocAteR; a seed's before the next seed's.
 
-    reduction, means: of the LocAteR runs, whose κ₁ is 100, the loss that the penalty is added to, and κ₂. decays: of
-    the runs without; 0.01 is the published one.
+    how: gradient and reduction of the LocAteR runs. scales, means: their κ₁ and κ₂. decays: of the runs without; 0.01
+    is the published one.
     """
-    kinds = [Setting(scale=100.0, mean=mean, reduction=reduction) for mean in means]
+    kinds = [replace(how, scale=scale, mean=mean) for scale, mean in product(scales, means)]
     kinds += [Setting(weight_decay=decay) for decay in decays]
     return [
         replace(kind, layers=depth, width=width, seed=seed)
@@ -541,8 +548,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
     recipe, _ = read_job(folder)
     places = sorted((folder / RUN_FOLDERS).glob("*"))
     # The last file of the first save.
-    saved = [place for place in places if (place / "propagation.safetensors").exists()]
-    runs = [_grid_run(place) for place in saved if "-published" not in place.name]
+    runs = [_grid_run(place) for place in places if (place / "propagation.safetensors").exists()]
     if not runs:
         raise UsageError(f"{folder} holds no saved training run yet; wait for the first checkpoint.")
     return recipe, runs
@@ -550,8 +556,7 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 
 def _grid_run(folder: Path) -> GridRun:
     summary = folder / "summary.json"
-    # Earlier versions could train by the printed gradient, too.
-    setting = Setting(**{name: value for name, value in read_job(folder)[0].items() if name != "gradient"})
+    setting = Setting(**read_job(folder)[0])
     losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
     curves, _ = read_checked(folder / "propagation.safetensors")
     end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None

@@ -180,6 +180,21 @@ def test_only_settings_that_differ_are_ranked() -> None:
     assert "no two of 10 settings differ" in link.evidence
 
 
+def test_other_ways_are_judged_apart() -> None:
+    """Oracle: opposite effects put in; κ₂ = 0, which has no second term, begins the printed gradient's."""
+    printed = [
+        replace(p, setting=replace(p.setting, gradient="published"))
+        for p in grid(-1.0, reductions=["mean"])
+        if p.setting.mean > 0
+    ]
+    runs = [*grid(1.0), *printed]
+    assert answers(runs, "scale", "entropy") == [HOLDS] * 2
+    assert answers(runs, "At step 10 LocAteR, printed gradient has the lower perplexity (ours)") == [FAILS]
+    outcome = filled(runs)
+    assert "Training with LocAteR, printed gradient" in {figure.title for figure in outcome.exhibits}
+    assert "κ₂ = 1, printed gradient" in outcome.tables["settings"]["setting"].tolist()
+
+
 def test_all_are_compared_at_one_step() -> None:
     """Oracle: a training cut by hand; the lowest loss is of the steps up to there."""
     runs = grid(1.0)

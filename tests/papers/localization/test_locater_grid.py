@@ -118,12 +118,12 @@ def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pyt
 def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the folder, and the perplexity that the summaries have."""
     monkeypatch.setattr(module, "Recipe", lambda **given: RECIPE)
-    options = {"widths": "8,4", "means": "1,2", "decays": "", "seeds": 1, "steps": 2}
+    options = {"widths": "8,4", "scales": "7,100", "means": "1", "decays": "", "seeds": 1, "steps": 2}
     how: dict[str, Any] = {"reduction": "sum"}
     lines = train_locater(tmp_path / "g", files.train, files.held_out, quiet(), **options, **how)
     points = read_grid(tmp_path / "g")[1]
-    assert {(p.setting.width, p.setting.mean) for p in points} == {(8, 1), (8, 2), (4, 1), (4, 2)}
-    assert {(p.setting.scale, p.setting.reduction) for p in points} == {(100, "sum")}
+    assert {(p.setting.width, p.setting.scale) for p in points} == {(8, 7), (8, 100), (4, 7), (4, 100)}
+    assert {(p.setting.mean, p.setting.reduction) for p in points} == {(1, "sum")}
     for line, point in zip(lines, points, strict=True):
         assert point.summary is not None
         assert f"step 2, held-out perplexity {math.exp(point.summary['held_out_loss']):.2f}" in line
@@ -132,7 +132,7 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"reduction": "max"}, "choose mean or sum"),
+        ({"gradient": "best"}, "no best; choose exact or published"),
         ({"layers": "1.5"}, "numbers with commas"),
         ({"vocabulary": "many"}, "or words"),
         ({"seeds": 0}, "1 or more"),

@@ -185,7 +185,7 @@ def test_measures_against_transformers(text: GridText, tmp_path: Path) -> None:
 def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
     """Oracle: equality. Settings of one seed begin alike, another seed does not; a penalty changes what follows."""
     settings = {"plain": replace(SETTING, scale=0.0, mean=0.0), "penalised": SETTING}
-    settings |= {"other": replace(SETTING, seed=1)}
+    settings |= {"printed": replace(SETTING, gradient="published"), "other": replace(SETTING, seed=1)}
     trainings = {
         name: LocaterTraining(tmp_path / name, setting, RECIPE, text, "cpu")
         for name, setting in settings.items()
@@ -201,6 +201,7 @@ def test_seeds_pair_the_settings(text: GridText, tmp_path: Path) -> None:
         training.trainer.advance(3)
     after = weights()
     assert not torch.equal(after["plain"], after["penalised"])
+    assert not torch.equal(after["printed"], after["penalised"])
     first = [trainings[name].history("losses")[0, 1] for name in ("plain", "penalised")]
     assert first[0] == first[1]
 
