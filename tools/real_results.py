@@ -23,9 +23,11 @@ from tools.real_models import MODELS, cache, fetch, real_model
 LENGTH = 256
 SECONDS, REFUSED = "seconds.json", "refused.json"
 
-OF_HEADS = ",".join(f"localization/{name}" for name in ("behaviour", "assumptions", "gradient"))
+OF_HEADS = ",".join(
+    f"localization/{name}" for name in ("behaviour", "assumptions", "gradient", "collapse", "width")
+)
 PROMPTS = ",".join(f"sinks/figure{number}" for number in (2, 7, 8, 9, 10, 11))
-SINKS = ",".join(f"sinks/{name}" for name in ("trace", "ablation", "outliers"))
+SINKS = ",".join(("localization/walk", *(f"sinks/{name}" for name in ("trace", "ablation", "outliers"))))
 PRUNED = "sinks/figure5,sinks/figure4,sinks/figure3"
 ADDER = "geometry/addition"
 

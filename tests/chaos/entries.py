@@ -135,7 +135,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "constituents": lambda model: constituents(model, IDS, 1),
     "outputs": lambda model: read_outputs(model, CORPUS),
     "perplexity": lambda model: perplexity(model, CORPUS),
-    "walk": lambda model: read_walk(model, CORPUS, 0).covariance,
+    "walk": lambda model: read_walk(model, CORPUS, 0).inputs.state(),
     "pruned": pruned,
     "explored": explored,
     "head": lambda model: view_head(model, IDS[0], 1, 1).view,

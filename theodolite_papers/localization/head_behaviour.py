@@ -111,7 +111,7 @@ def from_increments(model: OpenModel, walk: TextWalk, length: int) -> Prediction
             parts.append((unknown, [UNDEFINED] * len(unknown), unknown[:, 0]))
             continue
         temperature = 1 / weights.scaling
-        of = qk_moments(weights.w_q, weights.w_k, walk.covariance[layer], temperature)
+        of = qk_moments(weights.w_q, weights.w_k, walk.inputs.covariance(layer), temperature)
         curve = propagation_finite(of.trace, of.form_squared, of.trace_of_square, length, temperature)
         parts.append((curve, regime(of.xi_symmetric, of.eta_symmetric).tolist(), of.eta_symmetric))
     curves, names, etas = zip(*parts, strict=True)

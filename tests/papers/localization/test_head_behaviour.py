@@ -79,11 +79,11 @@ def test_without_an_affine_projection_nothing_is_predicted(opened):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama3"])
 def test_increments_predict_from_the_full_covariance(opened, family):
-    """Oracle: W_QK Σ̂ and Σ̂^½ W_QK Σ̂^½ formed as d×d matrices, with grouped heads too, and numpy's Σ̂."""
+    """Oracle: W_QK Σ̂ and Σ̂^½ W_QK Σ̂^½ formed as d×d matrices, with grouped heads too."""
     model = opened(family)
     walk = read_walk(model, Corpus.random_tokens(model.tokenizer, 24, 16), 0)
     prediction, weights = from_increments(model, walk, 24), model.head_weights(1)
-    sigma = walk.covariance[1]
+    sigma = walk.inputs.covariance(1)
     values, vectors = torch.linalg.eigh(sigma)
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     full = weights.w_q[0].double() @ weights.w_k[0].double().T
