@@ -32,7 +32,6 @@ from tools.real_models import real_model
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "few_contexts.json"
 EXEMPT = {
     "rank": "counts what these contexts can show",
-    "undirected_positions": "counts what these contexts can't show",
     "relative_norm_floor": "is the noise of these contexts",
     "incoherence_random": "has no error",
 }

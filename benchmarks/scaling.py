@@ -56,9 +56,8 @@ def state_bytes(s: Shape) -> dict[str, int]:
         "sketches": residual * (g * (2 + d + d * r) + d * r),
         "sample": residual * (d * (2 * s.sampled + s.tokens_kept) + 2 * s.sampled),
         "outliers": residual * (d * (5 * g + 2) + g),
-        "attention": s.layers * (s.heads * (5 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
+        "attention": s.layers * (s.heads * (4 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
         "queries and keys": s.layers * s.heads * (1 + 2 * (d // s.heads) ** 2),
-        "logit spread": s.layers * s.heads * 2,
         "scalars": residual * ((5 + t) * g + 1),
     }
     split = {"split contexts": s.layers * min(split_contexts(t), s.contexts) * t * d * MODEL_FLOAT}

@@ -128,7 +128,6 @@ def position_columns(x: np.ndarray, grid: tuple[int, int] | None = None) -> dict
         "position_energy": contexts * energy / np.linalg.norm(everything) ** 2,
     }
     lengths, near = _lengths(inner, math.inf if grid else 1.25)
-    row["undirected_positions"] = float((near[0] <= 2 * _error(near[1:])).sum())
     scales = np.where(near[0] > 0, 1 / np.sqrt(np.maximum(lengths, 1e-300)), 0)
     for name, several in (("low_frequency", scales), ("pp_low_frequency", np.ones_like(scales))):
         row |= _frequencies(name, p, several, grid)
@@ -346,7 +345,6 @@ def head_arrays(dense: Dense) -> dict[str, np.ndarray]:
     sinks = (received > 0.3) & (seen - 1 >= min(16, p.shape[-1] / 4))
     return {
         "entropy_by_position": -(full * np.log(np.where(full > 1e-15, full, 1))).sum(-1).mean(1),
-        "received_by_position": received.mean(1),
         "sink_by_position": sinks.mean(1),
     }
 

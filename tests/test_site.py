@@ -63,7 +63,7 @@ def test_every_page_is_built_with_what_belongs_in_it(site):
         ("trust", "Text too short"),
         ("reproduce", "<code>sinks/figure4</code>"),
         ("position", "<code>stable_rank</code></td>"),
-        ("run-folder", "<code>release_chance</code></td>"),
+        ("run-folder", "<code>tag_by_group</code></td>"),
         ("collapse", "Plotly.newPlot"),
     ):
         assert words in text[f"{page}.html"], page

@@ -146,8 +146,8 @@ def locater_command(
 ) -> None:
     """Train with and without LocAteR: every combination of depth, width, κ₂ or weight decay, and seed.
 
-    Bao et al. 2024, section 7. Numbers have commas between them. The training runs go on in rounds of 5,000 steps, and
-    can be stopped and started again at any time.
+    Bao et al. 2024, section 7. Numbers have commas between them. The training runs follow each other, and can be
+    stopped and started again at any time.
 
     Example: theodolite train locater --text train.txt --held-out test.txt --out grid
     """

@@ -58,7 +58,6 @@ def test_output_and_statistics_equal_the_dense_ones(kind):
         "contexts": grouped(torch.ones(len(ids[: len(weights)]))),
         "largest_logit": expected["largest"].amax((0, 2)),
         "log_sum_exp": lse.where(lse.isfinite(), 0).sum((0, 2)),
-        "received": expected["received"].sum(0),
         "previous": grouped(previous),
         "previous_queries": grouped(torch.full((len(weights),), LENGTH - 1)),
         "same": grouped(same),

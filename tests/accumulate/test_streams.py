@@ -189,30 +189,8 @@ def test_a_sketch_gives_the_largest_eigenvalue_and_narrow_ones_the_whole_moment(
     np.testing.assert_allclose(factor @ factor.T, dense, atol=2e-5 * np.linalg.norm(dense, 2))
 
 
-def test_sketches_merge_whatever_their_directions():
-    """Oracle: one accumulator over everything. Parts that began elsewhere have other directions."""
-    h = _spiked(24)
-    whole = _sketched(h, [(0, 24)])
-    first, second, empty = (
-        _sketched(h, [(0, 4), (13, 20)]),
-        _sketched(h, [(4, 13), (20, 24)]),
-        _sketched(h, []),
-    )
-    assert not torch.equal(first.state()["directions"], second.state()["directions"])
-    empty.merge(first.state())
-    for name, value in first.state().items():
-        torch.testing.assert_close(empty.state()[name], value, rtol=1e-12, atol=1e-9)
-    empty.merge(second.state())
-    merged, expected = empty.state(), whole.state()
-    torch.testing.assert_close(merged["mean"], expected["mean"], rtol=1e-12, atol=1e-9)
-    assert torch.equal(merged["count"], expected["count"])
-    for state in (merged, expected):
-        state["top"] = torch.linalg.matrix_norm(low_rank(state["sketch"][0], state["directions"][0]), 2) ** 2
-    torch.testing.assert_close(merged["top"], expected["top"], rtol=0.005, atol=0)
-
-
 def test_sketches_that_look_along_the_same_directions_merge_without_loss():
-    """Oracle: one that saw all. Directions of their own would lose what they do not see."""
+    """Oracle: one that saw all."""
     h = torch.randn(8, 30, 48, generator=torch.Generator().manual_seed(3))  # wider than a sketch
     whole, first, second = (MomentSketches(1, 48, 8) for _ in range(3))
     whole.update_centred(0, Centred.of(h[:3]), 0)
@@ -223,9 +201,6 @@ def test_sketches_that_look_along_the_same_directions_merge_without_loss():
     first.merge(second.state())
     for name, tensor in whole.state().items():
         torch.testing.assert_close(first.state()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
-    other = MomentSketches(1, 48, 8)
-    other.update_centred(0, Centred.of(h[3:]), 3)
-    assert not torch.allclose(other.state()["sketch"][0, 4], whole.state()["sketch"][0, 4], rtol=1e-3)
 
 
 Batch = list[tuple[tuple[int, int], int]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.accumulate.test_attention import KINDS, LENGTH, dense, make
-from theodolite.accumulate.tags import HeadOutputs, Tags, measured, released
+from theodolite.accumulate.tags import Tags, measured, released
 from theodolite.attention.catches import LEARNED, Catches, attend_and_catch, between_and_total
 from theodolite.attention.inputs import AttentionInputs
 
@@ -32,7 +32,7 @@ def random_catches(generator: np.random.Generator, length: int, heads: int = 2) 
     kept_, caught_ = torch.from_numpy(np.array(kept)), torch.from_numpy(np.array(caught))
     received = torch.full((len(of),), 0.5, dtype=torch.float64)
     local = torch.zeros(len(of), dtype=torch.bool)
-    return Catches(of, torch.tensor(position), received, local, caught_, kept_[of], of, kept_)
+    return Catches(of, torch.tensor(position), received, local, caught_, of, kept_)
 
 
 def sums_of_squares(x: np.ndarray, group: np.ndarray) -> tuple[float, float]:
@@ -80,16 +80,14 @@ def test_catches_are_those_of_dense_attention(kind, local_sinks):
                 counts = np.array([t > 0 and t not in paid for t in range(LENGTH)])
                 best = np.array([max(paid, key=lambda s, t=t: paid[s][t]) for t in range(LENGTH)])
                 caught = counts & (best == k) & (paid[k] > 0.3)
-                sees = counts & (seen[:, k] if k != LEARNED else True)
                 mean = received[k] if k != LEARNED else paid[k].mean()
-                expected.append((head, k, mean, caught, sees, counts, k != LEARNED and not whole[k]))
+                expected.append((head, k, mean, caught, counts, k != LEARNED and not whole[k]))
         assert catches.head.tolist() == [e[0] for e in expected]
         assert catches.position.tolist() == [e[1] for e in expected]
-        assert catches.local.tolist() == [e[6] for e in expected]
-        for row, (_, _, mean, caught, sees, counts, _) in enumerate(expected):
+        assert catches.local.tolist() == [e[5] for e in expected]
+        for row, (_, _, mean, caught, counts, _) in enumerate(expected):
             assert float(catches.received[row]) == pytest.approx(mean, rel=1e-10)
             np.testing.assert_array_equal(catches.caught[row], caught)
-            np.testing.assert_array_equal(catches.seen[row], sees)
             np.testing.assert_array_equal(catches.counted[catches.of[row]], counts)
         found += len(expected)
     # A window's keys are seen by too few queries, and a cap leaves no key so much attention.
@@ -104,7 +102,6 @@ def test_of_sinks_that_are_paid_alike_the_first_catches():
     _, (catches,) = attend_and_catch(AttentionInputs(query, key, key.clone(), 1.0, causal=True))
     assert catches.position.tolist() == [2, 4]
     assert catches.caught.sum(dim=1).tolist() == [16, 0]  # but 0, the sinks, and 1, which sees none
-    assert catches.seen.sum(dim=1).tolist() == [16, 15]
 
 
 def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
@@ -116,7 +113,7 @@ def test_a_short_context_whose_tokens_are_all_sinks_adds_nothing_bad():
     assert catches.position.tolist() == list(range(8))
     assert not catches.counted.any()
     tags = Tags(1, 2, 1)
-    sums, place = measured(catches, HeadOutputs(x[0], x[0] + 1.0, torch.eye(2).double()[None]))
+    sums, place = measured(catches, x[0], x[0] + 1.0, torch.eye(2).double()[None])
     rows = tags.update(0, catches, position, sums, 0)
     tags.add_place(rows, 0, place, 0)
     stream = released(catches, torch.randn(8, 5))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.accumulate.test_attention import measured
-from tests.attention.kinds import make, masked_by_bias
-from tests.attention.test_summary import compare, dense_summary
+from tests.attention.kinds import make
+from tests.attention.test_summary import dense_summary
 from tests.slow import slow_but
 from theodolite.attention import triton as attention_triton
 from theodolite.attention.summary import summarise, summarise_in_blocks
@@ -59,13 +59,6 @@ def test_kernels_are_what_the_matrices_say(kind, dtype, kernels):
     close = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.output.double(), expected["output"], rtol=close, atol=close)
     assert torch.equal(got.sinks, expected["sinks"])
-
-
-def test_kernels_read_a_mask_that_is_written_as_a_bias(kernels):
-    inputs = in_half_or_single("window", torch.float32)
-    as_bias = masked_by_bias(inputs, -torch.inf)
-    assert attention_triton.can_do(as_bias)
-    compare(summarise(as_bias), inputs, 2e-5)
 
 
 @pytest.mark.parametrize("width", slow_but([5], [5, 40]))

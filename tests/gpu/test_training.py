@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests import checkpoints
 from tests.gpu.conftest import assert_columns_near
 from tests.train.test_locater import MEAN, SCALE, dense_penalty
 from theodolite.train import GeometryMonitor, Locater
-from theodolite.train.monitor import GeometryWarning
 
 pytestmark = pytest.mark.gpu
 
@@ -38,24 +36,6 @@ def test_the_monitor_sees_what_it_sees_on_the_cpu(family, dtype, device):
         ours.heads[columns], theirs.heads[columns], 5e-2 if dtype == torch.bfloat16 else 5e-4, "heads"
     )
     assert next(model.parameters()).device == device
-
-
-def test_the_monitor_warns_at_the_step_at_which_it_does_on_the_cpu(device):
-    """Oracle: the alarms of the CPU's run in float64, as a head's queries grow."""
-
-    def alarms(model: torch.nn.Module) -> list[tuple[int, str, int, int]]:
-        monitor = GeometryMonitor(model, IDS, every=1, spectra_every=2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GeometryWarning)
-            for step in range(7):
-                monitor(step)
-                with torch.no_grad():
-                    model.transformer.h[0].attn.c_attn.weight[:, 8:16] *= 8
-        return [(a.step, a.kind, a.layer, a.head) for a in monitor.alarms]
-
-    expected = alarms(checkpoints.build("gpt2").double())
-    assert expected
-    assert alarms(checkpoints.build("gpt2").to(device)) == expected
 
 
 def test_the_penalty_and_its_gradient_are_those_of_dense_matrices(device):

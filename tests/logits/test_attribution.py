@@ -165,8 +165,8 @@ def test_one_token_has_no_context():
 @pytest.mark.parametrize(
     ("ids", "layer", "decomposition", "words"),
     [
-        ([[1, 2]], 0, None, "ids are a list"),
-        (torch.ones(2, 4, dtype=torch.int64), "0", None, "layer a str"),
+        ([["a"]], 0, None, "token ids are list: give whole numbers"),
+        (torch.ones(2, 4, dtype=torch.int64), "0", None, "layer is '0': give a whole number"),
         (torch.ones(2, 4, dtype=torch.int64), 0, torch.zeros(4), "decomposition is a Tensor"),
     ],
 )

@@ -24,7 +24,7 @@ from theodolite.measure.head_roles import (
 from theodolite.measure.heads import examples_table, sinks_table
 from theodolite.measure.localization import layer_spectra
 from theodolite.measure.position import GroupedBasis
-from theodolite.measure.positional import NormOfRows, argmax_property, positional_heads, qk_low_frequency
+from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
 from theodolite.models.weights.head_weights import EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
@@ -127,7 +127,6 @@ def test_noise_alone_has_the_argmax_property_by_chance_only() -> None:
 def test_noise_alone_has_no_share_of_pwp() -> None:
     """By chance it does in a few draws. What a planted basis has is compared with dense matrices in `tests/passes`."""
     w_q, w_k = sample(101, 2, 32, 8), sample(102, 2, 32, 8)
-    norm = NormOfRows(torch.ones(32), torch.zeros(32), torch.ones(48), centred=False)
     unknown = []
     for seed in range(40):
         noise = sample(seed, 8, 48, 32)
@@ -135,7 +134,7 @@ def test_noise_alone_has_no_share_of_pwp() -> None:
         groups = GroupedBasis(
             noise - mean[:, None], mean, torch.full((8, 48), 2.0), range(8), torch.arange(1, 49)
         )
-        unknown.append(positional_heads(groups, w_q, w_k, norm)[1].value.isnan())
+        unknown.append(positional_heads(groups, w_q, w_k)[1].value.isnan())
     assert torch.stack(unknown).double().mean() > 0.9
 
 

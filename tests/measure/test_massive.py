@@ -1,4 +1,4 @@
-"""Tokens with massive activations: left out, named, counted, and what the numbers would be with them."""
+"""Tokens with massive activations: left out, named and counted."""
 
 from __future__ import annotations
 
@@ -7,33 +7,26 @@ import pytest
 import torch
 
 from tests.measure.test_uncertainty import CONTEXTS, LENGTH, WIDTH, hidden
-from theodolite.accumulate.massive import MassiveTokens, massive_tokens, with_massive, without
+from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.measure.contexts import context_columns
+from theodolite.accumulate.second_moments import Centred, SecondMoments
 from theodolite.measure.geometry import stream_columns
-from theodolite.measure.massive import massive_table, with_massive_table
-from theodolite.measure.position import position_columns
-from theodolite.theory.unbiased import Jackknifed
+from theodolite.measure.massive import massive_table
 
 SAMPLE = Sample(torch.arange(CONTEXTS), torch.tensor([0]), torch.tensor([1]))
-LABELS = torch.arange(CONTEXTS) // 16
 TEXT = slice(1, LENGTH)
 
 
-def states(h: torch.Tensor, leaving_out: bool = True, order: tuple[int, ...] = (0, 16, 32, 48)):
+def states(h: torch.Tensor, order: tuple[int, ...] = (0, 16, 32, 48)):
     """States of all accumulators, from batches of 16 contexts that are read in any order and merged."""
     layers = len(h)
 
     def new():
-        means = Means(layers, LENGTH, WIDTH, SAMPLE)
-        moments, sketches = SecondMoments(layers, WIDTH), MomentSketches(layers, WIDTH, CONTEXTS)
         return {
-            "means": means,
-            "residual": moments,
-            "sketches": sketches,
-            "massive": MassiveTokens(layers, WIDTH, means),
+            "means": Means(layers, LENGTH, WIDTH, SAMPLE),
+            "residual": SecondMoments(layers, WIDTH),
+            "massive": MassiveTokens(layers),
             "outliers": OutlierCounts(layers, WIDTH, CONTEXTS),
         }
 
@@ -42,12 +35,10 @@ def states(h: torch.Tensor, leaving_out: bool = True, order: tuple[int, ...] = (
         part = new()
         for layer in range(layers):
             batch = h[layer, start : start + 16]
-            marked = massive_tokens(batch, TEXT) if leaving_out else None
+            marked = massive_tokens(batch, TEXT)
             part["means"].update(layer, batch, start, marked)
-            for first, rows in without(batch, marked, TEXT):
-                centred = Centred.of(rows)
-                part["residual"].update_centred(layer, centred)
-                part["sketches"].update_centred(layer, centred, start + first)
+            for _, rows in without(batch, marked, TEXT):
+                part["residual"].update_centred(layer, Centred.of(rows))
             if marked is not None:
                 ids = torch.arange(LENGTH).expand(16, -1) + 100
                 part["massive"].update(layer, batch, marked, ids, start)
@@ -55,13 +46,6 @@ def states(h: torch.Tensor, leaving_out: bool = True, order: tuple[int, ...] = (
         for name, sums in whole.items():
             sums.merge(part[name].state())
     return {name: sums.state() for name, sums in whole.items()}
-
-
-def columns(found: dict) -> dict[str, Jackknifed]:
-    means, residual = found["means"], found["residual"]
-    numbers = position_columns(means, residual, found["sketches"])
-    numbers |= context_columns(means, residual, SAMPLE, LABELS) | stream_columns(means, found["outliers"])
-    return {name: values for name, values in numbers.items() if isinstance(values, Jackknifed)}
 
 
 def with_outliers() -> torch.Tensor:
@@ -121,30 +105,12 @@ def test_numbers_are_those_of_the_other_tokens():
     rows = x[kept]
     covariance = np.cov(rows.T, ddof=0) * len(rows)
     np.testing.assert_allclose(found["residual"]["moment"][1], covariance, rtol=1e-4, atol=1e-2)
-    assert float(columns(found)["norm"].value[1]) == pytest.approx(np.linalg.norm(rows, axis=1).mean())
+    columns = stream_columns(found["means"], found["outliers"])
+    assert float(columns["norm"].value[1]) == pytest.approx(np.linalg.norm(rows, axis=1).mean())
     collapse = [
         np.linalg.norm(c[k] - c[k].mean(0)) / np.linalg.norm(c[k]) for c, k in zip(x, kept, strict=True)
     ]
-    assert float(columns(found)["rank_collapse"].value[1]) == pytest.approx(np.mean(collapse))
+    assert float(columns["rank_collapse"].value[1]) == pytest.approx(np.mean(collapse))
     half = np.arange(LENGTH - 1) // 4 % 2
     own = kept[40, 1:] & (half == 0)
     np.testing.assert_allclose(found["means"]["context_mean"][1, 0, 40], x[40, 1:][own].mean(0), rtol=1e-6)
-
-
-def test_with_them_the_numbers_are_those_of_all_tokens():
-    """Oracle: the same accumulators, nothing left out."""
-    h = with_outliers()
-    found, plain = states(h), states(h, leaving_out=False)
-    means, residual = with_massive(found["means"], found["residual"], found["massive"], 1)
-    for name in ("position_sum", "readers", "context_mean", "context_tokens"):
-        torch.testing.assert_close(means[name], plain["means"][name][1:2], rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(residual["moment"], plain["residual"]["moment"][1:2], rtol=1e-4, atol=1.0)
-    made = with_massive_table(
-        found["massive"], found["means"], found["residual"], found["sketches"], SAMPLE, LABELS
-    )
-    assert made["layer"].tolist() == [1]
-    for name in ("relative_norm", "position_energy", "similarity_within", "incoherence_random"):
-        expected = float(columns(plain)[name].value[1])
-        # The largest moment's correction for few contexts is that of the other tokens.
-        close = 0.2 if name == "relative_norm" else 1e-3
-        assert made[name][0] == pytest.approx(expected, rel=close, nan_ok=True), name

@@ -147,7 +147,7 @@ def test_all_that_reads_a_model_reads_one_of_rows():
             changed.append(of.logits(token_ids()))
     torch.testing.assert_close(*changed)
     assert (changed[0] - model.logits(token_ids())).abs().max() > 1e-3
-    sinks = [trace_sinks(of, corpus).heads["last"] for of in (model, plain)]
+    sinks = [trace_sinks(of, corpus).heads["after"] for of in (model, plain)]
     np.testing.assert_allclose(*sinks, rtol=1e-4)
     for of in (model, plain):
         QKClip(of, 1.0)(torch.tensor([[2.0, 0.5, 4.0]] * LAYERS))

@@ -83,7 +83,7 @@ def test_tokens_that_are_left_out(tmp_path):
     ids = torch.randint(10, checkpoints.VOCABULARY, (16, 24), generator=torch.Generator().manual_seed(0))
     ids[[2, 7, 7], [4, 3, 9]] = 9
     corpus = Corpus.from_ids(ids)
-    assert len(surveyed_both_ways(tmp_path, corpus)[0].with_massive) > 1
+    assert len(surveyed_both_ways(tmp_path, corpus)[0].massive) > 1
 
 
 def test_large_sums_in_files(tmp_path, checkpoint, corpus, monkeypatch):

@@ -10,7 +10,6 @@ import pandas as pd
 import torch
 
 from theodolite.accumulate.outliers import MASSIVE_COUNTS
-from theodolite.measure.catalogue import declared
 from theodolite.measure.head_roles import ROLES
 from theodolite.passes.run import SCHEMA_VERSION, Run
 
@@ -49,9 +48,6 @@ def make_survey(*, blocks: int = 3, heads: int = 4, seed: int = 0, **sizes: int)
         run,
         layers=_with_errors(_with_clusters(run.layers)),
         massive=_massive(),
-        with_massive=run.layers.reindex([1, 2], columns=list(declared("with_massive"))).assign(
-            relative_norm=0.01
-        ),
         heads=_with_positional(run.heads.assign(**_coarse_shares(parts), **scores), seed),
         outliers=run.outliers.assign(massive_se=0.1, massive_first_se=0.1),
         constituents=parts,
@@ -203,7 +199,7 @@ def _coarse_shares(parts: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
 
 def _with_positional(heads: pd.DataFrame, seed: int) -> pd.DataFrame:
     generator = np.random.default_rng(seed + 2)
-    added = {name: generator.random(len(heads)) for name in ("argmax_property", "argmax_property_normed")}
+    added = {"argmax_property": generator.random(len(heads))}
     for name in ("pwp", "qk"):
         for cutoff in CUTOFFS:
             added[f"{name}_low_frequency_{cutoff}"] = 0.5 + 0.04 * cutoff + 0.1 * generator.random(len(heads))
@@ -296,7 +292,6 @@ def _geometry_arrays(generator, layers, length, width, contexts):
         "singular_values": singular + 1e-3,
         "positional_pca": pca.astype(np.float32),
         "cvec_pca": generator.normal(scale=0.1, size=(layers, queries, 3)).astype(np.float32),
-        "cvec_position": generator.integers(1, length, queries),
         "gram": (directions @ directions.transpose(0, 2, 1)).astype(np.float32),
         "gram_position": np.arange(length),
         "gram_label": labels.astype(np.int64),

@@ -211,20 +211,15 @@ def expected(kept, ids, local_sinks=False):
                 before = pairs.get(context, (0, 0))
                 pairs[context] = (before[0] + b, before[1] + t)
                 row["chance"][place] = row["chance"].get(place, 0) + t / max(counts.sum() - 1, 1)
-            seen = kept.visible[layer][:, sink] if sink >= 0 else np.ones(length, dtype=bool)
             n, n1 = counts.sum(), own.sum()
             x = output[counts]
             difference = x[own].mean(0) - x[~own].mean(0) if 0 < n1 < n else np.zeros(x.shape[1])
-            at = np.flatnonzero(counts)[own]
             row["found"].append(
                 {
                     "context": context,
                     "position": sink,
                     "received": received,
                     "caught": n1,
-                    "seen": (seen & counts).sum(),
-                    "first": at.min() if n1 else math.nan,
-                    "last": at.max() if n1 else math.nan,
                     "weight": n1 * (n - n1) / n if n else 0,
                     "difference": difference,
                     "value": written[sink] if sink >= 0 else np.zeros(x.shape[1]),
@@ -256,7 +251,6 @@ def _release(of, layer, layers, contexts, sums, shifted):
         "tag_shifted": shifted / totals[-1] if totals[-1] else math.nan,
         "gain": gain,
         "gain_se": gain_se,
-        "release_chance": np.array([chance.get(place, math.nan) for place in range(layers + 1)]),
         "tag": tag,
         "tag_se": tag_se,
         "before": stream[layer, 0],
@@ -264,24 +258,8 @@ def _release(of, layer, layers, contexts, sums, shifted):
         "released": stream[best, 0],
         "released_se": stream[best, 1],
         "released_layer": -1 if np.isnan(stream[best, 0]) else best,
-        "last": stream[-1, 0],
         "release": stream[:, 0],
-        "release_se": stream[:, 1],
     }
-
-
-def _direction_error(found: list[dict[str, Any]], contexts: int) -> float:
-    """Jackknife error of the unit vector over eight groups of neighbours, about that of all."""
-    if contexts < 8:
-        return math.nan
-    of_groups = np.zeros((8, len(found[0]["difference"])))
-    for f in found:
-        of_groups[f["context"] * 8 // contexts] += f["weight"] * f["difference"]
-    with np.errstate(invalid="ignore"):
-        left_out = of_groups.sum(0) - of_groups
-        units = left_out / np.linalg.norm(left_out, axis=1, keepdims=True)
-        unit = of_groups.sum(0) / np.linalg.norm(of_groups.sum(0))
-    return math.sqrt(7 / 8 * ((units - unit) ** 2).sum())
 
 
 def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, length: int) -> dict[str, Any]:
@@ -292,7 +270,6 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
     if weight.sum():
         direction = np.sum([f["weight"] * f["difference"] for f in row["found"]], axis=0) / weight.sum()
     value = np.sum([f["caught"] * f["value"] for f in row["found"]], axis=0) / max(caught.sum(), 1)
-    direction_se = _direction_error(row["found"], contexts)
     own = sum(f["caught"] * np.linalg.norm(f["value"]) for f in row["found"])
     others = sum(f["caught"] * f["others"] for f in row["found"])
     product = np.linalg.norm(direction) * np.linalg.norm(value)
@@ -305,33 +282,24 @@ def _trace_row(row: dict[str, Any], layer: int, layers: int, contexts: int, leng
         "position": found.position.mean(),
         "received": found.received.mean(),
         "caught": caught.sum() / (contexts * (length - 1)),
-        "caught_of_seen": caught.sum() / found.seen.sum() if found.seen.sum() else math.nan,
-        "first_caught": found["first"].mean(),
-        "last_caught": found["last"].mean(),
         "alignment": direction @ value / product if product > 0 else math.nan,
         "value_ratio": own / others if others else math.nan,
         "dimension": order[0] if size.any() else -1,
-        "dimension_share": size.max() ** 2 / (size**2).sum() if size.any() else math.nan,
         "outlier_dimensions": " ".join(str(d) for d in order if size[d] > limit),
         "tag_direction": direction,
-        "direction_se": direction_se,
         **_release(row["of"], layer, layers, contexts, row["chance"], row["shifted"]),
     }
     return columns | {"tagged": columns["caught"] * columns["tag"]}
 
 
 def _head_row(row: dict[str, Any], layer: int, layers: int, contexts: int) -> dict[str, Any]:
-    values, vectors = np.linalg.eigh(row["moment"])
+    vectors = np.linalg.eigh(row["moment"])[1]
     released = _release(row["pairs"], layer, layers, contexts, row["chance"], row["shifted"])
     return {
         "contexts": row["contexts"],
         "share": row["contexts"] / contexts,
-        "principal_share": values[-1] / values.sum(),
         "principal_direction": vectors[:, -1],
-        "head_release": released.pop("release"),
-        "head_release_se": released.pop("release_se"),
-        "head_release_chance": released.pop("release_chance"),
-        **released,
+        **{name: value for name, value in released.items() if name != "release"},
     }
 
 
@@ -427,7 +395,7 @@ def test_every_column_and_array_equals_the_dense_computation(family, dtype, kind
                 direction = name.endswith("_direction")
                 _close(got, value, max(tolerance, 1e-6) if direction else tolerance, (key, name))
     own = set(run.traces) - {"layer", "head", "kind", "token_id", "token"}
-    arrays = {"tag_direction", "release", "release_se", "release_chance"}
+    arrays = {"tag_direction", "release"}
     if len(ids) >= 8:  # the sums by group have the direction of all
         whole = run.arrays["tag_by_group"].double().sum(dim=1)
         known = torch.isfinite(run.arrays["tag_direction"][: len(whole)]).all(dim=1)
@@ -485,7 +453,7 @@ def test_planted_sinks_are_found_and_nothing_else(family, planted_run):
     assert release[0, 3:].max() < release[0, 0] + 0.02 < 0.2
     assert table.released_layer[0] == 1
     # What nothing takes out stays; more of it than of what the others' tags added was in the stream before.
-    assert (table["last"][1:] > 1.5 * table.before[1:]).all()
+    assert (table.after[1:] > 1.5 * table.before[1:]).all()
 
 
 def test_an_interrupted_trace_goes_on_to_the_same_bytes(strong, tmp_path):

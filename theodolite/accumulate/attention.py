@@ -81,18 +81,18 @@ class AttentionStatistics(LayerSums):
     """Sums over contexts of entropy, received attention, propagation, sinks and head scores.
 
     State: readers (L, T), how many contexts have a position; visible_keys (L, T) that a query sees; entropy (L, H, T)
-    nats; received (L, H, T) mean attention a key gets; propagates and last_sees (L, H, T) counts for the last query
-    before trailing special tokens; sink (L, H, T) counts of contexts; largest_logit (L, H) maxima over the keys
-    that queries see, −∞ before the first context; log_sum_exp (L, H) sums, 0 of a query that sees no key; gram_norm (L)
-    the largest ‖XXᵀ‖₂ of a context's input X; example_received and example_head (L, E, T) for the first E contexts.
+    nats; propagates and last_sees (L, H, T) counts for the last query before trailing special tokens; sink (L, H, T)
+    counts of contexts; largest_logit (L, H) maxima over the keys that queries see, −∞ before the first context;
+    log_sum_exp (L, H) sums, 0 of a query that sees no key; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X;
+    example_received and example_head (L, E, T) for the first E contexts.
 
     By group of contexts, of which numbers have their errors: contexts, queries, previous_queries and same_queries
     (L, G), how many queries there are, with a token before them, and with an earlier equal one; previous and same
     (L, G, H), what these pay; with `pictured` text_queries (L, G) behind a picture's last token, and what these pay to
     it, picture (L, G, H); total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
-    sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last, with more than one leading
-    token sink_registers; sink_tokens, keyed by layer, head, token and whether it is first: contexts (G), sinks and the
-    sum of their positions; a token may be a sink at several positions of a context.
+    sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last; sink_tokens, keyed by layer,
+    head, token and whether it is first: contexts (G), sinks and the sum of their positions; a token may be a sink at
+    several positions of a context.
 
     `corpus_contexts` is how many contexts the whole corpus has,
     `trailing` how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
@@ -112,7 +112,7 @@ class AttentionStatistics(LayerSums):
         *,
         pictured: bool = False,
     ) -> None:
-        by_position = ("entropy", "received", "propagates", "last_sees", "sink")
+        by_position = ("entropy", "propagates", "last_sees", "sink")
         by_group = ["total_entropy", "total_propagates", "total_last_sees", "learned", *SCORES]
         by_group += [f"sink{ending or '_later'}" for ending in token_slices(0, trailing, leading)]
         by_group += ["picture"] if pictured else []
@@ -156,7 +156,6 @@ class AttentionStatistics(LayerSums):
                 self.add(name, layer, sum_)
             for name, sum_ in of_group.items():
                 self.add(name, layer, sum_, group)
-        self.add("received", layer, received.mean.sum(dim=0))
         self._sinks(layer, received.sinks, tokens.keys, first_context)
         self._examples(layer, received.mean * received.candidate, first_context)
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))

@@ -1,4 +1,4 @@
-"""Tokens with massive activations after the first position: named, counted, and summed apart from all others.
+"""Tokens with massive activations after the first position: named, counted, and left out of means and moments.
 
 One of them may be a hundred times as long as any other token: in a mean over contexts it would decide alone.
 """
@@ -12,10 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.means import Means
 from theodolite.accumulate.outliers import PUBLISHED
-from theodolite.accumulate.second_moments import combine
-from theodolite.accumulate.sums import KeyedSums, LayerSums, State, part_of
+from theodolite.accumulate.sums import KeyedSums, LayerSums
 from theodolite.theory.outliers import massive_activations
 
 NAMED_CONTEXTS, NAMED_TOKENS = 256, 8
@@ -78,26 +76,15 @@ def without(
 
 
 class MassiveTokens(LayerSums):
-    """Sums over the tokens with massive activations, which are left out of a layer's means and moments.
-
-    Args:
-        means: what they are left out of.
+    """Counts and names of the tokens with massive activations, which are left out of a layer's means and moments.
 
     State: count (N), tokens left out; named, by (layer, context, position, token id): `value`, the massive value of the
-    largest size, and its `dimension`; at_position, by (layer, group, position), and in_context, by (layer, slot, half),
-    `sum` (d) and `count` of the vectors; moment, by (layer): `sum` (d), `square` (d, d), Σ x xᵀ, and `count`.
+    largest size, and its `dimension`.
     """
 
-    def __init__(self, layers: int, width: int, means: Means) -> None:
-        vectors: dict[str, tuple[int, ...]] = {"sum": (width,), "count": ()}
-        keyed = {
-            "named": KeyedSums(4, {"value": (), "dimension": ()}),
-            "at_position": KeyedSums(3, vectors),
-            "in_context": KeyedSums(3, vectors),
-            "moment": KeyedSums(1, vectors | {"square": (width, width)}),
-        }
-        super().__init__(layers, {"count": ()}, keyed=keyed)
-        self.means = means
+    def __init__(self, layers: int) -> None:
+        named = KeyedSums(4, {"value": (), "dimension": ()})
+        super().__init__(layers, {"count": ()}, keyed={"named": named})
 
     def update(
         self,
@@ -107,78 +94,17 @@ class MassiveTokens(LayerSums):
         ids: Int[Tensor, "batch positions"],
         first_context: int,
     ) -> None:
-        """Add the marked tokens, left out of `means`, of contexts `first_context …`."""
+        """Add the marked tokens of contexts `first_context …`."""
         context, position = marked.nonzero(as_tuple=True)
         vectors = hidden[context, position].double().cpu()
         context, position = context.cpu(), position.cpu()
         absolute = context + first_context
         self.add("count", layer, torch.tensor(float(len(vectors)), dtype=torch.float64))
-        of_layer = torch.full_like(context, layer)
-        ones = torch.ones(len(vectors))
-        group, slot = self.means.groups.of(absolute), self.means.sample.slot[absolute]
-        half = self.means.halves[position - self.means.leading]
-        self._add("at_position", (of_layer, group, position), {"sum": vectors, "count": ones})
-        kept = slot >= 0
-        self._add(
-            "in_context",
-            (of_layer[kept], slot[kept], half[kept]),
-            {"sum": vectors[kept], "count": ones[kept]},
-        )
-        total = {"sum": vectors.sum(dim=0), "square": vectors.T @ vectors, "count": ones.sum()}
-        self._add("moment", (of_layer[:1],), {name: values.unsqueeze(0) for name, values in total.items()})
         shown = (absolute < NAMED_CONTEXTS) & (marked.cpu().cumsum(dim=1)[context, position] <= NAMED_TOKENS)
         dimension = vectors.abs().argmax(dim=1)
-        named = {
-            "value": vectors.gather(1, dimension[:, None]).flatten()[shown],
-            "dimension": dimension[shown],
-        }
-        token = ids.cpu()[context, position]
-        self._add("named", tuple(each[shown] for each in (of_layer, absolute, position, token)), named)
-
-    def take_moments(self) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Return count, mean and centred second moment of each layer that has any, and forget them."""
-        rows = self.keyed["moment"].state()
-        self.keyed["moment"].restore({name: values[:0] for name, values in rows.items()})
-        return dict(_moments(rows))
-
-    def _add(self, name: str, keys: tuple[Tensor, ...], values: dict[str, Tensor]) -> None:
-        sums = self.keyed[name]
-        sums.add(sums.rows(torch.stack(keys, dim=1)), values)
-
-
-def with_massive(means: State, residual: State, massive: State, layer: int) -> tuple[State, State]:
-    """Return one layer of the states of `Means` and `SecondMoments`, with its massive tokens among the others."""
-    means, residual = (
-        {name: values[layer : layer + 1].clone() for name, values in state.items()}
-        for state in (means, residual)
-    )
-
-    def rows_of(name: str) -> State:
-        rows = part_of(massive, name)
-        of_layer = rows["keys"][:, 0] == layer
-        return {key: values[of_layer] for key, values in rows.items()}
-
-    rows = rows_of("at_position")
-    _, group, position = rows["keys"].unbind(dim=1)
-    means["position_sum"][0].index_put_((group, position), rows["sum"], accumulate=True)
-    means["readers"][0].index_put_((group, position), rows["count"], accumulate=True)
-    rows = rows_of("in_context")
-    _, slot, half = rows["keys"].unbind(dim=1)
-    mean, tokens = means["context_mean"][0], means["context_tokens"][0]
-    before, after = tokens[half, slot], tokens[half, slot] + rows["count"]
-    mean[half, slot] = (mean[half, slot] * before[:, None] + rows["sum"]) / after[:, None]
-    tokens[half, slot] = after
-    if "numbers" in residual:
-        return means, {"numbers": residual["numbers_with_massive"]}
-    for _, moments in _moments(rows_of("moment")):
-        combine([residual[name][0] for name in ("count", "mean", "moment")], moments)
-    return means, residual
-
-
-def _moments(rows: State) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-    """Yield each layer that has massive tokens, with their count, mean and centred second moment."""
-    for (layer,), total, square, count in zip(
-        rows["keys"].tolist(), rows["sum"], rows["square"], rows["count"], strict=True
-    ):
-        mean = total / count
-        yield layer, (count, mean, square - count * mean.outer(mean))
+        value = vectors.gather(1, dimension[:, None]).flatten()
+        keys = torch.stack(
+            [torch.full_like(context, layer), absolute, position, ids.cpu()[context, position]], dim=1
+        )
+        named = self.keyed["named"]
+        named.add(named.rows(keys[shown]), {"value": value[shown], "dimension": dimension[shown]})

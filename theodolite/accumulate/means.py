@@ -65,8 +65,8 @@ class Means(LayerSums):
     position, and position_sum (N, G, T, d) over these; norm_sum and cosine_sum (N, G; layer ℓ against ℓ−1) over
     tokens; norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, 2, S, d) over either half of the
     positions (`halves_of_positions`) and context_tokens (N, 2, S), over how many; token (N, Q, d); with `trailing`
-    special tokens behind the text of every context norm_last_sum (N, G), and with more than one `leading` token
-    norm_registers_sum (N, G) of those from position 1 on. Tokens that an update leaves out are in none of these.
+    special tokens behind the text of every context norm_last_sum (N, G). Tokens that an update leaves out are in none
+    of these.
 
     A context may have fewer than T tokens; the contexts of one `update` have as many.
     `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32

@@ -20,8 +20,8 @@ MASSIVE_COUNTS = ("massive", "massive_first", "massive_contexts")
 class LargeValues(LayerSums):
     """Counts and maxima per layer and dimension, over positions 1 … T−1, and apart (`_first`) at position 0.
 
-    With `trailing` special tokens behind the text of every context, these are apart as well (`_last`), and so are those
-    from position 1 on that stand before the patches of an image (`_registers`), of which `leading` are apart in all.
+    With `trailing` special tokens behind the text of every context, these are apart as well (`_last`). Of the `leading`
+    tokens before the patches of an image, those from position 1 on are left out.
     """
 
     thresholds: Thresholds
@@ -66,9 +66,8 @@ class OutlierCounts(LargeValues):
 
     State: tokens (N, G) after position 0 and log_magnitude (N, G, d), sums over these of ln |x|; outlier, massive,
     massive_first (N, G, d) counts of tokens by group of contexts; massive_contexts (N, G, d), contexts with a massive
-    activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special
-    tokens behind the text of every context massive_last, maximum_last of these, and with more than one `leading` token
-    massive_registers, maximum_registers. `contexts` is how many the whole corpus has.
+    activation after position 0; maximum, maximum_first (N, d) of |x|; with `trailing` special tokens behind the text of
+    every context massive_last, maximum_last of these. `contexts` is how many the whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int, trailing: int = 0, leading: int = 1) -> None:

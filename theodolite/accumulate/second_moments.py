@@ -86,15 +86,14 @@ class SecondMoments(LayerSums):
 class MomentsByLayer(SecondMoments):
     """Second moments of a model whose layers come one after the other: each is held until its numbers are taken.
 
-    State: count (N), mean (N, d), numbers and numbers_with_massive (N, 3) of closed layers, as of `moment_numbers`.
+    State: count (N), mean (N, d), numbers (N, 3) of closed layers, as of `moment_numbers`.
 
     Attributes:
         moments: layer → Σ (x − x̄)(x − x̄)ᵀ, of layers that are not closed.
     """
 
     def __init__(self, layers: int, width: int) -> None:
-        shapes = {"count": (), "mean": (width,), "numbers": (3,), "numbers_with_massive": (3,)}
-        LayerSums.__init__(self, layers, shapes)
+        LayerSums.__init__(self, layers, {"count": (), "mean": (width,), "numbers": (3,)})
         self.moments: dict[int, Tensor] = {}
         self._width = width
 
@@ -107,16 +106,10 @@ class MomentsByLayer(SecondMoments):
         self.moments[layer] = self.moments[layer].to(device)
         return self.moments[layer]
 
-    def close(self, layer: int, massive: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-        """Take a layer's numbers, drop its moment; `massive`: count, mean and moment of tokens that were left out."""
+    def close(self, layer: int) -> None:
+        """Take a layer's numbers, and drop its moment."""
         moment = self.moments.pop(layer)
-        sums = [self.at(name, layer, moment.device) for name in ("count", "mean")]
-        numbers = moment_numbers(moment)
-        self.at("numbers", layer, moment.device).copy_(numbers)
-        if massive is not None:
-            combine([sums[0].clone(), sums[1].clone(), moment], massive)
-            numbers = moment_numbers(moment)
-        self.at("numbers_with_massive", layer, moment.device).copy_(numbers)
+        self.at("numbers", layer, moment.device).copy_(moment_numbers(moment))
 
 
 class MomentSketches(LayerSums):
@@ -140,7 +133,7 @@ class MomentSketches(LayerSums):
         self.groups = Groups(contexts)
 
     def look_along(self, directions: Float[Tensor, "layers width r"]) -> None:
-        """Use the directions of another accumulator, before the first update, so that merging loses nothing."""
+        """Use the directions of another accumulator, before the first update, so that both can be merged."""
         for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
             ours.copy_(theirs)
 
@@ -161,26 +154,18 @@ class MomentSketches(LayerSums):
             self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
     def merge(self, state: State) -> None:
-        """Merge the `state` of another accumulator into this one.
-
-        One that began with another context has other directions. Its moments are then taken to be what its sketches
-        say they are (`low_rank`), which leaves out only what they do not see.
-        """
+        """Merge the `state` of another accumulator, which looked along the same directions, into this one."""
         for layer in range(self.layers):
             directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
             if not theirs.any():
                 continue
             if not directions.any():
                 directions.copy_(theirs)
-            sketches = state["sketch"][layer].to(directions.device)
-            theirs = theirs.to(directions.device)
-            if not torch.equal(directions, theirs):
-                factor = low_rank(sketches, theirs)
-                sketches = factor @ (factor.mT @ directions)
+            assert torch.equal(directions.cpu(), theirs)
             for group in range(GROUPS):
-                names = ("count", "mean", "trace")
-                count, mean, trace = (state[name][layer, group].to(directions.device) for name in names)
-                self._combine(layer, group, count, mean, trace, sketches[group])
+                names = ("count", "mean", "trace", "sketch")
+                sums = (state[name][layer, group].to(directions.device) for name in names)
+                self._combine(layer, group, *sums)
 
     def _combine(
         self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor

@@ -211,12 +211,10 @@ def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:
 def token_slices(length: int, trailing: int, leading: int = 1) -> dict[str, slice]:
     """Return the positions of a context's text (""), and of tokens told apart from it, by the ending of their names.
 
-    Apart are position 0, `trailing` special tokens at the end, and the others of `leading` tokens before a picture.
+    Apart are position 0 and `trailing` special tokens at the end; all `leading` tokens before a picture are no text.
     """
     end = length - trailing
-    last = {"_last": slice(end, None)} if trailing else {}
-    registers = {"_registers": slice(1, leading)} if leading > 1 else {}
-    return {"": slice(leading, end), "_first": slice(1)} | last | registers
+    return {"": slice(leading, end), "_first": slice(1)} | ({"_last": slice(end, None)} if trailing else {})
 
 
 def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:

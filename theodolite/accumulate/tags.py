@@ -9,7 +9,7 @@ are such. Only sums are kept: no attention matrix, and no context after its pass
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -30,49 +30,25 @@ HEAD_OUTPUT = 0
 """The place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ."""
 
 
-@dataclass(frozen=True)
-class HeadOutputs:
-    """One layer of one context, where some heads have sinks.
-
-    Attributes:
-        output: of these heads, before W_O.
-        value: of every key, for these heads.
-        metric: W_O W_Oᵀ of these heads: lengths in the residual stream.
-    """
-
-    output: Float[Tensor, "catching_heads positions value_width"]
-    value: Float[Tensor, "catching_heads positions value_width"]
-    metric: Float[Tensor, "catching_heads value_width value_width"]
-
-
 class Tags(LayerSums):
     """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
-    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries, those that could
-    be; how many sinks catch any, and their first and last caught query; weight n₁n₀/n of the two groups, and weighted
-    by it the difference of their mean outputs (G, value_width), by group of contexts; by caught queries the sink's
-    value vector (value_width), its length and the mean length of others.
+    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries; weight n₁n₀/n of
+    the two groups, and weighted by it the difference of their mean outputs (G, value_width), by group of contexts; by
+    caught queries the sink's value vector (value_width), its length and the mean length of others.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
     By both: squares (G, 2 + layers, 2), sums of squares between the groups of tokens and in total, by group of
-    contexts; chance (2 + layers), the sum of squares that a random grouping explains on average; chance_of_runs, the
-    one in the head's output that the grouping explains on average when it is shifted along the context.
+    contexts; of the head's output chance, the sum of squares that a random grouping explains on average, and
+    chance_of_runs, the one that the grouping explains on average when it is shifted along the context.
     """
 
     def __init__(self, layers: int, value_width: int, contexts: int) -> None:
         self._groups = Groups(contexts)
-        places = 2 + layers
-        both = {
-            "squares": (GROUPS, places, 2),
-            "chance": (places,),
-            "chance_of_runs": (),
-        }
-        single = ("sinks", "position", "received", "caught", "seen", "weight")
-        queries = ("catching", "first", "last")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            (*single, *queries, "value_length", "other_length"), ()
-        )
+        both = {"squares": (GROUPS, 2 + layers, 2), "chance": (), "chance_of_runs": ()}
+        single = ("sinks", "position", "received", "caught", "weight", "value_length", "other_length")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(single, ())
         shapes |= {"contexts": (GROUPS,), "difference": (GROUPS, value_width), "value": (value_width,)}
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
@@ -107,9 +83,8 @@ class Tags(LayerSums):
         heads = self.by_head.rows(
             torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
         )
-        self.by_head.add(
-            heads, {name: sums.pop(f"head_{name}") for name in ("contexts", "moment", "chance_of_runs")}
-        )
+        of_heads = ("contexts", "moment", "chance", "chance_of_runs")
+        self.by_head.add(heads, {name: sums.pop(f"head_{name}") for name in of_heads})
         self.by_sink.add(sinks, sums)
         self.by_sink.count_contexts(sinks, torch.full_like(sinks, context), self._groups)
         return sinks, heads
@@ -124,13 +99,21 @@ class Tags(LayerSums):
         group = self._group_of(context)
         for sums, of_rows, of in ((self.by_sink, rows[0], ""), (self.by_head, rows[1], "head_")):
             sums.at("squares")[:, group, place].index_add_(0, of_rows, squares[of + "squares"].cpu())
-            sums.at("chance")[:, place].index_add_(0, of_rows, squares[of + "chance"].cpu())
 
 
-def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT."""
+def measured(
+    catches: Catches,
+    output: Float[Tensor, "catching_heads positions value_width"],
+    value: Float[Tensor, "catching_heads positions value_width"],
+    metric: Float[Tensor, "catching_heads value_width value_width"],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT.
+
+    Of the heads that have sinks: their output before W_O, the value of every key, and W_O W_Oᵀ, by which lengths are
+    those in the residual stream.
+    """
     of, counted = catches.of, catches.counted.double()
-    output, value, metric = outputs.output.double(), outputs.value.double(), outputs.metric
+    output, value = output.double(), value.double()
     caught = catches.caught.double()
     totals = torch.einsum("ht,htv->hv", counted, output)
     sums = torch.einsum("st,stv->sv", caught, output[of])
@@ -143,33 +126,30 @@ def measured(catches: Catches, outputs: HeadOutputs) -> tuple[dict[str, Tensor],
     centred_sums = sums - size.unsqueeze(1) * mean[of]
     squares = (moment * metric).sum(dim=(1, 2))
     between, total, groups, whole_total = sums_of_squares(centred_sums, squares, catches, metric)
+    split, more = _divided(catches)
+    tokens = counted.sum(dim=1)
     weight = size * (all_counted - size) / all_counted
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
     at = catches.position.clamp_min(0)
     sink_value = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
     sink_length = length[of, at] * (catches.position != LEARNED)
     others = (length * counted).sum(dim=1)[of] / all_counted
-    queries = torch.arange(caught.shape[1], device=caught.device, dtype=torch.float64)
-    last = (catches.caught * queries).amax(dim=1)
-    first = torch.where(catches.caught, queries, queries[-1]).amin(dim=1)
-    any_caught = size > 0
     sums_of_sink = {
         "sinks": torch.ones_like(size),
         "position": catches.position.double(),
         "received": catches.received,
         "caught": size,
-        "seen": catches.seen.sum(dim=1).double(),
-        "catching": any_caught.double(),
-        "first": first * any_caught,
-        "last": last * any_caught,
         "weight": weight,
         # n₁n₀/n · (m₁ − m₀) is the centred sum itself.
         "difference": centred_sums,
         "value": sink_value * size.unsqueeze(1),
         "value_length": sink_length * size,
         "other_length": others * size,
+        # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
+        "chance": total * split / (tokens - 1).clamp_min(1)[of],
         "head_contexts": torch.ones(len(counted)),
         "head_moment": moment,
+        "head_chance": whole_total * more / (tokens - 1).clamp_min(1),
         **_chance_of_runs(catches, centred, squares, metric),
     }
     return sums_of_sink, _squares(between, total, groups, whole_total, catches)
@@ -186,10 +166,10 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
         )
         for groups in shifted_groups(catches)
     ]
-    size = catches.caught.sum(dim=1)
-    two = (size > 0) & (size < catches.counted.sum(dim=1)[catches.of])  # of one group, rounding would be left
+    split, _ = _divided(catches)  # of one group, rounding would be left
     return {
-        "chance_of_runs": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0) * two,
+        "chance_of_runs": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0)
+        * split,
         "head_chance_of_runs": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
     }
 
@@ -220,15 +200,17 @@ def _squares(
     between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
 ) -> dict[str, Tensor]:
     """Collect sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
+    split, more = _divided(catches)
+    return {
+        "squares": torch.stack([between, total], dim=1) * split.unsqueeze(1),
+        "head_squares": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
+    }
+
+
+def _divided(catches: Catches) -> tuple[Tensor, Tensor]:
+    """Mark the sinks that catch some tokens and not all, and count the groups of each head's tokens less one."""
     tokens, size = catches.counted.sum(dim=1).double(), catches.caught.sum(dim=1).double()
     filled = torch.zeros_like(tokens).index_add_(0, catches.of, (size > 0).double())
     uncaught = tokens - torch.zeros_like(tokens).index_add_(0, catches.of, size)
     more = (filled + (uncaught > 0) - 1).clamp_min(0)
-    split = (size > 0) & (size < tokens[catches.of])
-    return {
-        "squares": torch.stack([between, total], dim=1) * split.unsqueeze(1),
-        "head_squares": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
-        # A random grouping explains (groups − 1)/(tokens − 1) of the total on average, exactly.
-        "chance": total * split / (tokens - 1).clamp_min(1)[catches.of],
-        "head_chance": whole * more / (tokens - 1).clamp_min(1),
-    }
+    return (size > 0) & (size < tokens[catches.of]), more

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.attention.inputs import MASKED, AttentionInputs
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, is_sink, least_queries
 from theodolite.attention.summary import summarise_in_blocks
 from theodolite.system.processor import parallel_map
@@ -36,7 +36,6 @@ class Catches:
         received: attention that each sink gets on average from the queries that see it.
         local: whether each is a local sink.
         caught: the queries that each sink catches.
-        seen: the queries that could be: they see the sink and are not left out.
         of: the row of `counted` that is the sink's head.
         counted: for each head that has a sink, the tokens that are not left out.
     """
@@ -46,7 +45,6 @@ class Catches:
     received: Float[Tensor, " sinks"]
     local: Bool[Tensor, " sinks"]
     caught: Bool[Tensor, "sinks positions"]
-    seen: Bool[Tensor, "sinks positions"]
     of: Int[Tensor, " sinks"]
     counted: Bool[Tensor, "catching_heads positions"]
 
@@ -118,11 +116,9 @@ def _catches(
     position = column.masked_fill(is_learned, LEARNED)
     only_local = ~is_learned & ~global_sink[head, position]
     keys, place = position.clamp_min(0).unique(return_inverse=True)
-    logits = inputs.to_keys(keys)[0]
-    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, place].double()
-    visible = (logits > MASKED / 2)[head, :, place]
+    paid = (inputs.to_keys(keys)[0] - log_total.unsqueeze(-1)).exp()[head, :, place].double()
     if is_learned.any():
-        paid[is_learned], visible[is_learned] = learned[head[is_learned]], True
+        paid[is_learned] = learned[head[is_learned]]
     catching_heads, of = head.unique(return_inverse=True)
     counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     counted[:, 0] = False
@@ -135,7 +131,7 @@ def _catches(
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
-    return Catches(head, position, mean[head, column], only_local, caught, visible & counted[of], of, counted)
+    return Catches(head, position, mean[head, column], only_local, caught, of, counted)
 
 
 def between_and_total(
@@ -190,9 +186,6 @@ def sums_of_squares(
 
 def _over_sinks(values: Float[Tensor, "sinks ..."], catches: Catches) -> Float[Tensor, "catching_heads ..."]:
     """Sum over the sinks of each head, in their order."""
-    heads = len(catches.counted)
-    if values.device.type == "cpu":
-        return values.new_zeros(heads, *values.shape[1:]).index_add_(0, catches.of, values)
-    # On a GPU `index_add_` has no order, and so no certain last bits; this one is slower.
-    sinks = torch.bincount(catches.of, minlength=heads)
+    # On a GPU `index_add_` has no order, and so no certain last bits.
+    sinks = torch.bincount(catches.of, minlength=len(catches.counted))
     return torch.segment_reduce(values, "sum", lengths=sinks, axis=0)

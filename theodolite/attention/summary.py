@@ -97,60 +97,23 @@ def attention_summary(
         sink: (heads,), a learned logit of each head that every query sees beside its keys.
 
     Raises:
-        UsageError: shapes or types that do not go together, or a softcap that is not positive.
+        UsageError: heads or positions of queries and keys that do not go together, or a softcap that is not positive.
     """
+    causal = causal and mask is None
     value = key[..., :0] if value is None else value
-    _check(query, key, value, causal and mask is None, mask, bias, sink)
+    if query.ndim != 4 or key.ndim != 4 or query.shape[1] % key.shape[1]:
+        raise UsageError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} do not go together: give "
+            "(batch, heads, positions, width), heads a multiple of the key heads"
+        )
+    if causal and query.shape[2] != key.shape[2]:
+        raise UsageError(
+            f"{query.shape[2]} queries and {key.shape[2]} keys: say by a mask which keys a query sees"
+        )
     if softcap is not None and not softcap > 0:
         raise UsageError(f"softcap {softcap} is not positive: give None for none")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return summarise(
-        AttentionInputs(query, key, value, scaling, causal and mask is None, mask, softcap, bias, sink)
-    )
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-) -> None:
-    if query.ndim != 4 or key.ndim != 4 or not query.numel() or not key.numel():
-        raise UsageError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} do not go together: give "
-            "(batch, heads, positions, width)"
-        )
-    batch, heads, queries, width = query.shape
-    key_heads, keys = key.shape[1:3]
-    if heads % key_heads:
-        raise UsageError(f"{heads} query heads cannot share {key_heads} key heads")
-    if causal and queries != keys:
-        raise UsageError(f"{queries} queries and {keys} keys: say by a mask which keys a query sees")
-    wanted: dict[str, tuple[Tensor | None, tuple[set[int], ...]]] = {
-        "key": (key, ({batch}, {key_heads}, {keys}, {width})),
-        "value": (value, ({batch}, {key_heads}, {keys}, set(value.shape[-1:]))),
-        "mask": (mask, ({1, batch}, {1, heads}, {queries}, {keys})),
-        "bias": (bias, ({1, batch}, {heads}, {1, queries}, {keys})),
-        "sink": (sink, ({heads},)),
-    }
-    for name, (tensor, sizes) in wanted.items():
-        if tensor is None:
-            continue
-        if len(tensor.shape) != len(sizes) or any(
-            n not in may for n, may in zip(tensor.shape, sizes, strict=True)
-        ):
-            one = " × ".join(" or ".join(map(str, sorted(may))) for may in sizes)
-            raise UsageError(f"{name} is {tuple(tensor.shape)}: give {one}")
-    kinds = {tensor.dtype for tensor in (query, key, value)}
-    if len(kinds) > 1 or not query.is_floating_point():
-        raise UsageError(
-            f"query, key and value are {', '.join(sorted(map(str, kinds)))}: give one floating-point type"
-        )
-    if mask is not None and mask.dtype != torch.bool:
-        raise UsageError(f"mask is {mask.dtype}: give booleans, True where the query sees the key")
+    return summarise(AttentionInputs(query, key, value, scaling, causal, mask, softcap, bias, sink))
 
 
 def summarise(

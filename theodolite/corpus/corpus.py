@@ -42,7 +42,7 @@ from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
 from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
-from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth, trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -112,6 +112,10 @@ class Corpus:
     def leading(self) -> int:
         """The number of first tokens measured apart: 1 (position 0), or all before an image's patches."""
         return 1 if self.grid is None else self.grid.leading
+
+    def trailing(self, tokenizer: Any) -> int:
+        """Count the special tokens at the end of every context, which are measured apart, too."""
+        return trailing_special_tokens(tokenizer, self.contexts, self.lengths)
 
     def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
         """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).

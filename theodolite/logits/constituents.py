@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import contexts_of_one_length
+from theodolite.corpus.cutting import contexts_of_one_length, whole_ids
 from theodolite.errors import UsageError
 from theodolite.measure.constituents import Constituents
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
+from theodolite.system.choices import check_whole
 from theodolite.theory.decomposition import PARTS, Decomposition, decompose_apart, decompose_around
 
 
@@ -95,26 +96,16 @@ def constituents(
 def _contexts(
     model: OpenModel, ids: Tensor, layer: int, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor:
-    if not isinstance(ids, Tensor) or not isinstance(layer, int):
-        raise UsageError(
-            f"ids are a {type(ids).__name__} and layer a {type(layer).__name__}: give a tensor of token ids and "
-            "a layer's number"
-        )
+    check_whole(layer=layer)
     model.check_place(layer)
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
-    if ids.ndim not in (1, 2) or 0 in ids.shape or ids.is_floating_point():
-        raise UsageError(
-            f"ids are {ids.dtype} of shape {tuple(ids.shape)}: give token ids of one context (positions) or "
-            "of several (contexts, positions)"
-        )
-    contexts = contexts_of_one_length(ids, attention_mask, position_ids).long()
+    contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids).long()
     if not model.has_positions(contexts.shape[1]):
         raise UsageError(
             f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
         )
-    if not model.has_tokens(contexts):
-        raise UsageError(f"ids must be between 0 and {model.vocabulary - 1}, the vocabulary of {model.id}")
+    model.check_tokens(contexts)
     return contexts
 
 

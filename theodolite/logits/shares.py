@@ -14,7 +14,6 @@ from theodolite.accumulate.means import means_of_first
 from theodolite.accumulate.sums import State, of_read
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
 from theodolite.measure.position import CUTOFFS
@@ -23,7 +22,6 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import (
     LayerPass,
-    frozen_norm,
     of_streams,
     split_queries_and_keys,
     visit_layers,
@@ -47,10 +45,8 @@ class SharesPass:
     different groups, so that leaving out contexts shows the means' noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
-    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are; of the norm in front of the
-    layer's heads at μ + pos norm_gain and norm_bias (L, d), norm_scale (L, T) and norm_centred (L), 1, 0, 1 and 0
-    without one, and NaN where there is no such norm of the stream. Of layers that do not attend, zeros. Notes:
-    `refused`, layer → why it could not be split, and `heads`, how many each layer has.
+    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
+    zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
         model, corpus: of whose contexts `sample_of` takes some.
@@ -70,7 +66,7 @@ class SharesPass:
     ) -> None:
         self.model = model
         self.means, self.streams = means, streams
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self.trailing = corpus.trailing(model.tokenizer)
         sample = sample_of(corpus, seed)
         self.corpus = corpus.subset(sample)
         self.groups = Groups(len(corpus.contexts)).of(sample)
@@ -86,10 +82,6 @@ class SharesPass:
             "additive": rows,
             "total": rows,
             "low_frequency": (*rows, len(CUTOFFS)),
-            "norm_gain": (model.layers, model.width),
-            "norm_bias": (model.layers, model.width),
-            "norm_scale": (model.layers, corpus.contexts.shape[1]),
-            "norm_centred": (model.layers,),
         }
         self._state: State = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
 
@@ -150,10 +142,6 @@ class SharesPass:
         state["low_frequency"][layer, rows, heads] = qk_low_frequency(
             query, key, None if grid is None else grid.shape
         ).cpu()
-        if rows.start == 0:
-            summed, readers = (self.means[name][layer].sum(dim=0) for name in ("position_sum", "readers"))
-            for name, values in _norm_of_rows(layer_pass, summed / readers.clamp_min(1)[:, None]).items():
-                state[name][layer] = values
         parts = self._parts(layer_pass, self.groups[rows])
         try:
             split = split_queries_and_keys(
@@ -181,22 +169,6 @@ class SharesPass:
         pos = torch.stack([of_read(pos, read, trailing) for _, pos in means])
         query, key = index.chunk(2)
         return decompose_by_groups(layer_pass.stream, mean, pos, query, key, leading)
-
-
-def _norm_of_rows(layer_pass: LayerPass, rows: Float[Tensor, "positions width"]) -> State:
-    """Return gain, bias, scales and centring of the norm in front of a layer's heads, at some rows."""
-    try:
-        norm = frozen_norm(layer_pass, torch.float64, rows.unsqueeze(0))
-    except WorkError:
-        return {"norm_gain": torch.full_like(rows[0], torch.nan)}
-    if norm is None:
-        return {"norm_gain": torch.ones_like(rows[0]), "norm_scale": torch.ones_like(rows[:, 0])}
-    return {
-        "norm_gain": norm.gain[0, 0],
-        "norm_bias": norm.bias[0, 0],
-        "norm_scale": norm.scale[0, :, 0],
-        "norm_centred": torch.tensor(float(norm.centred)),
-    }
 
 
 def contexts_within(tokens: int, length: int, least: int, most: int) -> int:

@@ -19,22 +19,16 @@ from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, 
 
 from theodolite import measure
 from theodolite.measure.column import GROUPS, MEASUREMENTS, MODEL_INDICES, Array, Column, Measurement
-from theodolite.measure.extra import Extra
 
 EXTRA_COLUMNS = "extra_columns"
 """Under which a run's provenance has the declarations of a caller's columns."""
 
 
 @functools.cache
-def _modules() -> tuple[Any, ...]:
-    names = sorted(module.name for module in pkgutil.iter_modules(measure.__path__))
-    return tuple(importlib.import_module(f"{measure.__name__}.{name}") for name in names)
-
-
-@functools.cache
 def measurements() -> tuple[Measurement, ...]:
     """Return the marked functions of all modules, each after those whose arrays are among its parameters."""
-    _modules()
+    for module in pkgutil.iter_modules(measure.__path__):
+        importlib.import_module(f"{measure.__name__}.{module.name}")
     # By module: else they would be in the order of imports.
     unordered = sorted(MEASUREMENTS, key=lambda each: each.function.__module__)
     makers = {array.name: number for number, maker in enumerate(unordered) for array in maker.arrays}
@@ -46,24 +40,6 @@ def measurements() -> tuple[Measurement, ...]:
 
 
 @functools.cache
-def built_in_extra() -> tuple[type[Extra], ...]:
-    """Return the accumulators that this package adds to every survey."""
-    kinds = {
-        kind
-        for module in _modules()
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Extra) and kind.declared
-    }
-    return tuple(sorted(kinds, key=lambda kind: kind.name))
-
-
-def built_in_sums(layers: int, heads: int) -> list[Extra]:
-    """Make accumulators of `built_in_extra` for a model of so many blocks and heads of the widest block."""
-    kinds: tuple[Any, ...] = built_in_extra()
-    return [kind(layers, heads) for kind in kinds]
-
-
-@functools.cache
 def arrays() -> dict[str, Array]:
     """Return every array of a run by name."""
     return {array.name: array for maker in measurements() for array in maker.arrays}
@@ -72,19 +48,17 @@ def arrays() -> dict[str, Array]:
 @functools.cache
 def _declared() -> dict[str, dict[str, Column]]:
     tables: dict[str, dict[str, Column]] = {}
-    columns = [column for maker in measurements() for column in maker.columns]
-    columns += [column for kind in built_in_extra() for column in kind.declared]
-    for column in columns:
-        tables.setdefault(column.table, {})[column.name] = column
+    for maker in measurements():
+        for column in maker.columns:
+            tables.setdefault(column.table, {})[column.name] = column
     return tables
 
 
 @functools.cache
 def checksum() -> str:
-    """Return a checksum of the names of all columns, arrays and sums: where it differs, other things are measured."""
+    """Return a checksum of the names of all columns and arrays: where it differs, other things are measured."""
     names = [f"{table}.{name}" for table, columns in _declared().items() for name in columns]
-    names += [*arrays(), *(kind.name for kind in built_in_extra())]
-    return hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(sorted([*names, *arrays()])).encode()).hexdigest()[:16]
 
 
 def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:

@@ -87,10 +87,6 @@ class Constituents:
 
     def logits_of(self, head: int) -> Float64[Tensor, "*contexts query_parts key_parts queries keys"]:
         """Compute the constituents of one head: ([contexts,] parts, parts, positions, positions)."""
-        if not 0 <= head < self.query.shape[2]:
-            raise UsageError(
-                f"head {head} does not exist: this layer has heads 0 to {self.query.shape[2] - 1}"
-            )
         query, key = self.query[:, :, head], self.key[:, :, head]
         return self._squeezed(torch.einsum("acid,bcjd->cabij", query, key) * self.inputs.scaling)
 

@@ -1,32 +1,29 @@
 """A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them.
 
-A caller's is given as `survey(…, extra=[…])`. One that is defined in a module of this package is part of every survey.
+It is given as `survey(…, extra=[…])`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-import torch
-from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from theodolite.accumulate.sums import LayerSums, State
-from theodolite.attention.inputs import MASKED, AttentionInputs
+from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
 from theodolite.measure.column import OPEN_TABLES, Column
 
 
-class Extra(LayerSums):
+class Extra(LayerSums, ABC):
     """Sums over a text that add columns to the tables of a survey.
 
     A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
     in those of `stream`, `attention_input` and `attention` that it needs, and says what comes of it in `columns`. The
-    survey works on a copy, so that the same instance may be given again. Subclasses of this package are made by the
-    numbers of blocks and of heads of the widest block.
+    survey works on a copy, so that the same instance may be given again.
 
     Attributes:
         name: stands for the measurement in the fingerprint of the run: change it when the numbers change.
@@ -34,7 +31,7 @@ class Extra(LayerSums):
     """
 
     name: str
-    declared: ClassVar[tuple[Column, ...]] = ()
+    declared: ClassVar[tuple[Column, ...]]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Add the residual stream (batch, positions, d): layer 0 enters the first block, ℓ leaves block ℓ."""
@@ -45,80 +42,18 @@ class Extra(LayerSums):
     def attention(self, layer: int, inputs: AttentionInputs) -> None:
         """Add a block's queries, keys and values."""
 
+    @abstractmethod
     def columns(self, state: State) -> Mapping[str, Sequence[float]]:
         """Return every declared column, from the state of the whole text: N values of layers, L · H of heads."""
-        raise NotImplementedError
-
-
-QUERIES = 8
-"""Evenly spaced queries of a context: all would cost every product of queries and keys once more."""
-
-
-def sampled_logits(inputs: AttentionInputs) -> Float[Tensor, "batch heads queries keys"]:
-    """Return the logits of `QUERIES` evenly spaced queries of each context, the last included; NaN where masked."""
-    rows = torch.arange(1, QUERIES + 1, device=inputs.query.device) * inputs.query.shape[2] // QUERIES - 1
-    logits = inputs.of_queries(rows.clamp_min(0).unique()).logits().double()
-    return logits.masked_fill(logits < MASKED / 2, torch.nan)
-
-
-class HeadMean(Extra):
-    """The mean over a text of a number of each head: a subclass gives its `column`, and `values` of a batch.
-
-    Made by the numbers of blocks and of heads of the widest block. Values that are NaN are left out. Its `name` is that
-    of the column, unless it gives one.
-    """
-
-    column: ClassVar[Column]
-
-    def __init_subclass__(cls) -> None:
-        if not isinstance(getattr(cls, "column", None), Column):
-            raise UsageError(f"{cls.__name__} declares no column: give the class `column`, a Column")
-        cls.declared = (cls.column,)
-        if "name" not in vars(cls):
-            cls.name = cls.column.name
-
-    def __init__(self, layers: int, heads: int) -> None:
-        super().__init__(layers, {"sum": (heads,), "count": (heads,)})
-        self.heads = heads
-
-    def values(self, inputs: AttentionInputs) -> Tensor:
-        """Compute the numbers of a block to be averaged, (batch, heads, any number)."""
-        raise NotImplementedError
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> None:
-        """Sum the block's values, and how many these are."""
-        values = self.values(inputs).double()
-        batch, heads = inputs.query.shape[:2]
-        if values.ndim != 3 or values.shape[:2] != (batch, heads):
-            raise UsageError(
-                f"{self.name}: `values` gives a tensor of {tuple(values.shape)}, not ({batch}, {heads}, any number): "
-                "contexts, heads and numbers"
-            )
-        for name, terms in (("sum", values.nan_to_num(0.0)), ("count", (~values.isnan()).double())):
-            summed = terms.sum(dim=(0, 2))
-            self.add(name, layer, functional.pad(summed, (0, self.heads - len(summed))))
-
-    def columns(self, state: State) -> dict[str, list[float]]:
-        """Return the mean of every head."""
-        return {self.column.name: (state["sum"] / state["count"]).flatten().tolist()}
 
 
 def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
-    """Raise `UsageError` where one cannot be summed, told apart by name, or tabulated; `taken`: a table's columns."""
+    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are `taken`."""
     for accumulator in extra:
         kind = type(accumulator).__name__
         if not isinstance(accumulator, Extra):
             raise UsageError(
                 f"extra: {kind} is no accumulator: derive its class from Extra, and give an instance"
-            )
-        if type(accumulator).columns is Extra.columns:
-            raise UsageError(f"extra: {kind} has no columns: give its class the method `columns`")
-        if not getattr(accumulator, "name", ""):
-            raise UsageError(f"extra: {kind} has no name: give its class one")
-        declared = accumulator.declared
-        if not declared or not all(isinstance(column, Column) for column in declared):
-            raise UsageError(
-                f"extra: {kind} declares no columns: give its class `declared`, a tuple of Column"
             )
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:

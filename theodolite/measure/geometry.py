@@ -63,12 +63,6 @@ STREAM_COLUMNS = (
     *_apart(
         "last", "end token", "the special tokens that end every context", "Only where there are such tokens."
     ),
-    *_apart(
-        "registers",
-        "registers",
-        "the tokens between [CLS] and the patches",
-        "Only of images with such tokens.",
-    ),
     _layer(
         "cosine_previous",
         "Mean cosine between a token's hidden states before and after a block. Near 1: the block does little.",
@@ -129,17 +123,15 @@ def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str,
         "massive_activations_first": massive("massive_first"),
         "outlier_dimensions": combined(lambda of: (of >= OUTLIER_SHARE).sum(dim=1).double(), outlier_shares),
     }
-    for ending in ("last", "registers"):
-        if f"norm_{ending}_sum" in means:
-            columns[f"norm_{ending}"] = mean(f"norm_{ending}_sum")
-            columns[f"massive_activations_{ending}"] = massive(f"massive_{ending}")
+    if "norm_last_sum" in means:
+        columns["norm_last"] = mean("norm_last_sum")
+        columns["massive_activations_last"] = massive("massive_last")
     return {"layer": list(range(contexts.shape[1])), **columns}
 
 
 @gives(
     Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
     Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
-    Array("cvec_position", "(Q)", "The positions of these tokens."),
     Array("singular_values", "(N, ≤ 60)", "Singular values of P, decreasing."),
     Array("gram", "(N, n + m, n + m)", "Cosines of n positions and m contexts."),
     Array("gram_position", "(n)", "These positions."),
@@ -169,7 +161,6 @@ def pictures(
     )
     layers = [_pictures(*one, shown, order, leading, grid) for one in zip(pos, ctx, tokens, strict=True)]
     return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | {
-        "cvec_position": sample.token_position,
         "gram_position": shown,
         "gram_label": labels[order],
         "outlier_share": (

@@ -104,14 +104,6 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
     ),
     _measured(
-        "sink_registers",
-        "Share of contexts in which a token between [CLS] and the patches of an image is a sink.",
-        "Only of images with such tokens.",
-        title="register sink",
-        group=SINKS,
-        offered=False,
-    ),
-    _measured(
         "to_image",
         "Share of a head's attention that text behind an image pays to the image's tokens.",
         "Only of texts with images: mean over the queries behind an image's last token.",
@@ -137,7 +129,6 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
         "previous_token": ("previous", sums["previous_queries"]),
         "same_token": ("same", sums["same_queries"]),  # 0/0 = NaN: no token came twice
         "sink_last": ("sink_last", sums["contexts"]),
-        "sink_registers": ("sink_registers", sums["contexts"]),
     }
     if "picture" in attention:
         parts["to_image"] = ("picture", attention["text_queries"].unsqueeze(2))
@@ -201,9 +192,6 @@ def induction_columns(patterns: State) -> dict[str, Jackknifed]:
     Array(
         "propagation_by_position", "(L, H, T)", "Measured ρ of the last query; NaN: it never sees the key."
     ),
-    Array(
-        "received_by_position", "(L, H, T)", "Mean attention that each key gets from the queries that see it."
-    ),
     Array("sink_by_position", "(L, H, T)", "Share of contexts in which the position is a sink."),
     Array("visible_keys", "(L, T)", "How many keys a query sees: causal, a window's, or all."),
 )
@@ -213,7 +201,6 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
     return {
         "entropy_by_position": attention["entropy"] / readers,
         "propagation_by_position": attention["propagates"] / attention["last_sees"],
-        "received_by_position": attention["received"] / readers,
         "sink_by_position": attention["sink"] / readers,
         "visible_keys": attention["visible_keys"],
     }

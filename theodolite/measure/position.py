@@ -156,13 +156,6 @@ SIZE_COLUMNS = (
     ),
 )
 DIRECTION_COLUMNS = (
-    _layer(
-        "undirected_positions",
-        "Number of positions that are not above their noise: what direction they have is not known.",
-        "The mean ‖pos_t‖² of positions up to a quarter away is not above 0 by two standard errors.",
-        "ours",
-        error="",
-    ),
     *_smoothness(
         "low_frequency",
         "low freq.",
@@ -372,14 +365,11 @@ def sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> dic
 
 
 def smoothness_of_directions(basis: GroupedBasis) -> dict[str, Jackknifed]:
-    """Compute how smoothly the direction of the basis changes, and how many positions have none above their noise."""
+    """Compute how smoothly the direction of the basis changes."""
     lengths, near = squared_lengths(basis.squares, basis.positions, basis.grid)
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     whole = basis.products.energy(basis.stretches.mean(scales))
-    return {
-        "undirected_positions": Jackknifed.constant((~near.above_noise()).sum().double(), len(basis.p)),
-        **_shares("low_frequency", basis, whole, scales),
-    }
+    return _shares("low_frequency", basis, whole, scales)
 
 
 def _noise(tiled: PairProducts) -> Tensor:

@@ -51,52 +51,35 @@ _QUERIES = 64
 """Rows of P̃WP̃ᵀ held at a time, of one head and all groups."""
 
 
-@dataclass(frozen=True)
-class NormOfRows:
-    """A layer's norm at the rows of P̃: x_t ↦ scale_t · gain ⊙ (x_t − centre(x_t)) + bias.
-
-    The scales are those of the rows of all contexts; what is then linear has products of groups without bias.
-    """
-
-    gain: Float[Tensor, " width"]
-    bias: Float[Tensor, " width"]
-    scale: Float[Tensor, " positions"]
-    centred: bool
-
-
 def positional_heads(
     basis: GroupedBasis,
     w_q: Float[Tensor, "heads width head_width"],
     w_k: Float[Tensor, "heads width head_width"],
-    norm: NormOfRows,
-) -> tuple[Float64[Tensor, "heads 2"], Jackknifed]:
-    """Compute what needs one layer's positional basis and weights alone: argmax properties, shares of frequencies.
+) -> tuple[Float64[Tensor, " heads"], Jackknifed]:
+    """Compute what needs one layer's positional basis and weights alone: argmax property, shares of frequencies.
 
-    The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2), normed that of P̃ behind the
-    norm; the first position has it by itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3).
-    All are of products of different groups: a position's noise times itself would raise the diagonal. Of longer
-    contexts the whole energy is that of sums over `stretches`.
+    The argmax property is that of P̃ = pos + μ and W = W_q W_kᵀ (eq. 8, appendix D.2); the first position has it by
+    itself. Frequencies are of P W Pᵀ, P the centred pos, not normalised (Table 3). Both are of products of different
+    groups: a position's noise times itself would raise the diagonal. Of longer contexts the whole energy is that of
+    sums over `stretches`.
 
     Args:
         basis: of the layer whose residual stream the heads read, by groups of contexts.
         w_q, w_k: grouped keys repeated; neither scaling nor its unit changes a column.
-        norm: the layer's own.
 
     Returns:
-        The argmax property without and behind the norm, (H, 2), and the shares for `CUTOFFS`, (H, cutoffs).
+        The argmax property, (H), and the shares for `CUTOFFS`, (H, cutoffs).
     """
     rows = basis.p.shape[1]
     chosen = one_of_each_stretch(rows, MOST_ROWS)
-    query = _Projected.of(basis, w_q, norm, None if len(chosen) == rows else chosen)
-    key = _Projected.of(basis, w_k, norm)
+    query = _Projected.of(basis, w_q, None if len(chosen) == rows else chosen)
+    key = _Projected.of(basis, w_k)
     tilde = query.p + query.mean  # of keys the mean is the same in a row
-    normed_query = query.normed + (norm.bias.double() @ w_q.double())[:, None, None].to(tilde)
     counts = [frequencies_below(k, rows, basis.grid) for k in CUTOFFS]
     corners = corner_energies(query.low.unsqueeze(0), key.low.unsqueeze(0), counts)
 
     def of_head(head: int) -> tuple[Jackknifed, Tensor]:
-        properties = (tilde[head], key.p[head]), (normed_query[head], key.normed[head])
-        argmax = torch.stack([argmax_property(*p, chosen) for p in properties])
+        argmax = argmax_property(tilde[head], key.p[head], chosen)
         return product_energy(query.summed[head], key.summed[head]), argmax
 
     energies, properties = zip(*parallel_map(of_head, list(range(len(w_q)))), strict=True)
@@ -109,13 +92,12 @@ def positional_heads(
 class _Projected:
     """P by groups as a layer's heads project it, in float32: nothing is subtracted before the products.
 
-    p: (H, G, rows, d_h) of some rows. mean: (H, G, 1, d_h). normed: both behind the norm, but for its bias.
-    summed: of sums over stretches. low: of the lowest frequencies.
+    p: (H, G, rows, d_h) of some rows. mean: (H, G, 1, d_h). summed: of sums over stretches. low: of the lowest
+    frequencies.
     """
 
     p: Tensor
     mean: Tensor
-    normed: Tensor
     summed: Tensor
     low: Tensor
 
@@ -124,28 +106,21 @@ class _Projected:
         cls,
         basis: GroupedBasis,
         w: Float[Tensor, "heads width head_width"],
-        norm: NormOfRows,
         rows: Int[Tensor, " rows"] | None = None,
     ) -> _Projected:
         """Project some rows, or all; grouped keys that are repeated are projected once."""
         other = torch.cat([torch.ones(1, dtype=torch.bool), (w[1:] != w[:-1]).flatten(1).any(dim=1).cpu()])
         distinct, repeated = w[other].double(), other.cumsum(dim=0) - 1
-        behind = norm.gain.to(distinct)[:, None] * distinct
-        if norm.centred:
-            behind = behind - behind.mean(dim=1, keepdim=True)
-        both = torch.cat([distinct, behind])
+        flat = distinct.transpose(0, 1).flatten(1).float()
 
-        def projected(p: Tensor, by: Tensor) -> Tensor:
+        def projected(p: Tensor) -> Tensor:
             """Multiply (G, rows, d) by (H, d, d_h)."""
-            flat = by.transpose(0, 1).flatten(1).float()
-            return (p.to(flat) @ flat).unflatten(-1, (len(by), -1)).permute(2, 0, 1, 3)
+            return (p.to(flat) @ flat).unflatten(-1, (len(distinct), -1)).permute(2, 0, 1, 3)
 
-        p, p_behind = projected(basis.p if rows is None else basis.p[:, rows], both).chunk(2)
-        scale = norm.scale.to(p)
-        mean, mean_behind = (basis.mean.to(both) @ both).unsqueeze(2).to(p).chunk(2)
-        normed = (p_behind + mean_behind) * (scale if rows is None else scale[rows])[:, None]
-        summed = p if rows is None and basis.summed is basis.p else projected(basis.summed, distinct)
-        sides = (p, mean, normed, summed, projected(basis.low, distinct))
+        p = projected(basis.p if rows is None else basis.p[:, rows])
+        mean = (basis.mean.to(distinct) @ distinct).unsqueeze(2).to(p)
+        summed = p if rows is None and basis.summed is basis.p else projected(basis.summed)
+        sides = (p, mean, summed, projected(basis.low))
         return cls(*(of_heads[repeated] for of_heads in sides))
 
 
@@ -159,13 +134,6 @@ class _Projected:
         "its noise hides neighbours from each other, the share is near that of chance, (1 + ½ + … + 1/T)/T.",
         f"{SONG}, eq. 8 and Fig. 25",
     ),
-    _share(
-        "argmax_property_normed",
-        "The argmax property of positions as the head reads them, after the layer's norm.",
-        "P̃ after the norm that precedes the layer's heads, with the scale that it has for the mean of all contexts.",
-        f"{SONG}, eq. 8; the norm is ours",
-        "argmax property, normed",
-    ),
     *_smoothness(
         "pwp",
         "Energy of PWPᵀ in its {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
@@ -178,14 +146,13 @@ class _Projected:
 )
 def positional_columns(weights: State) -> dict[str, Sequence[float] | Jackknifed]:
     """Return the columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
-    if "argmax_properties" not in weights:
+    if "argmax_property" not in weights:
         return {}
-    raw, normed = weights["argmax_properties"].flatten(0, 1).T.tolist()
     shares = weights["pwp_shares"].flatten(0, 1).permute(1, 2, 0)
     columns = {
         f"pwp_low_frequency_{k}": Jackknifed(of[0], of[1:]) for k, of in zip(CUTOFFS, shares, strict=True)
     }
-    return {"argmax_property": raw, "argmax_property_normed": normed, **columns}
+    return {"argmax_property": weights["argmax_property"].flatten().tolist(), **columns}
 
 
 def argmax_property(

@@ -83,16 +83,6 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
             range=SIGNED,
             error=LEFT_OUT,
         ),
-        share("last", "η² in the last layer, before any final norm."),
-    )
-
-
-def _release_arrays(prefix: str, rows: str) -> tuple[Array, ...]:
-    shape = f"({rows}, L + 1)"
-    return (
-        Array(f"{prefix}release", shape, "η² by residual layer, from what enters the block on; NaN before."),
-        Array(f"{prefix}release_se", shape, "Its standard error."),
-        Array(f"{prefix}release_chance", shape, "What a random grouping explains on average."),
     )
 
 
@@ -104,11 +94,9 @@ def layers_with_sinks(state: State) -> list[int]:
 def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width width"]) -> State:
     """Compute what the sinks and heads of one layer write into the residual stream, float64; layers join along rows.
 
-    direction, value (sinks, d): each sink's tag and value vector through W_O; direction_se (sinks): how far sampling
-    over contexts moves each direction's unit vector; by_group (≤ 256, G, d): sums that are along the direction of
-    `STRONGEST` sinks in each group of contexts, over the length of all, and by_group_row, which sinks these are;
-    principal (heads, d), principal_share (heads): the leading direction of each head's output, and its share of the
-    variance.
+    direction, value (sinks, d): each sink's tag and value vector through W_O; by_group (≤ 256, G, d): sums that are
+    along the direction of `STRONGEST` sinks in each group of contexts, over the length of all, and by_group_row, which
+    sinks these are; principal (heads, d): the leading direction of each head's output.
     """
     sinks, heads = part_of(state, "by_sink"), part_of(state, "by_head")
     weights = torch.stack([sinks["weight"], sinks["caught"]]).unsqueeze(2)
@@ -121,9 +109,6 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     direction, value = torch.cat(
         [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
     )
-    turned = torch.cat(
-        [_direction_error(sinks["difference"][rows], w @ w.mT) for rows, w in zip(of_heads, w_o, strict=True)]
-    )
     between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
     tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
     strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
@@ -131,31 +116,13 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
     in_layer = heads["keys"][:, 0] == layer
     weights_of = w_o[heads["keys"][in_layer, 1].long()]
-    principal, share = _principal(heads["moment"][in_layer], weights_of)
     return {
         "direction": direction,
-        "direction_se": turned,
         "by_group": by_group / torch.linalg.vector_norm(by_group, dim=(1, 2), keepdim=True),
         "by_group_row": strongest,
         "value": value,
-        "principal": principal,
-        "principal_share": share,
+        "principal": _principal(heads["moment"][in_layer], weights_of),
     }
-
-
-def _direction_error(
-    by_group: Float[Tensor, "sinks groups value_width"], metric: Float[Tensor, "value_width value_width"]
-) -> Float[Tensor, " sinks"]:
-    """Compute the jackknife's error of each unit vector, over groups of contexts; lengths by `metric`.
-
-    NaN where without a group there is no direction.
-    """
-    whole = by_group.sum(dim=1, keepdim=True)
-    without = whole - by_group
-    product = ((without @ metric) * whole).sum(dim=2)
-    lengths = [((vectors @ metric) * vectors).sum(dim=2) for vectors in (without, whole)]
-    distances = 2 - 2 * product / (lengths[0] * lengths[1]).sqrt()
-    return ((by_group.shape[1] - 1) * distances.mean(dim=1)).clamp_min(0).sqrt()
 
 
 _trace = partial(Column, "traces")
@@ -176,14 +143,6 @@ _trace = partial(Column, "traces")
     _trace("received", "The attention that it receives on average.", title="attention received", range=SHARE),
     _trace("caught", "Share of all queries that it catches.", range=SHARE),
     _trace(
-        "caught_of_seen", "Share that it catches of the queries that see it, where it is a sink.", range=SHARE
-    ),
-    _trace("first_caught", "Mean position of the first query that it catches."),
-    _trace("last_caught", "Mean position of the last query that it catches."),
-    _trace(
-        "direction_se", "How far sampling moves the tag's unit vector.", title="direction, standard error"
-    ),
-    _trace(
         "alignment",
         "Cosine of the tag's direction and the sink's value vector.",
         "Both through W_O; below 1 where a head has several sinks.",
@@ -191,7 +150,6 @@ _trace = partial(Column, "traces")
     ),
     _trace("value_ratio", "Length of the sink's value vector over the mean length of others."),
     _trace("dimension", "The largest dimension of the tag; −1: it has none."),
-    _trace("dimension_share", "Its share of the tag's squared length.", range=SHARE),
     _trace(
         "outlier_dimensions",
         "Dimensions beyond six robust standard deviations of the tag's components, five at most.",
@@ -210,7 +168,11 @@ _trace = partial(Column, "traces")
         "Of the first rows, the same by group of contexts, over the length of all, in float16.",
     ),
     *(array_without("traces", name) for name in ("share", "tag", "released")),
-    *_release_arrays("", "rows of traces"),
+    Array(
+        "release",
+        "(rows of traces, L + 1)",
+        "η² by residual layer, from what enters the block on; NaN before.",
+    ),
     Array(
         "sink_places",
         "(places, 7)",
@@ -225,7 +187,7 @@ def traces(
     sums = part_of(state, "by_sink")
     keys = sums["keys"].long()
     layer, head, kind, token = keys.T
-    numbers, columns_of_tags, arrays = _tagged(sums, contexts)
+    numbers, columns_of_tags, release = _tagged(sums, contexts)
     sinks, in_contexts = sums["sinks"], sums["contexts"]
     group = torch.bincount(Groups(contexts).of(torch.arange(contexts)), minlength=GROUPS)
     numbers["share"] = ratio(in_contexts.T, group[:, None])
@@ -242,11 +204,7 @@ def traces(
         "position": sums["position"] / sinks,
         "received": sums["received"] / sinks,
         "caught": caught,
-        "caught_of_seen": sums["caught"] / sums["seen"],
-        "first_caught": sums["first"] / sums["catching"],
-        "last_caught": sums["last"] / sums["catching"],
         **columns_of_tags,
-        "direction_se": written["direction_se"] * (1.0 if contexts >= GROUPS else torch.nan),
         "alignment": _cosine(direction, written["value"]),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
@@ -256,28 +214,24 @@ def traces(
     names = ["tagged", "layer", "head", "token_id"]
     table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
     order = torch.from_numpy(table.index.to_numpy(copy=True))
-    sorted_arrays = {name: values[order] for name, values in arrays.items()}
     place = torch.full_like(order, len(written["by_group"]))
     place[written["by_group_row"]] = torch.arange(len(written["by_group"]))
     none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
     by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
-    directions = {"tag_direction": direction[order].float(), "tag_by_group": by_group.half()}
+    arrays = {
+        "tag_direction": direction[order].float(),
+        "tag_by_group": by_group.half(),
+        "release": release[order],
+    }
     without = {
         f"traces.{name}{WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
         for name, one in numbers.items()
     }
-    return table.reset_index(drop=True), directions | without | sorted_arrays
+    return table.reset_index(drop=True), arrays | without
 
 
 @gives(
     *_tag_columns(TRACED_HEADS),
-    Column(
-        TRACED_HEADS,
-        "principal_share",
-        "Share of the variance of the head's output along its leading direction.",
-        range=SHARE,
-    ),
-    *_release_arrays("head_", "rows of heads"),
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
 def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
@@ -287,48 +241,40 @@ def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFr
     """
     sums = part_of(state, "by_head")
     keys = sums["keys"].long()
-    _, columns_of_tags, arrays = _tagged(sums, contexts)
     columns = {
         "layer": keys[:, 0],
         "head": keys[:, 1],
         "contexts": sums["contexts"].long(),
         "share": sums["contexts"] / contexts,
-        **columns_of_tags,
-        "principal_share": written["principal_share"],
+        **_tagged(sums, contexts)[1],
     }
-    of_heads = {f"head_{name}": values for name, values in arrays.items()}
-    return table_of(columns), of_heads | {"principal_direction": written["principal"].float()}
+    return table_of(columns), {"principal_direction": written["principal"].float()}
 
 
-def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], dict[str, Tensor]]:
-    """Compute `tag` and `released`, all columns of η² in the head's output and after it, and arrays by layer."""
+def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str, Tensor], Tensor]:
+    """Compute `tag` and `released`, all columns of η² in the head's output and after it, and η² by residual layer."""
     layers = sums["keys"][:, 0].long()
     rows = torch.arange(len(layers))
     between, total = sums["squares"].transpose(0, 1).unbind(dim=3)
     eta = ratio(between, total).if_known(contexts >= GROUPS)
-    chance = sums["chance"] / total.sum(dim=0)
-    release = {
-        "release": _from_entering(eta.value, layers),
-        "release_se": _from_entering(eta.error, layers),
-        "release_chance": _from_entering(chance, layers),
-    }
-    in_stream = release["release"]
-    later = torch.arange(in_stream.shape[1]) > layers[:, None]
-    best = torch.where(later, in_stream.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
-    tag, before, after, released, last = (
+    stream = eta.value[:, 1 + HEAD_OUTPUT :]
+    residual = torch.arange(stream.shape[1])
+    release = torch.where(residual >= layers[:, None], stream, torch.nan)
+    later = residual > layers[:, None]
+    best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
+    tag, before, after, released = (
         eta[rows, place]
         for place in (
             torch.full_like(layers, HEAD_OUTPUT),
             *(1 + HEAD_OUTPUT + layer for layer in (layers, layers + 1, best)),
-            torch.full_like(layers, eta.value.shape[1] - 1),
         )
     )
-    gain = combined(torch.sub, released, before)
+    gain, whole = combined(torch.sub, released, before), total.sum(dim=0)[:, HEAD_OUTPUT]
     columns = {
         "tag": tag.value,
         "tag_se": tag.error,
-        "tag_chance": chance[:, HEAD_OUTPUT],
-        "tag_shifted": sums["chance_of_runs"] / total.sum(dim=0)[:, HEAD_OUTPUT],
+        "tag_chance": sums["chance"] / whole,
+        "tag_shifted": sums["chance_of_runs"] / whole,
         "before": before.value,
         "after": after.value,
         "released": released.value,
@@ -336,24 +282,16 @@ def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str
         "released_layer": torch.where(released.value.isnan(), -1, best),
         "gain": gain.value,
         "gain_se": gain.error,
-        "last": last.value,
     }
     return {"tag": tag, "released": released}, columns, release
 
 
-def _from_entering(values: Tensor, layers: Tensor) -> Tensor:
-    """Return values by residual layer, NaN before the one that enters the row's block."""
-    stream = values[:, 1 + HEAD_OUTPUT :]
-    return torch.where(torch.arange(stream.shape[1]) >= layers[:, None], stream, torch.nan)
-
-
-def _principal(moment: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the leading direction (heads, d) of some heads' outputs, and its share (heads) of the variance."""
+def _principal(moment: Tensor, weights: Tensor) -> Tensor:
+    """Compute the leading direction (heads, d) of some heads' outputs."""
     # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
     values, vectors = torch.linalg.eigh(moment)
     root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
-    _, singular, right = torch.linalg.svd(root @ weights, full_matrices=False)
-    return right[:, 0], singular[:, 0].square() / singular.square().sum(dim=1)
+    return torch.linalg.svd(root @ weights, full_matrices=False).Vh[:, 0]
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -362,7 +300,7 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
-    """Find the largest dimension of each tag (−1: it has none), its share of the squared length, and its outliers."""
+    """Find the largest dimension of each tag (−1: it has none), and its outliers."""
     size = torch.nan_to_num(direction).abs()
     limit = OUTLIER_RATIO * MAD_TO_SD * size.median(dim=1, keepdim=True).values
     order = size.argsort(dim=1, descending=True, stable=True)[:, :SHOWN_DIMENSIONS]
@@ -370,9 +308,7 @@ def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
         " ".join(str(d) for d in dims.tolist() if value[d] > bound)
         for dims, value, bound in zip(order, size, limit, strict=True)
     ]
-    largest = size.amax(dim=1)
     return {
-        "dimension": torch.where(largest > 0, order[:, 0], -1),
-        "dimension_share": largest.square() / size.square().sum(dim=1),
+        "dimension": torch.where(size.amax(dim=1) > 0, order[:, 0], -1),
         "outlier_dimensions": outliers,
     }

@@ -282,10 +282,8 @@ def _split(
     return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
 
-def frozen_norm(
-    layer_pass: LayerPass, dtype: torch.dtype, rows: Float[Tensor, "1 positions width"] | None = None
-) -> FrozenNorm | None:
-    """Freeze the norm before the heads at the stream of a pass, or at `rows`; None where there is none."""
+def frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+    """Freeze the norm before the heads at the stream of a pass; None where there is none."""
     if layer_pass.entered.shape != layer_pass.stream.shape:
         raise WorkError(
             "attention does not read the residual stream as it is, but something else of another width"
@@ -301,11 +299,8 @@ def frozen_norm(
     def norm(x: Tensor) -> Tensor:
         return copy(x.to(norm_dtype)).to(x.dtype)
 
-    inputs = layer_pass.stream if rows is None else rows
-    inputs = inputs.to(layer_pass.stream.device, dtype)
-    output = layer_pass.entered if rows is None else norm(inputs)
-    tolerance = _tolerance(layer_pass.stream, layer_pass.entered)
-    return FrozenNorm.verified(norm, inputs, output, type(layer_pass.norm).__name__, tolerance)
+    tolerance, name = _tolerance(layer_pass.stream, layer_pass.entered), type(layer_pass.norm).__name__
+    return FrozenNorm.verified(norm, layer_pass.stream.to(dtype), layer_pass.entered, name, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:

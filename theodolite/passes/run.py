@@ -1,8 +1,7 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    massive.parquet  with_massive.parquet  constituents.parquet  attribution.parquet  traces.parquet
-    arrays.safetensors  report/
+    massive.parquet  constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
 here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 import theodolite
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
@@ -76,7 +74,6 @@ class Run:
         sinks: which tokens became sinks of which head, and how often.
         outliers: outlier dimensions of each layer, with their shares.
         massive: tokens with massive activations after the first position, left out of position and context.
-        with_massive: what the numbers of position and context would be with them, in the layers that have any.
         examples: the tokens of a few contexts with the attention that they receive.
         constituents: the share of each head's logit variance that each pair of parts of query and key carries.
         attribution: which constituents the heads that follow a pattern owe it to.
@@ -91,7 +88,6 @@ class Run:
     sinks: pd.DataFrame = field(default_factory=pd.DataFrame)
     outliers: pd.DataFrame = field(default_factory=pd.DataFrame)
     massive: pd.DataFrame = field(default_factory=pd.DataFrame)
-    with_massive: pd.DataFrame = field(default_factory=pd.DataFrame)
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
     constituents: pd.DataFrame = field(default_factory=pd.DataFrame)
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -256,7 +252,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
 
 def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Describe the corpus, the seed and the counts of a pass, for the provenance."""
-    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    trailing = corpus.trailing(model.tokenizer)
     unknown = getattr(model.tokenizer, "unk_token_id", None)
     return {
         "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from theodolite.accumulate.means import means_of_halves
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
@@ -189,7 +188,7 @@ class SurveyPlan:
         check_extra(extra, taken)
         self.model, self.corpus, self.seed, self.extra = model, corpus, seed, extra
         self.batch = batch_of(corpus, batch)
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self.trailing = corpus.trailing(model.tokenizer)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -230,7 +229,6 @@ class SurveyPlan:
                 model,
                 inputs=states.of(f"{TEXT}.inputs"),
                 means=means_of_text(states, self.trailing),
-                norms=states.of("shares"),
                 leading=corpus.leading,
                 grid=None if corpus.grid is None else corpus.grid.shape,
             )

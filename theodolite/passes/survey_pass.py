@@ -22,9 +22,7 @@ from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.logits.shares import sample_of
-from theodolite.measure.catalogue import built_in_sums
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -51,7 +49,7 @@ class MeansPass(CorpusPass):
         super().__init__(model, corpus, seed, batch)
         length = corpus.contexts.shape[1]
         self.leading = corpus.leading
-        self.trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self.trailing = corpus.trailing(model.tokenizer)
         nothing = torch.empty(0, dtype=torch.int64)
         self.sample = Sample(torch.full((self.total,), -1), nothing, nothing)
         if self._keeps_sample:
@@ -142,7 +140,7 @@ class SurveyPass(HeadsPass):
         self.residual = self._moments(model.layers + 1, model.width)
         self.sketches = MomentSketches(model.layers + 1, model.width, self.total)
         self.outliers = OutlierCounts(model.layers + 1, model.width, self.total, self.trailing, self.leading)
-        self.massive = MassiveTokens(model.layers + 1, model.width, self.means)
+        self.massive = MassiveTokens(model.layers + 1)
         self.streams = KeptStreams(
             model.layers, self.means.length, model.width, sample_of(corpus, seed), model.source.dtype
         )
@@ -150,7 +148,7 @@ class SurveyPass(HeadsPass):
         self.examples: ExampleNorms | None = None
         if corpus.grid is not None:
             self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
-        self.extra = [*built_in_sums(model.layers, model.heads), *map(copy.deepcopy, extra)]
+        self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     @property
     def accumulators(self) -> dict[str, LayerSums]:

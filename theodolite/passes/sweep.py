@@ -122,10 +122,9 @@ class SweptText(SurveyPass):
         self.read(0, self.total)
         self._read_now.copy_(self.inputs.moments[layer])
         refuse_overflow(layer, self._read_now)
-        massive = self.massive.take_moments()
         for closed, moment in list(self.residual.moments.items()):
             refuse_overflow(closed, moment)
-            self.residual.close(closed, massive.get(closed))
+            self.residual.close(closed)
         self.state()  # the other stages see what was summed on a GPU
         forget()
 

@@ -20,7 +20,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.jobs.job import States
-from theodolite.measure.catalogue import EXTRA_COLUMNS, built_in_sums, declared, measurements
+from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import head_rows, heads_that_are
@@ -160,7 +160,7 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
-    """Compute the columns of the accumulators of `measure` and of the caller's, once the text is read.
+    """Compute the columns of the caller's accumulators, once the text is read.
 
     Raises:
         UsageError: a column is not declared, or does not have a value for each row.
@@ -169,8 +169,7 @@ def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str,
         return {}
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
     rows = {"layers": layers + 1, "heads": layers * heads}
-    sums = [*built_in_sums(layers, heads), *extra]
-    return extra_columns(sums, lambda name: states.of(f"corpus.extra.{name}"), rows)
+    return extra_columns(extra, lambda name: states.of(f"corpus.extra.{name}"), rows)
 
 
 def means_of_text(states: States, trailing: int) -> State:

@@ -14,7 +14,7 @@ from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
 from theodolite.measure.localization import layer_spectra
 from theodolite.measure.position import CUTOFFS, grouped_basis
-from theodolite.measure.positional import NormOfRows, positional_heads
+from theodolite.measure.positional import positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.calls import NotAffine
 from theodolite.models.guard import measures
@@ -39,14 +39,14 @@ def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "head
 class WeightsPass:
     """Spectra, moments and norms of every head, and what heads make of the positional basis.
 
-    State: `measure.localization.layer_spectra` of all layers, stacked; with `means` the argmax_properties (L, H, 2) and
+    State: `measure.localization.layer_spectra` of all layers, stacked; with `means` the argmax_property (L, H) and
     pwp_shares (L, H, cutoffs, 1 + groups), of all groups of contexts and without each, of
     `measure.positional.positional_heads`; NaN where a layer does not attend or has fewer or narrower heads than another
     one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
     Args:
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
-        means, norms: the states of `Means` and of a `SharesPass`, for the positional columns.
+        means: the state of `Means`, for the positional columns.
         leading, grid: as for `grouped_basis`.
     """
 
@@ -56,13 +56,12 @@ class WeightsPass:
         *,
         inputs: State | None = None,
         means: State | None = None,
-        norms: State | None = None,
         leading: int = 1,
         grid: Grid | None = None,
     ) -> None:
         self.model = model
         self.leading, self.grid = leading, grid
-        self.inputs, self.means, self.norms = inputs, means, norms
+        self.inputs, self.means = inputs, means
         self.total = model.layers
         self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
         self._state: State = {}
@@ -96,8 +95,8 @@ class WeightsPass:
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
         columns = layer_spectra(weights, sigma, heads, model.head_width)
         self._keep(layer, columns, model.head_width)
-        if self.means is not None and self.norms is not None:
-            self._keep(layer, self._positional(layer, weights, self.means, self.norms))
+        if self.means is not None:
+            self._keep(layer, self._positional(layer, weights, self.means))
 
     def _keep(self, layer: int, of_heads: State, width: int | None = None) -> None:
         """Put in a layer's values, of as many heads and dimensions as it has."""
@@ -108,17 +107,13 @@ class WeightsPass:
             # Copied: a small tensor that is kept would pin the heap around it.
             self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
 
-    def _positional(self, layer: int, weights: HeadWeights | None, means: State, norms: State) -> State:
+    def _positional(self, layer: int, weights: HeadWeights | None, means: State) -> State:
         basis = grouped_basis(means, layer, self.leading, self.grid)
         # They do not read the stream as it is
         if weights is None or weights.w_q.shape[1] != basis.p.shape[2]:
-            empty = torch.full((self.model.heads_of[layer], 2), math.nan, dtype=torch.float64)
+            empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             uses = empty.new_full((len(empty), len(CUTOFFS), 1 + len(basis.p)), math.nan)
-            return {"argmax_properties": empty, "pwp_shares": uses}
-        gain, bias, scale, centred = (
-            norms[f"norm_{name}"][layer] for name in ("gain", "bias", "scale", "centred")
-        )
-        norm = NormOfRows(gain, bias, scale[basis.positions], bool(centred))
-        properties, shares = positional_heads(basis, weights.w_q, weights.w_k, norm)
+            return {"argmax_property": empty, "pwp_shares": uses}
+        argmax, shares = positional_heads(basis, weights.w_q, weights.w_k)
         every = torch.cat([shares.value.unsqueeze(0), shares.without])
-        return {"argmax_properties": properties, "pwp_shares": every.permute(1, 2, 0)}
+        return {"argmax_property": argmax, "pwp_shares": every.permute(1, 2, 0)}

@@ -23,7 +23,6 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
-from theodolite.measure.catalogue import declared
 from theodolite.measure.publications import TITLES, XIAO, ZHANG
 from theodolite.passes.run import Run
 from theodolite.report import content, findings, style
@@ -110,7 +109,6 @@ def render(run: Run) -> str:
             "sink_texts": sinks[0],
             "sink_tokens": sinks[1],
             "massive": content.massive_table(run),
-            "with_massive": content.frame_table(run.with_massive, declared("with_massive")),
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
             **{name: content.run_table(run, name) for name in TABLES},

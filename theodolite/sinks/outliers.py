@@ -29,7 +29,6 @@ from theodolite.accumulate.marked import marked_places
 from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps, run_stages
 from theodolite.models import OpenModel
@@ -126,7 +125,7 @@ def find_outliers(
         )
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
-    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+    trailing = corpus.trailing(model.tokenizer)
     tokens = len(corpus.tokens)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
     if corpus.lengths is not None:  # a baseline is of one batch: of the length that most tokens are of

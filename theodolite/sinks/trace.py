@@ -17,11 +17,10 @@ from torch.nn import functional
 
 from theodolite.accumulate.marked import marked_places
 from theodolite.accumulate.sums import State, each_part, part_of
-from theodolite.accumulate.tags import HEAD_OUTPUT, HeadOutputs, Tags, measured, released
+from theodolite.accumulate.tags import HEAD_OUTPUT, Tags, measured, released
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.jobs.job import Rows, Stage, States
 from theodolite.measure.tags import layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
@@ -60,7 +59,7 @@ class TracePass(CorpusPass):
         super().__init__(model, corpus, 0, batch)
         self._local_sinks = local_sinks
         self._metric = metric
-        self._trailing = trailing_special_tokens(model.tokenizer, corpus.contexts, corpus.lengths)
+        self._trailing = corpus.trailing(model.tokenizer)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
         self._keys, self._first = torch.empty(0), 0
         self._entering = torch.empty(0)
@@ -107,13 +106,10 @@ class TracePass(CorpusPass):
                 return output, catches, None
             heads = catches.head.unique()
             wider = (0, metric.shape[-1] - output.shape[-1])  # as wide as those of the widest layer
-            outputs = HeadOutputs(
-                output=functional.pad(output[0, :, heads].transpose(0, 1), wider),
-                value=functional.pad(inputs.value[part.start, heads // groups], wider),
-                metric=metric[heads],
-            )
+            of_heads = functional.pad(output[0, :, heads].transpose(0, 1), wider)
+            value = functional.pad(inputs.value[part.start, heads // groups], wider)
             before = released(catches, self._entering[part.start].to(output.device))
-            return output, catches, (*measured(catches, outputs), before)
+            return output, catches, (*measured(catches, of_heads, value, metric[heads]), before)
 
         results = self._each(work)
         for context, (_, catches, numbers) in enumerate(results):
@@ -163,9 +159,8 @@ def trace_sinks(
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
-        `tag_direction`, `release`, `release_se`, `release_chance` (rows of `traces`), `tag_by_group` (the first of
-        them, eight groups of contexts, width), `head_release`,
-        `head_release_se`, `head_release_chance`, `principal_direction` (rows of `heads`).
+        `tag_direction`, `release` (rows of `traces`), `tag_by_group` (the first of them, eight groups of contexts,
+        width), `principal_direction` (rows of `heads`).
 
     Raises:
         UsageError: the corpus does not fit the model, or `out` holds something else.

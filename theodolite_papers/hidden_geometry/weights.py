@@ -24,7 +24,7 @@ from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, judge, unless_explained
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation_of_heads
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
-from theodolite.report.data import column, evenly, head_grid, need, need_column
+from theodolite.report.data import evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite.theory import qk_moments
 from theodolite_papers import drawing
@@ -169,8 +169,6 @@ MOSTLY = 0.8
 LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
 """How local a head's attention is on the text: high, and low."""
 
-MEANT = {"argmax_property": "raw vectors, as published", "argmax_property_normed": "behind the layer's norm"}
-
 
 def _by_layers(run: Run, correlation: float) -> Estimate:
     """Give a rank correlation over heads the error of one over as many layers: heads of one layer may be alike."""
@@ -179,34 +177,28 @@ def _by_layers(run: Run, correlation: float) -> Estimate:
     return Estimate(correlation, error, layers, "layers", by_chance=True)
 
 
-def _correlations(run: Run, shares: dict[str, Floats]) -> pd.DataFrame:
+def _correlations(run: Run, shares: Floats) -> pd.DataFrame:
     rows, layers = [], run.heads["layer"].to_numpy()
-    for name, values in shares.items():
-        for measure in (*LOCALITY, "layer"):
-            other = need_column(run.heads, measure)
-            count = int(np.isfinite([values, other]).all(axis=0).sum())
-            rows.append((name, measure, rank_correlation_of_heads(values, other, layers).value, count))
-    return pd.DataFrame(rows, columns=["share", "with", "rank_correlation", "heads"])
+    for measure in (*LOCALITY, "layer"):
+        other = need_column(run.heads, measure)
+        count = int(np.isfinite([shares, other]).all(axis=0).sum())
+        rows.append((measure, rank_correlation_of_heads(shares, other, layers).value, count))
+    return pd.DataFrame(rows, columns=["with", "rank_correlation", "heads"])
 
 
 @declared("geometry/figure25")
 def figure_25(study: Study, outcome: Outcome) -> None:
     run = study.run
-    shares = {name: values for name in MEANT if (values := column(run.heads, name)) is not None}
-    published = shares["argmax_property"]
-    for name, values in shares.items():
-        outcome.read(
-            f"heads above {percent(MOSTLY)} of the positions, {MEANT[name]}",
-            percent(float((values > MOSTLY).mean())),
-            "GPT-2: more than 43 %" if name == "argmax_property" else "",
-        )
-    correlations = _correlations(run, shares)
-    for name, measure, correlation, _ in correlations.itertuples(index=False):
+    published = need_column(run.heads, "argmax_property")
+    share = percent(float((published > MOSTLY).mean()))
+    outcome.read(f"heads above {percent(MOSTLY)} of the positions", share, "GPT-2: more than 43 %")
+    correlations = _correlations(run, published)
+    for measure, correlation, _ in correlations.itertuples(index=False):
         if label := LOCALITY.get(measure):
-            outcome.read(f"rank correlation with {label}, {MEANT[name]}", number(correlation))
+            outcome.read(f"rank correlation with {label}", number(correlation))
     has_it = (published[np.isfinite(published)] > MOSTLY).tolist()
     outcome.judge("many", has_it, heads=len(published), most=MOSTLY)
-    of_published = correlations[correlations["share"] == "argmax_property"].set_index("with")
+    of_published = correlations.set_index("with")
     for claim in ("layer", "previous_token"):
         correlation, count = of_published.loc[claim, ["rank_correlation", "heads"]]
         if claim == "layer" and not any(has_it):
@@ -216,12 +208,11 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             outcome.cannot_judge(claim, f"{outcome.sentence(claim, 'what')}: {why}")
         else:
             outcome.judge(claim, _by_layers(run, float(correlation)))
-    outcome.tables["heads"] = run.heads.filter(["layer", "head", *shares, *LOCALITY])
+    outcome.tables["heads"] = run.heads.filter(["layer", "head", "argmax_property", *LOCALITY])
     outcome.tables["correlations"] = correlations
-    for name in shares:
-        grid = head_grid(run, name)
-        assert grid is not None
-        outcome.draw(name.replace("_", "-"), drawing.head_values(grid, "share of positions"))
+    grid = head_grid(run, "argmax_property")
+    assert grid is not None
+    outcome.draw("argmax-property", drawing.head_values(grid, "share of positions"))
     drawn = drawing.head_scatter(
         published,
         need_column(run.heads, "previous_token"),

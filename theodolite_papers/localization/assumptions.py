@@ -19,7 +19,6 @@ from theodolite import Corpus, OpenModel
 from theodolite.accumulate.second_moments import SecondMoments, covariance
 from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.attention.summary import summarise
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import WorkError
 from theodolite.measure.rank_correlation import rank_correlation_of_heads
 from theodolite.models.guard import measures
@@ -74,7 +73,7 @@ class _LastLogits(Hooks):
 def last_logits(model: OpenModel, corpus: Corpus) -> Sample:
     """Read some contexts: what each layer reads of them, and the logits of each last query."""
     sample = Sample({}, SecondMoments(model.layers, model.structure.attention_width))
-    trailing = trailing_special_tokens(model.tokenizer, corpus.contexts)
+    trailing = corpus.trailing(model.tokenizer)
     with hooked(model, _LastLogits(sample, trailing)):
         for ids in corpus.contexts.split(BATCH):
             model.forward(ids)

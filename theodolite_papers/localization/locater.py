@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import torch
 
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
@@ -26,7 +24,6 @@ from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
 from theodolite.report.drawing.grammar import Panel, band, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
-from theodolite.theory import curve_width
 from theodolite_papers.drawing import TWOS, Line, curves
 from theodolite_papers.experiment import (
     Experiment,
@@ -64,8 +61,6 @@ READINGS: dict[Reduction, str] = {
     "sum": "κ against the loss summed over a batch",
 }
 SILENT = "the paper does not say which of the two its penalty was added to"
-
-PHASE = 10_000  # steps of the first phase
 
 
 def label_of(setting: Setting) -> str:
@@ -363,58 +358,6 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
     strongest(outcome, data, "stripes", "stripes", data.plain, levels=levels)
 
 
-def phases(outcome: Outcome, data: Comparable) -> None:
-    """Judge section 7: the first 10⁴ steps and the rest are different phases of learning; here, of unlike pace."""
-    if data.step < 2 * PHASE:
-        why = f"compared at step {number(data.step)}; give {number(2 * PHASE)} or more"
-        outcome.cannot_judge("phases", why)
-        return
-    shown = [settings[-1] for settings in data.published.values()] + ([data.plain] if data.plain else [])
-    parts = []
-    for setting, name in product(shown, ("trace", "entropy")):
-        change = Estimate.mean(pace_change(data.of(setting), name, data.step), "seeds")
-        values = {"measure": MEASURES[name], "setting": label_of(setting)}
-        parts.append(outcome.verdict("phases", change, phase=number(PHASE), **values))
-    outcome.verdicts.append(mix_of(outcome.sentence("phases"), parts))
-
-
-def pace_change(runs: Sequence[GridRun], name: str, step: int) -> list[float]:
-    """Change of a first-layer measure per 1,000 steps before `PHASE` less that after it, by training run."""
-    values = []
-    for run in runs:
-        curve = run.heads[run.heads["layer"] == 0].set_index("step")[name]
-        turn = curve.index[curve.index <= PHASE].max()
-        first, last = (abs(curve[b] - curve[a]) / (b - a) for a, b in ((0, turn), (turn, step)))
-        values.append(1000 * float(first - last))
-    return values
-
-
-def wider(outcome: Outcome, runs: Sequence[GridRun]) -> None:
-    """Judge section 4, measured: ρ on fewer positions at d = 128 than at d = 32, other settings alike, one layer."""
-    of_widths = [
-        [run for run in runs if (run.setting.layers, run.setting.width) == (1, d)] for d in (32, 128)
-    ]
-    if not all(of_widths):
-        why = "the grid does not have both widths: train them with --widths 32,128"
-        outcome.cannot_judge("wider", why)
-        return
-    step = min(map(common_step, of_widths))
-    small, large = (
-        {replace(r.setting, width=0): float(curve_width(torch.from_numpy(profile(r, step)))) for r in of}
-        for of in of_widths
-    )
-    less: dict[Setting, list[float]] = {}
-    for setting in sorted(small.keys() & large.keys(), key=lambda each: each.name):
-        less.setdefault(without_seed(setting), []).append(large[setting] - small[setting])
-    parts = [
-        outcome.verdict(
-            "wider", Estimate.mean(by_seed, "seeds"), step=number(step), setting=label_of(setting)
-        )
-        for setting, by_seed in less.items()
-    ]
-    outcome.verdicts.append(mix_of(outcome.sentence("wider"), parts))
-
-
 ACROSS = 2
 MAP_HEIGHT = 380
 MOST_COLUMNS = 400
@@ -515,7 +458,7 @@ def fill(outcome: Outcome, runs: Sequence[GridRun], recipe: dict[str, Any]) -> N
     """Fill the outcome: verdicts, curves, maps and tables of the training runs of one depth and width."""
     data = comparable(runs)
     _read(outcome, data, recipe)
-    for judge in (captions, against_none, against_decay, linked, stripes, phases):
+    for judge in (captions, against_none, against_decay, linked, stripes):
         judge(outcome, data)
     plain = [data.plain] if data.plain else []
     for reduction, settings in data.published.items():
@@ -565,8 +508,6 @@ def figure_7(study: Study, outcome: Outcome) -> None:
     data = comparable(runs)
     _read(outcome, data, recipe)
     stripes(outcome, data)
-    phases(outcome, data)
-    wider(outcome, read_grid(study.provenance["grid"]["folder"])[1])
     _draw_maps(outcome, data)
 
 

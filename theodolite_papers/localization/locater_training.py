@@ -20,16 +20,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-import pyarrow
 import torch
-from filelock import FileLock, Timeout
 from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.evaluate.scores import mean_and_error
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
@@ -209,8 +207,11 @@ class Setting:
             raise UsageError(f"{self.name}: give at least one layer and an even width.")
         if not all(0 <= strength < math.inf for strength in (self.scale, self.mean, self.weight_decay)):
             raise UsageError(f"{self.name}: a strength is negative or not finite; give 0 or more.")
-        if self.reduction not in get_args(Reduction):
-            raise UsageError(f"{self.name}: there is no such reduction; choose mean or sum.")
+        for given, choices in ((self.gradient, Gradient), (self.reduction, Reduction)):
+            if given not in get_args(choices):
+                raise UsageError(
+                    f"{self.name}: there is no {given}; choose {' or '.join(get_args(choices))}."
+                )
         check_numbers(self.seed)
 
 
@@ -399,9 +400,6 @@ def train_locater(
     vocabulary: tokens of the BPE, or `words`. numbers: layers, widths, scales (κ₁), means (κ₂) and decays of
     `grid_settings`, joined by commas; an empty text: none of them. None: as published.
     """
-    for name, given, choices in (("gradient", gradient, Gradient), ("reduction", reduction, Reduction)):
-        if given not in get_args(choices):
-            raise UsageError(f"--{name} is '{given}'; choose {' or '.join(get_args(choices))}.")
     if seeds < 1:
         raise UsageError(f"--seeds is {seeds}; give 1 or more.")
     if vocabulary not in (None, WORDS) and not vocabulary.isdecimal():
@@ -415,21 +413,13 @@ def train_locater(
     settings = grid_settings(Setting(gradient=gradient, reduction=reduction), seeds=seeds, **how)
     steps = PUBLISHED_STEPS if steps is None else steps
     train_grid(Job(out, recipe, steps, device), settings, TextFiles(text, held_out), console)
-    names = {setting.name for setting in settings}
-    summaries = {run.setting.name: run.summary for run in read_grid(out)[1] if run.summary}
-    unfinished = [name for name in names if name not in summaries or summaries[name]["step"] < steps]
-    if unfinished:
-        raise WorkError(
-            f"{len(unfinished)} of {len(names)} training runs are not at step {steps}; another process is working on "
-            "them: wait for it, then rerun the command"
-        )
     lines = []
-    for name, summary in summaries.items():
-        if name in names:
-            perplexity = perplexity_of(summary["held_out_loss"])
-            error = perplexity * (summary["held_out_loss_se"] or math.nan)  # null: one window
+    for run in read_grid(out)[1]:
+        if run.summary and run.setting in settings:
+            perplexity = perplexity_of(run.summary["held_out_loss"])
+            error = perplexity * (run.summary["held_out_loss_se"] or math.nan)  # null: one window
             known = f"held-out perplexity {perplexity:.2f} (± {error:.2f} over contexts)"
-            lines.append(f"{name}: step {summary['step']}, {known}")
+            lines.append(f"{run.setting.name}: step {run.summary['step']}, {known}")
     return lines
 
 
@@ -440,9 +430,6 @@ def _numbers(name: str, given: str) -> tuple[Any, ...]:
     except ValueError:
         raise UsageError(f"--{name} is '{given}'; give numbers with commas between them.") from None
 
-
-ROUND = 5000
-"""Steps that every training run takes before any goes further."""
 
 RUN_FOLDERS = "points"
 
@@ -495,47 +482,41 @@ def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Con
     for setting in settings:
         setting.check()
     check_target(job.folder)
-    text = kept_text(job.work, files, job.recipe)
-    console.print(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    with interruptible(lambda: say(STOPPING)) as pressed:
-        failed = train_in_rounds(settings, job, text, pressed, say)
+    with job.work.claimed():
+        text = kept_text(job.work, files, job.recipe)
+        say(f"{len(settings)} training runs of {job.steps} steps in {job.folder}")
+        with interruptible(lambda: say(STOPPING)) as pressed:
+            failed = train_in_turn(settings, job, text, pressed, say)
     if failed:
         raise WorkError("; ".join(failed))
 
 
-def train_in_rounds(
+def train_in_turn(
     settings: list[Setting], job: Job, text: GridText, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> list[str]:
-    """Train the settings, none more than a round ahead; returns why some failed, which are not tried again."""
-    failed: dict[Setting, str] = {}
+    """Train the settings one after another; returns why some failed."""
+    failed = []
     with using_threads(1 if torch.device(job.device).type == "cpu" else torch.get_num_threads()):
-        for target, setting in product([*range(ROUND, job.steps, ROUND), job.steps], settings):
+        for setting in settings:
             if stop():
                 return []
-            if setting in failed:
-                continue
-            folder = job.folder / RUN_FOLDERS / setting.name
-            folder.mkdir(parents=True, exist_ok=True)
             try:
-                with FileLock(folder / "lock", timeout=0):
-                    began = time.perf_counter()
-                    training = LocaterTraining(folder, setting, job.recipe, text, job.device)
-                    first_step = training.step
-                    if training.trainer.advance(target, stop) and target == job.steps:
-                        training.finish()
-                    if steps := training.step - first_step:
-                        pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
-                        say(f"{setting.name}: {training.progress()}, {pace}")
-            except Timeout:
-                say(f"{setting.name}: another process is training it; skipped")
+                began, folder = time.perf_counter(), job.folder / RUN_FOLDERS / setting.name
+                training = LocaterTraining(folder, setting, job.recipe, text, job.device)
+                first_step = training.step
+                if training.trainer.advance(job.steps, stop):
+                    training.finish()
+                if steps := training.step - first_step:
+                    pace = f"{steps / (time.perf_counter() - began):.1f} steps per second"
+                    say(f"{setting.name}: {training.progress()}, {pace}")
             except TheodoliteError as error:
-                failed[setting] = str(error)
+                failed.append(str(error))
                 say(f"{setting.name}: {error}")
-    return list(failed.values())
+    return failed
 
 
 @dataclass(frozen=True)
@@ -575,13 +556,8 @@ def read_grid(folder: str | Path) -> tuple[dict[str, Any], list[GridRun]]:
 
 def _grid_run(folder: Path) -> GridRun:
     summary = folder / "summary.json"
-    try:
-        setting = Setting(**read_job(folder)[0])
-        losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
-        curves, _ = read_checked(folder / "propagation.safetensors")
-        end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
-        return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, pyarrow.ArrowException) as error:
-        raise UsageError(
-            f"{folder} is damaged ({first_line(error)}); remove it and train it again."
-        ) from error
+    setting = Setting(**read_job(folder)[0])
+    losses, heads = (pd.read_parquet(folder / f"{name}.parquet") for name in ("losses", "heads"))
+    curves, _ = read_checked(folder / "propagation.safetensors")
+    end = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None
+    return GridRun(setting, losses, heads, curves["propagation"], curves["steps"].tolist(), end)

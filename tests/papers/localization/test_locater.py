@@ -30,8 +30,6 @@ from theodolite_papers.localization.locater import (
     fill,
     grid_provenance,
     left_out,
-    pace_change,
-    wider,
 )
 from theodolite_papers.localization.locater_training import GridRun, Setting, read_grid
 
@@ -133,45 +131,6 @@ def test_readings_of_the_strength_must_agree() -> None:
         for claim in CAPTIONS:
             assert judged[claim].answer == UNDECIDED
             assert judged[claim].evidence.endswith(why)
-
-
-def test_phases_of_learning() -> None:
-    """Oracle: traces put in: 1 in the first 10,000 steps, and 0.2 or 3 in the 15,000 after it; too few steps."""
-    for late, answer in ((0.2, HOLDS), (3.0, FAILS)):
-        runs = []
-        for run in grid(1.0):
-            steps = [0, 10_000, 25_000]
-            noise = 1e-3 * run.setting.seed
-            heads = run.heads.iloc[[0, 3, 4]].assign(step=steps, trace=[0, 1 + noise, 1 + late + 2 * noise])
-            heads["entropy"] = heads["trace"]
-            losses = run.losses.iloc[[0, 3, 4]].assign(step=steps)
-            propagation = run.propagation[[0, 3, 4]]
-            runs.append(
-                replace(run, heads=heads, losses=losses, propagation=propagation, propagation_steps=steps)
-            )
-        assert answers(runs, "phases") == [answer]
-        plain = [run for run in runs if replace(run.setting, seed=0) == Setting()]
-        first = pace_change(plain, "trace", 25_000)[0]
-        assert first == pytest.approx(1 / 10 - late / 15)
-    assert answers(grid(1.0), "phases") == [UNTESTABLE]
-
-
-def test_widths_are_compared_setting_by_setting() -> None:
-    """Oracle: profiles put in: at d = 128 half of the positions propagate, at 32 all; and the other way round."""
-    for small, large, answer in ((0.0, 0.5, HOLDS), (0.5, 0.0, FAILS)):
-        runs = []
-        for width, stripe in ((32, small), (128, large)):
-            for seed in range(3):
-                noise = 1e-3 * seed * (width == 128)
-                setting = Setting(width=width, seed=seed)
-                run = finished_run(setting, loss=4.0, scale=1.0, entropy=2.0, stripe=stripe + noise)
-                run.propagation[:, 0, 1::2] -= stripe
-                runs.append(run)
-        outcome = outcome_of("localization/figure7")
-        wider(outcome, runs)
-        assert [verdict.answer for verdict in outcome.verdicts] == [answer]
-        wider(outcome, runs[:3])
-        assert outcome.verdicts[-1].answer == UNTESTABLE
 
 
 @pytest.mark.usefixtures("long_enough")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from tests.papers.shared import hashes, quiet
 from theodolite.errors import UsageError, WorkError
@@ -53,18 +52,14 @@ def test_the_published_grid() -> None:
     assert [s.seed for s in settings[:30]] == [0] * 10 + [1] * 10 + [2] * 10
 
 
-def test_rounds_and_stopping(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a grid in one go. Stopped in its second round, no training is more than a round ahead."""
-    monkeypatch.setattr(module, "ROUND", 2)
+def test_stopping(files: TextFiles, tmp_path: Path) -> None:
+    """Oracle: a grid in one go."""
     job = Job(tmp_path / "g", RECIPE, 6, "cpu")
     train_grid(replace(job, folder=tmp_path / "whole"), SETTINGS, files, quiet())
     text, asked = module.kept_text(job.work, files, RECIPE), iter([False] * 12 + [True] * 99)
-    assert module.train_in_rounds(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
-    reached = [step_of(job.folder / "points" / setting.name) for setting in SETTINGS]
-    assert 0 < min(reached) < 6
-    assert max(reached) - min(reached) <= 2
-    screen = quiet()
-    train_grid(job, SETTINGS, files, screen)
+    assert module.train_in_turn(SETTINGS, job, text, lambda: next(asked), lambda line: None) == []
+    assert 0 < step_of(job.folder / "points" / SETTINGS[1].name) < 6
+    train_grid(job, SETTINGS, files, quiet())
     assert hashes(job.folder) == hashes(tmp_path / "whole")
     recipe, points = read_grid(job.folder)
     assert recipe["length"] == 16
@@ -88,36 +83,10 @@ def test_a_damaged_checkpoint_stops_its_own_training_run_alone(files: TextFiles,
     assert step_of(other) == 3
 
 
-@pytest.mark.parametrize("name", ["job.json", "losses.parquet", "propagation.safetensors"])
-def test_a_damaged_training_run_is_named(name: str, files: TextFiles, tmp_path: Path) -> None:
-    """Oracle: the bytes that are gone."""
+def test_a_grid_that_another_process_trains_is_refused(files: TextFiles, tmp_path: Path) -> None:
     job = Job(tmp_path / "g", RECIPE, 2, "cpu")
-    train_grid(job, SETTINGS[:1], files, quiet())
-    path = tmp_path / "g" / "points" / SETTINGS[0].name / name
-    for rest in (path.read_bytes()[:-9], b"", b"[" * 100_000):
-        path.write_bytes(rest)
-        with pytest.raises(
-            UsageError,
-            match=rf"{SETTINGS[0].name}(/job.json)? is damaged.*; remove it and|is damaged: remove",
-        ):
-            read_grid(job.folder)
-    text = job.folder / "text.safetensors"
-    text.write_bytes(text.read_bytes()[:-9])
-    with pytest.raises(UsageError, match=r"text\.safetensors is damaged: remove it"):
+    with job.work.claimed(), pytest.raises(UsageError, match="another process"):
         train_grid(job, SETTINGS[:1], files, quiet())
-
-
-def test_what_another_process_holds_is_left_out(files: TextFiles, tmp_path: Path) -> None:
-    """Oracle: the folder, while its lock is held here."""
-    place, job = tmp_path / "g/points" / SETTINGS[0].name, Job(tmp_path / "g", RECIPE, 2, "cpu")
-    job.work.begin()
-    place.mkdir(parents=True)
-    screen = quiet()
-    with FileLock(place / "lock"):
-        train_grid(job, SETTINGS[:2], files, screen)
-    assert not (place / "checkpoint.safetensors").exists()
-    assert "another process is training it" in screen.file.getvalue()  # type: ignore[attr-defined]
-    assert step_of(tmp_path / "g/points" / SETTINGS[1].name) == 2
 
 
 def test_refuses_another_grid(files: TextFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +132,7 @@ def test_the_command(files: TextFiles, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"gradient": "best"}, "exact or published"),
-        ({"reduction": "max"}, "--reduction is 'max'; choose mean or sum"),
-        ({"means": "0,x"}, "numbers with commas"),
+        ({"gradient": "best"}, "no best; choose exact or published"),
         ({"layers": "1.5"}, "numbers with commas"),
         ({"vocabulary": "many"}, "or words"),
         ({"seeds": 0}, "1 or more"),
