@@ -123,7 +123,7 @@ def test_rules_of_outliers(tmp_path):
     numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
     full_stop = [(1, 7, context, 5, 5, 3, context) for context in range(3)]
     places = places_of([*full_stop, (1, 7, 3, 6, 9, 9, 3), (2, 7, 0, 6, 3, 1, 0)])
-    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, places, numbers)
+    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, places, numbers)
     exclusions = Exclusions.of(found, 0.2)
     assert exclusions.rules == (
         Rule("outlier dimension", 0, dimension=4, share=0.5),
