@@ -152,18 +152,6 @@ def test_rules_of_outliers(tmp_path):
     assert rules[0] == {"kind": "outlier dimension", "layer": 0, "dimension": 4, "share": 0.5}
 
 
-def test_rules_of_outliers_of_a_model():
-    """Oracle: the tables that `find_outliers` itself gives."""
-    model = open_model()
-    ids = torch.arange(200).view(4, 50)
-    found = find_outliers(model, Corpus("some", ids, torch.full((4,), -1), [], 0))
-    exclusions = Exclusions.of(found)
-    named = found.dimensions[found.dimensions["published"] | found.dimensions["adaptive"]]
-    assert len(exclusions.rules) >= len(named) > 0
-    assert exclusions.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
-    assert exclusions.corpus["name"] == "some"
-
-
 def test_rules_of_a_trace():
     newline = {"first": False, "token_id": 7, "token": "\n", "occurrences": 2, "of_occurrences": 1.0}
     assert Exclusions.of(TRACED).rules == (

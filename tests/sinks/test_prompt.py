@@ -112,8 +112,6 @@ def test_without_sinks_a_head_must_be_named(folder):
 
 
 def test_refusals(model):
-    with pytest.raises(UsageError, match="layer 9 does not exist"):
-        trace_prompt(model, IDS, 9, 0)
     with pytest.raises(UsageError, match="head 7 does not exist"):
         trace_prompt(model, IDS, 0, 7)
     with pytest.raises(UsageError, match="longer than the 32"):
