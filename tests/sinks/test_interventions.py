@@ -394,15 +394,6 @@ def test_a_parameter_shared_with_another_layer_changes_in_one_only(tmp_path):
     assert torch.equal(shared, own)
 
 
-def test_nested_parts_come_out_one_after_the_other(opened):
-    """Oracle: ranks 1 and 2 nested are rank 3 at once."""
-    model = opened("llama2")
-    with without_low_rank(model, LAYER, 3):
-        at_once = model.head_weights(LAYER).w_v
-    with without_low_rank(model, LAYER, 1), without_low_rank(model, LAYER, 2):
-        torch.testing.assert_close(model.head_weights(LAYER).w_v, at_once, rtol=0, atol=5e-6)
-
-
 # --- all three
 
 

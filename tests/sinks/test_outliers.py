@@ -9,7 +9,6 @@ import torch
 
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
 from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
 from theodolite.theory.outliers import Thresholds
@@ -220,13 +219,6 @@ def test_other_families_are_read_too(opened, family):
     assert set(found.head_dimensions["head"]) == set(range(model.heads))
     for table in (found.layers, found.dimensions, found.head_dimensions):
         assert np.isfinite(table.to_numpy(dtype=float)).all()
-
-
-def test_what_cannot_be_read_is_refused(opened):
-    with pytest.raises(UsageError, match="not text"):
-        find_outliers(opened("vit"), Corpus.random_tokens(9, 8, 4))
-    with pytest.raises(UsageError, match="does not fit"):
-        find_outliers(opened("gpt2"), Corpus.random_tokens(4000, 8, 4))
 
 
 def test_position_0_is_one_row_a_dimension():
