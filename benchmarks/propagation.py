@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Ratio, in_turns, over
-from theodolite.theory import probability_between, propagation_exact, propagation_exact_head
+from theodolite.theory import probability_between, propagation_exact
 from theodolite.theory.propagation import walk_moments
 
-WIDTH, LENGTH, HEAD_WIDTH = 4096, 4096, 64
+WIDTH, LENGTH = 4096, 4096
 PLAIN_POSITIONS = 8
 ROUNDS = 3
 BUDGET = 1.0
@@ -38,11 +38,6 @@ def measure(device: str) -> Iterator[Ratio]:
         curve = propagation_exact(values, LENGTH, 1.0)[positions.long() - 1]
         difference = (curve - every_term(values, positions)).abs().max().item()
         yield Ratio.of("their difference", [difference], 1e-9)
-    generator = torch.Generator().manual_seed(1)
-    w_q, w_k = 0.05 * torch.randn(2, 768, HEAD_WIDTH, generator=generator).to(device)
-    times = in_turns({"head": lambda: propagation_exact_head(w_q, w_k, LENGTH)}, ROUNDS, device)
-    what = f"an exact curve ρ, asymmetric, d_h = {HEAD_WIDTH}: seconds"
-    yield Ratio.of(what, [t[clock] for t in times["head"]], BUDGET)
 
 
 def spectra(device: str) -> dict[str, Tensor]:

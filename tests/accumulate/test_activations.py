@@ -34,7 +34,7 @@ IDS[4] = IDS[2]
 
 
 def filled(hidden: torch.Tensor, batches: list[range]) -> Activations:
-    sums = Activations(BOUNDS, LENGTH, THRESHOLDS)
+    sums = Activations(BOUNDS, THRESHOLDS)
     for batch in batches:
         for layer in range(LAYERS):
             sums.update(layer, hidden[layer, list(batch)], IDS[list(batch)], batch.start)
@@ -94,7 +94,6 @@ def test_carriers_are_who_holds_massive_values():
         assert own["value_sum"] == pytest.approx(sum(numbers))
         assert own["extreme"] == max(numbers, key=lambda value: (abs(value), value))
         assert own["position_sum"] == sum(positions)
-        assert own["example"] == min(c * LENGTH + p for c, p in zip(contexts, positions, strict=True))
 
 
 @given(cuts=st.sets(st.integers(1, CONTEXTS - 1)), there=st.lists(st.booleans(), min_size=6, max_size=6))
@@ -106,7 +105,7 @@ def test_parts_merge_to_the_whole_however_they_are_cut(cuts, there):
     batches = [range(a, b) for a, b in pairwise(borders)]
     one = filled(hidden, [batch for batch, other in zip(batches, there, strict=False) if not other])
     other = filled(hidden, [batch for batch, other in zip(batches, there, strict=False) if other])
-    restored = Activations(BOUNDS, LENGTH, THRESHOLDS)
+    restored = Activations(BOUNDS, THRESHOLDS)
     restored.restore(one.state())
     restored.merge(other.state())
     other.merge(one.state())
@@ -118,7 +117,7 @@ def test_parts_merge_to_the_whole_however_they_are_cut(cuts, there):
 
 
 def test_nothing_massive_is_an_empty_table():
-    sums = Activations(BOUNDS, LENGTH, Thresholds())
+    sums = Activations(BOUNDS, Thresholds())
     sums.update(0, torch.zeros(1, LENGTH, PARTS, WIDTH), IDS[:1], 0)
     assert {len(values) for values in carrier_columns(sums.state()).values()} == {0}
 

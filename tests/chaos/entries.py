@@ -17,7 +17,6 @@ from tests import checkpoints
 from theodolite.comparison.outputs import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_corpus
-from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.harness import harness
 from theodolite.evaluate.perplexity import perplexity
@@ -29,7 +28,6 @@ from theodolite.models.stored.lazy_weights import open_weights
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.prune.model import prune_model
-from theodolite.sinks.ablation import ablation_test
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.outliers import find_outliers
 from theodolite.sinks.prompt import trace_prompt
@@ -62,15 +60,6 @@ def edited(model: OpenModel) -> list[Any]:
         with edit:
             outputs.append(model.forward(IDS))
     return outputs
-
-
-def ablated(model: OpenModel) -> Any:
-    traces = trace_sinks(model, CORPUS, local_sinks=True).traces
-    place = (int(traces["layer"][0]), int(traces["head"][0])) if len(traces) else (0, 0)
-    try:
-        return ablation_test(model, CORPUS, *place, DIRECTION)
-    except UsageError as error:  # no head of a random GPT-2 has a sink
-        return str(error)
 
 
 def pruned(model: OpenModel) -> list[Any]:
@@ -130,7 +119,6 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "trace": lambda model: trace_sinks(model, CORPUS, local_sinks=True),
     "prompt": lambda model: trace_prompt(model, IDS[0], 1, 1),
     "outliers": lambda model: find_outliers(model, CORPUS),
-    "ablation": ablated,
     "edited": edited,
     "constituents": lambda model: constituents(model, IDS, 1),
     "outputs": lambda model: read_outputs(model, CORPUS),

@@ -199,7 +199,7 @@ def surveyed(folder: Path, variables: dict[str, str], before: str) -> tuple[int,
 
 
 IN_THREADS = [entry for entry in ENTRIES if entry != "edited"]
-"""An intervention that is open is so for all threads, and is not among them; `ablation` has the model to itself."""
+"""An intervention that is open is so for all threads, and is not among them."""
 
 
 def thread_trials(seed: int, share: float) -> Iterator[Trial]:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from theodolite.corpus import documents as texts
@@ -78,12 +76,6 @@ def test_tables_give_a_document_a_row(tmp_path: Path, suffix: str) -> None:
     assert [document.text for document in read_path(path, Columns("label"))] == ["x", "x"]
 
 
-def test_numbers_label_too_and_topic_is_a_label(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"text": "a", "topic": 3}\n{"text": "b", "topic": "z", "label": 0}\n')
-    assert [document.label for document in read_path(path)] == ["3", "0"]
-
-
 COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
@@ -131,7 +123,6 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object"),
-        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"not UTF-8 \(at byte 24\)"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text' \(it has: body, id\)"),
         ("a.jsonl", b'{"text": 7}\n', "holds int, not text"),
@@ -196,22 +187,6 @@ def test_a_long_text_is_several_documents_and_a_long_line_is_refused(tmp_path, m
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     with pytest.raises(UsageError, match="has a line of more than 40 characters"):
         list(read_path(tmp_path / "a.jsonl"))
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "text": "b"}')
-    with pytest.raises(UsageError, match="line 1 has the key 'text' twice"):
-        list(read_path(tmp_path / "a.jsonl"))
-    table = pa.table([["a"], ["b"], ["c"], ["d"]], names=["text", "text", "other", "other"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(UsageError, match="has two columns 'text'"):
-        list(read_path(tmp_path / "a.parquet"))
-
-
-def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
-    pd.DataFrame({"text": []}).to_parquet(tmp_path / "t.parquet")
-    with pytest.raises(UsageError, match="is empty"):
-        list(read_path(tmp_path / "t.parquet"))
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

@@ -54,12 +54,6 @@ def test_tokens_labels_and_shape(folder, reader):
     assert set(corpus.label_names) == {"cat", "dog"}
 
 
-def test_a_flat_folder_has_no_labels(tmp_path, reader):
-    corpus = Corpus.from_path(vision.draw(tmp_path, [""], 3), reader)
-    assert corpus.labels.tolist() == [-1] * 3
-    assert corpus.label_names == []
-
-
 def test_the_seed_decides_which_and_in_which_order(folder, reader):
     one, same, other = (Corpus.from_path(folder, reader, None, 5, seed) for seed in (1, 1, 2))
     assert len(one.contexts) == 5
@@ -171,28 +165,19 @@ def dataset(count: int = 6) -> datasets.Dataset:
     )
 
 
-@pytest.mark.parametrize("in_splits", [False, True])
-def test_a_saved_data_set(tmp_path, reader, in_splits):
-    saved = datasets.DatasetDict({"train": dataset()}) if in_splits else dataset()
-    saved.save_to_disk(tmp_path / "saved")
-    corpus = Corpus.from_path(tmp_path / "saved", reader)
-    assert len(corpus.contexts) == 6
-    for name, index in by_name(corpus).items():
-        row = int(name.split()[-1]) - 1
-        assert corpus.label_names[corpus.labels[index]] == ["cat", "dog"][row % 2]
-        np.testing.assert_allclose(
-            corpus.inputs(slice(index, index + 1))[0], vision.pixels_of(vision.picture(row)), atol=1e-6
-        )
-
-
 def test_a_data_set_by_name(tmp_path, reader):
     (tmp_path / "data").mkdir()
     dataset().to_parquet(tmp_path / "data" / "train.parquet")
     corpus = make_corpus(f"hf:{tmp_path / 'data'}", reader, None, 4)
     assert len(corpus.contexts) == 4
     assert set(corpus.label_names) == {"cat", "dog"}
+    for name, index in by_name(corpus).items():
+        row = int(name.split()[-1]) - 1
+        assert corpus.label_names[corpus.labels[index]] == ["cat", "dog"][row % 2]
+        pixels = vision.pixels_of(vision.picture(row))
+        np.testing.assert_allclose(corpus.inputs(slice(index, index + 1))[0], pixels, atol=1e-6)
     with pytest.raises(UsageError, match="has no column of images"):
-        Corpus.from_dataset(str(tmp_path / "data"), reader, None, 4, text_column="label")
+        Corpus.from_path(f"hf:{tmp_path / 'data'}", reader, contexts=4, text_column="label")
 
 
 def test_a_tokenizer_finds_no_text_in_a_folder_of_images(folder):

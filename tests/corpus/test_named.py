@@ -87,9 +87,8 @@ def test_other_texts_are_whole(opened, tmp_path):
 
 def test_what_is_no_text_is_refused(opened, tmp_path):
     tokenizer = opened("llama3").tokenizer
-    for name in ("random",):
-        with pytest.raises(UsageError, match="drawn, and no text"):
-            make_stream(name, tokenizer)
+    with pytest.raises(UsageError, match="drawn, and no text"):
+        make_stream("random", tokenizer)
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(UsageError, match="give a text with 4 or more"):
         make_stream(tmp_path / "short.txt", tokenizer)

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from theodolite import constituents, view_head
-from theodolite.corpus.cutting import positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.sinks.exclusions import Exclusions, Rule
-from theodolite.sinks.interventions import ablate_direction, attention_knockout
 from theodolite.train.geometry import GeometryReader
 
 LENGTHS = [12, 9, 20]
@@ -112,31 +110,3 @@ def test_a_head_is_drawn_without_the_padding(model, way):
     ids, rows, _ = laid("right" if way == "packed" else way, DOCUMENTS[:1])
     drawn = view_head(model, ids, 1, 2, **rows).view.attention
     np.testing.assert_array_equal(drawn, view_head(model, DOCUMENTS[0], 1, 2).view.attention)
-
-
-@pytest.mark.parametrize("intervention", ["knockout", "ablation"])
-def test_interventions_at_positions_of_each_context(model, way, intervention):
-    """The model itself reads the rows, with the mask and the positions that `transformers` makes of them."""
-    ids, rows, places = laid(way)
-    direction = torch.randn(model.width, generator=torch.Generator().manual_seed(0))
-
-    def changed(**more: Any) -> Any:
-        if intervention == "knockout":
-            return attention_knockout(model, 1, None, [0, 3], **more)
-        return ablate_direction(model, 1, 2, direction, queries=[0, 3], **more)
-
-    positions = positions_in_rows(ids, rows["attention_mask"], rows.get("position_ids"))
-    given = {"position_ids": positions.clamp_min(0), "use_cache": False}
-    if way == "packed":  # the second row has padding behind its only context, which nothing before it sees
-        given["position_ids"] = torch.where(positions < 0, torch.arange(ids.shape[1]), positions)
-    else:
-        given["attention_mask"] = rows["attention_mask"]
-    with torch.no_grad():
-        plain = model.hf(ids, **given).logits
-        with changed(**rows):
-            logits = model.hf(ids, **given).logits
-        for place, own in zip(places, DOCUMENTS, strict=True):
-            with changed():
-                alone = model.hf(own[None]).logits[0]
-            assert (alone - plain[place]).abs().max() > 1e-2
-            torch.testing.assert_close(logits[place], alone, atol=2e-5, rtol=0)

@@ -123,7 +123,7 @@ def test_rules_of_outliers(tmp_path):
     numbers = {"contexts": 8, "corpus": PROVENANCE["corpus"], "model": PROVENANCE["model"]}
     full_stop = [(1, 7, context, 5, 5, 3, context) for context in range(3)]
     places = places_of([*full_stop, (1, 7, 3, 6, 9, 9, 3), (2, 7, 0, 6, 3, 1, 0)])
-    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, EMPTY, places, numbers)
+    found = Outliers(EMPTY, dimensions, massive, EMPTY, EMPTY, places, numbers)
     exclusions = Exclusions.of(found, 0.2)
     assert exclusions.rules == (
         Rule("outlier dimension", 0, dimension=4, share=0.5),
@@ -150,18 +150,6 @@ def test_rules_of_outliers(tmp_path):
     assert Exclusions.load(tmp_path / "exclusions.json") == exclusions
     rules = json.loads((tmp_path / "exclusions.json").read_text())["rules"]
     assert rules[0] == {"kind": "outlier dimension", "layer": 0, "dimension": 4, "share": 0.5}
-
-
-def test_rules_of_outliers_of_a_model():
-    """Oracle: the tables that `find_outliers` itself gives."""
-    model = open_model()
-    ids = torch.arange(200).view(4, 50)
-    found = find_outliers(model, Corpus("some", ids, torch.full((4,), -1), [], 0))
-    exclusions = Exclusions.of(found)
-    named = found.dimensions[found.dimensions["published"] | found.dimensions["adaptive"]]
-    assert len(exclusions.rules) >= len(named) > 0
-    assert exclusions.model == {"id": model.id, "revision": model.revision, "sha256": model.sha256}
-    assert exclusions.corpus["name"] == "some"
 
 
 def test_rules_of_a_trace():

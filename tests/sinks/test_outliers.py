@@ -9,9 +9,8 @@ import torch
 
 from tests import checkpoints
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
-from theodolite.sinks.outliers import Outliers, find_outliers, life, position_0_as_one
+from theodolite.sinks.outliers import Outliers, find_outliers, position_0_as_one
 from theodolite.theory.outliers import Thresholds
 
 LENGTH = 24
@@ -149,21 +148,6 @@ def test_what_is_planted_is_found_and_nothing_else(planted, found, corpus, famil
     np.testing.assert_allclose(found.layers["tokens_first"], np.array([0, 0, 2, 2]) / 40)
 
 
-def test_growth_follows_it_through_all_layers(planted, found, corpus):
-    """Oracle: the mean of transformers' own hidden states at the token's places; it appears behind block 1."""
-    growth, x = found("gpt2").growth, hidden_states(planted("gpt2"), corpus)
-    here = corpus.contexts.numpy() == TOKEN
-    assert growth.groupby(["first", "places"]).size().to_dict() == {(False, 17): 4, (True, 2): 4}
-    for first, table in growth.groupby("first"):
-        own = here & ((np.arange(LENGTH) == 0) == first)
-        np.testing.assert_allclose(table["value"], x[:, own][..., DIMENSION].mean(1), rtol=1e-4, atol=1e-6)
-        assert table["share"].tolist() == [0, 0, 1, 1]
-        assert set(table["appears"]) == {2.0}
-        assert table["vanishes"].isna().all()
-        assert (table["rise"] > 0.9).all()
-        assert set(table["token"]) == ({"any"} if first else {checkpoints.byte_tokenizer().decode([TOKEN])})
-
-
 def test_a_model_of_another_scale_has_the_same_outliers_by_its_own_measure(planted, found, corpus):
     """At a hundredth of the size the published rule finds nothing, the rule from data the same; the caller's own
     thresholds find it again."""
@@ -235,28 +219,6 @@ def test_other_families_are_read_too(opened, family):
     assert set(found.head_dimensions["head"]) == set(range(model.heads))
     for table in (found.layers, found.dimensions, found.head_dimensions):
         assert np.isfinite(table.to_numpy(dtype=float)).all()
-
-
-def test_what_cannot_be_read_is_refused(opened):
-    with pytest.raises(UsageError, match="not text"):
-        find_outliers(opened("vit"), Corpus.random_tokens(9, 8, 4))
-    with pytest.raises(UsageError, match="does not fit"):
-        find_outliers(opened("gpt2"), Corpus.random_tokens(4000, 8, 4))
-
-
-@pytest.mark.parametrize(
-    ("value", "share", "appears", "vanishes", "rise"),
-    [
-        ([1, 1, 200, 220, 5], [0, 0, 1, 1, 0], 2, 4, 199 / 220),
-        ([300, 300, 300], [1, 1, 0.6], 0, np.nan, 1.0),  # in the embedding already
-        ([10, 40, -80, 100], [0, 0.2, 0.5, 1], 2, np.nan, 0.4),  # in steps
-        ([1, 3, 1], [0.1, 0.4, 0.1], np.nan, np.nan, 2 / 3),  # never in half of its places
-    ],
-)
-def test_where_an_activation_appears_and_vanishes(value, share, appears, vanishes, rise):
-    """Oracle: read off by hand."""
-    expected = {"appears": appears, "vanishes": vanishes, "rise": rise}
-    assert life(np.array(value, float), np.array(share, float)) == pytest.approx(expected, nan_ok=True)
 
 
 def test_position_0_is_one_row_a_dimension():

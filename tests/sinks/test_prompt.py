@@ -109,12 +109,3 @@ def test_without_sinks_a_head_must_be_named(folder):
     with pytest.raises(UsageError, match="no head has a sink on this prompt"):
         trace_prompt(flat, IDS)
     assert not len(trace_prompt(flat, IDS, 0, 0).sinks)
-
-
-def test_refusals(model):
-    with pytest.raises(UsageError, match="layer 9 does not exist"):
-        trace_prompt(model, IDS, 9, 0)
-    with pytest.raises(UsageError, match="head 7 does not exist"):
-        trace_prompt(model, IDS, 0, 7)
-    with pytest.raises(UsageError, match="longer than the 32"):
-        trace_prompt(model, torch.zeros(40, dtype=torch.int64), 0, 0)

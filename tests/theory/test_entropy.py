@@ -57,20 +57,10 @@ def test_lengths_broadcast_and_one_key_has_no_entropy() -> None:
 
 
 def test_asymptotic_form_is_written_for_many_keys() -> None:
-    """Oracle: the formula itself; it stays above the exact bound and approaches it as T grows."""
+    """Oracle: the formula itself."""
     for nu in (0.0, 0.5, 4.0, 9.0):
         plain = math.log(1 + 64 * math.exp(-nu)) + nu * math.exp(-nu) / (1 / 64 + math.exp(-nu))
         assert entropy_lower_bound(nu, 64, variant="asymptotic").item() == pytest.approx(plain, rel=1e-12)
-    nu = torch.linspace(0, 12, 100)
-    gaps = [
-        (entropy_lower_bound(nu, length, variant="asymptotic") - entropy_lower_bound(nu, length))
-        for length in (64, 1024, 131072)
-    ]
-    assert (torch.stack(gaps) > 0).all()
-    largest = [gap.max().item() for gap in gaps]
-    assert largest[0] < 0.1
-    assert largest[1] < 0.2 * largest[0]
-    assert largest[2] < 0.02 * largest[1]
     assert entropy_lower_bound(torch.tensor([1e3, math.inf]), 64, variant="asymptotic").max().item() < 1e-300
 
 

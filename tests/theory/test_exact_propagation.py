@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-import scipy.integrate
-import scipy.special
-import scipy.stats
 import torch
 from torch import Tensor
 
 from tests.theory.test_propagation import finite_moments, walk_values
-from theodolite.theory import probability_between, propagation_exact, propagation_exact_head
+from theodolite.theory import probability_between, propagation_exact
 
 DOUBLE = torch.float64
 
@@ -95,64 +91,3 @@ def test_batches_zeros_and_nan() -> None:
     torch.testing.assert_close(got[1, 1], propagation_exact(torch.tensor([0.3]), 9, 2.0), rtol=0, atol=1e-8)
     assert propagation_exact(torch.zeros(2, 0, 3), 5, 1.0).shape == (2, 0, 5)
     assert (propagation_exact(torch.zeros(2, 0), 5, 1.0) == 1).all()
-
-
-def random_head(width: int, head_width: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    w_q, w_k = torch.randn(2, width, head_width, generator=generator, dtype=DOUBLE)
-    return w_q + 0.3, w_k + 0.3
-
-
-@pytest.mark.parametrize(("width", "head_width", "length"), [(6, 4, 12), (5, 1, 7), (3, 3, 40)])
-def test_asymmetric_heads_against_simulated_walks(width: int, head_width: int, length: int) -> None:
-    """Anisotropic Σ, within 3 standard errors everywhere; the symmetrised head is further off than that."""
-    w_q, w_k = random_head(width, head_width, seed=width)
-    root = torch.randn(width, width, generator=torch.Generator().manual_seed(1), dtype=DOUBLE) / 2
-    draws = 50_000
-    measured = simulated(w_q @ w_k.mT, root, length, draws, 2.0, seed=5)
-    exact = propagation_exact_head(w_q, w_k, length, 2.0, covariance=root @ root.mT)
-    assert deviations(measured, exact, draws).abs().max() < 3
-    form = root.mT @ w_q @ w_k.mT @ root
-    symmetrised = propagation_exact(torch.linalg.eigvalsh((form + form.mT) / 2), length, 2.0)
-    assert deviations(measured, symmetrised, draws).abs().max() > 6
-
-
-def test_characteristic_function_is_the_determinant_of_the_docstring() -> None:
-    """(0, −W; W, 0)-like W of rank 2, whose symmetric part is zero: φ(t) = 1/(1 + t² g² (1 − c²) w²), a Laplace
-    variable of scale w·√(g² − s_ab²); oracle: scipy."""
-    w_q = torch.eye(2, dtype=DOUBLE)
-    w_k = 0.4 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=DOUBLE)
-    length = 9
-    got = propagation_exact_head(w_q, w_k, length, 1.0)
-    cross, own = finite_moments(length)
-    scale = 0.4 * (own - cross**2).sqrt().numpy()
-    law = scipy.stats.laplace(scale=scale)
-    expected = law.cdf(1 - 1 / length) - law.cdf(-1 / length)
-    np.testing.assert_allclose(got, expected, atol=1e-11)
-
-
-@pytest.mark.parametrize("length", [1, 2, 30])
-def test_symmetric_heads_agree_with_their_eigenvalues(length: int) -> None:
-    """W_k = B and W_q = B diag(w), which has a singular joint Gram matrix; then with Σ and d_h = d."""
-    generator = torch.Generator().manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(20, 5, generator=generator, dtype=DOUBLE)).Q
-    values = torch.tensor([1.0, -0.5, 0.3, 0.3, 0.0], dtype=DOUBLE)
-    got = propagation_exact_head(basis * values, basis, length, 1.5)
-    torch.testing.assert_close(got, propagation_exact(values, length, 1.5), rtol=0, atol=1e-8)
-
-    half = torch.randn(6, 6, generator=generator, dtype=DOUBLE)
-    root = torch.randn(6, 6, generator=generator, dtype=DOUBLE) / 3
-    got = propagation_exact_head(
-        half + half.mT, torch.eye(6, dtype=DOUBLE), length, 1.5, covariance=root @ root.mT
-    )
-    eigenvalues = torch.linalg.eigvalsh(root.mT @ (half + half.mT) @ root)
-    torch.testing.assert_close(got, propagation_exact(eigenvalues, length, 1.5), rtol=0, atol=1e-8)
-
-
-def test_chosen_positions_and_the_default_temperature() -> None:
-    w_q, w_k = random_head(16, 4, seed=0)
-    whole = propagation_exact_head(w_q, w_k, 150)
-    some = propagation_exact_head(w_q, w_k, 150, 2.0, positions=[150, 1, 77])
-    torch.testing.assert_close(some, whole[[149, 0, 76]], rtol=0, atol=1e-9)
-    assert propagation_exact_head(w_q * math.nan, w_k, 3).isnan().all()
-    assert (propagation_exact_head(w_q * 0, w_k, 3) == 1).all()

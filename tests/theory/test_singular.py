@@ -9,7 +9,7 @@ from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory import largest_singular_value, screenot, stable_rank
+from theodolite.theory import largest_singular_value, screenot
 
 
 def noisy(rows: int, columns: int, rank: int, correlation: float, seed: int) -> np.ndarray:
@@ -68,14 +68,6 @@ def test_bound_on_the_rank_that_does_not_fit_is_refused(k: int) -> None:
     if k > 0:
         with pytest.raises(ValueError, match="k too large"):
             adaptiveHardThresholding(np.ones((41, 90)), k)
-
-
-def test_stable_rank_is_the_ratio_of_norms() -> None:
-    matrix = torch.randn(3, 20, 30, generator=torch.Generator().manual_seed(0))
-    norms = torch.linalg.matrix_norm(matrix.double()), torch.linalg.matrix_norm(matrix.double(), ord=2)
-    torch.testing.assert_close(stable_rank(matrix), (norms[0] / norms[1]) ** 2)
-    assert stable_rank(torch.eye(7, 9)).item() == pytest.approx(7)
-    assert stable_rank(torch.zeros(4, 4)) == 0
 
 
 def spectral_norm(x: Tensor) -> Tensor:

@@ -22,9 +22,6 @@ MOST_ROWS = 1_000_000
 KEY = ("layer", "part", "dimension", "token_id", "first")
 """What carriers are told apart by."""
 
-ANY_TOKEN = -1
-"""Token id of what is followed at position 0: it is massive there whatever the token."""
-
 
 class Activations(LargeValues):
     """Count outliers and massive activations by the caller's thresholds, and by comparison with the layer itself.
@@ -38,13 +35,11 @@ class Activations(LargeValues):
 
     Args:
         bounds: |x| above which a value is massive by comparison with its layer (`LayerBaseline.bounds`).
-        length: T, tokens a context.
     """
 
     def __init__(
         self,
         bounds: Float[Tensor, "layers parts width"],
-        length: int,
         thresholds: Thresholds,
         trailing: int = 0,
     ) -> None:
@@ -57,12 +52,11 @@ class Activations(LargeValues):
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(sums + maxima, (parts, width))
         shapes |= {f"massive_tokens{ending}": () for ending in endings}
         counts = ("contexts", "places", "published", "adaptive", "value_sum", "position_sum")
-        largest = ("highest", "deepest", "earliest")
+        largest = ("highest", "deepest")
         keyed = KeyedSums(len(KEY), dict.fromkeys((*counts, *largest), ()), largest)
         self.marked = Marked()
         super().__init__(layers, shapes, maxima, {"carriers": keyed, "marked": self.marked})
         self.bounds = bounds
-        self.length = length
         self.thresholds = thresholds
 
     def update(
@@ -107,7 +101,6 @@ class Activations(LargeValues):
                 "position_sum": position,
                 "highest": value,
                 "deepest": -value,
-                "earliest": -((first_context + batch_slice.start + context) * self.length + position),
             }
             if values.shape[2] == 1:  # of heads, nobody asks which tokens
                 number = first_context + batch_slice.start + context
@@ -143,14 +136,13 @@ def carrier_columns(state: State) -> dict[str, Tensor]:
     """Return the columns of the tokens with massive values in a dimension of a part of a layer: `KEY`, and the counts.
 
     `contexts`; `places`, values that are massive by either rule, `published` and `adaptive` by each; `value_sum` and
-    `position_sum` over these; `extreme`, the largest in size with its sign (of two as large the positive one);
-    `example`, context · length + position of the first place.
+    `position_sum` over these; `extreme`, the largest in size with its sign (of two as large the positive one).
     """
     sums = part_of(state, "carriers")
     keys = dict(zip(KEY, sums.pop("keys").unbind(dim=1), strict=True))
-    highest, deepest, earliest = (sums.pop(name) for name in ("highest", "deepest", "earliest"))
+    highest, deepest = (sums.pop(name) for name in ("highest", "deepest"))
     extreme = torch.where(highest >= deepest, highest, -deepest)
-    return keys | sums | {"extreme": extreme, "example": -earliest}
+    return keys | sums | {"extreme": extreme}
 
 
 class LayerBaselines:
@@ -182,45 +174,3 @@ class LayerBaselines:
 def by_layer(state: State) -> list[State]:
     """Split a state whose tensors lead with layers into one state per layer."""
     return [dict(zip(state, values, strict=True)) for values in zip(*state.values(), strict=True)]
-
-
-class FollowedActivations:
-    """The values, in every layer, of each (dimension, token) that is massive in some layer.
-
-    State: keys (places, 3), dimension, token id and whether it is at position 0; paths (places, 2, N), the value in
-    every layer, and whether it is massive there.
-    """
-
-    def __init__(self, rules: Activations, dimensions: list[int]) -> None:
-        self.rules, self.dimensions = rules, dimensions
-        self._keys: list[list[int]] = []
-        self._paths: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._massive: list[Tensor] = []
-
-    def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Keep a layer's values; with the last layer, follow what is massive through all of them."""
-        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        published, adaptive = self.rules.massive(layer, hidden.abs())
-        self._values.append(hidden[:, :, 0, self.dimensions].double().cpu())
-        self._massive.append((published | adaptive)[:, :, 0, self.dimensions].cpu())
-        if layer == self.rules.layers - 1:
-            self._follow(ids)
-
-    def _follow(self, ids: Tensor) -> None:
-        values, massive = torch.stack(self._values), torch.stack(self._massive)
-        self._values, self._massive = [], []
-        for context, position, column in massive.any(0).nonzero().tolist():
-            token = int(ids[context, position]) if position else ANY_TOKEN
-            path = (slice(None), context, position, column)
-            self._keys.append([self.dimensions[column], token, int(position == 0)])
-            self._paths.append(torch.stack([values[path], massive[path].double()]))
-
-    def state(self) -> State:
-        """Return all followed values so far."""
-        paths = torch.stack(self._paths) if self._paths else torch.empty(0, 2, self.rules.layers).double()
-        return {"keys": torch.tensor(self._keys, dtype=torch.int64).reshape(-1, 3), "paths": paths}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        self._keys, self._paths = state["keys"].tolist(), list(state["paths"])

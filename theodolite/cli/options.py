@@ -297,7 +297,7 @@ class Text:
 
     @property
     def of_images(self) -> bool:
-        """True for a folder or a saved data set of images; False for data sets of the hub."""
+        """True for a folder of images; False for data sets of the hub."""
         from theodolite.corpus.pictures import holds_images
 
         return self.corpus is not None and holds_images(Path(self.corpus))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,9 +40,9 @@ from theodolite.corpus.images import Images, TransformedImages, choose_images
 from theodolite.corpus.patches import PatchGrid
 from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
 from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose
-from theodolite.corpus.spec import CODE, DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
-from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, refuse_growth, trailing_special_tokens
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice, Sample, check_length, choose
+from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -224,9 +224,15 @@ class Corpus:
     ) -> Corpus:
         """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
-        The path may be hf:NAME[:CONFIG[:SPLIT]], too: see `from_dataset`. With `models.image_reader(model)` in place of
-        a tokenizer, the images of a folder, labelled by its subfolders, or of a data set that `datasets` has saved
-        (`pictures.pictures_at`), as long as the model makes them.
+        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
+        as long as the model makes them.
+
+        The path may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data files,
+        streamed by `datasets`. Of WikiText, whose rows are lines, labels are its articles' titles
+        (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found (None:
+        `STREAMED_CONTEXTS` are asked for), of which the seed chooses; with `per_label`, when as many times the labels
+        that `contexts` has room for are complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. Images
+        are those of its first column of images.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
         article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
@@ -234,8 +240,23 @@ class Corpus:
         million characters.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
+        columns.check()
         choice = Choice(contexts, seed, per_label, columns.rows)
-        return cls._read(path, dataset_of(str(path)), tokenizer, length, choice, pack, columns, show_tokens)
+        dataset = dataset_of(str(path))
+        name = printable(path) if dataset is None else dataset[0]
+        if dataset is not None:
+            some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
+            choice = replace(choice, contexts=some, streamed=True)
+        if not isinstance(tokenizer, TransformedImages):
+            documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
+            return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
+        if length is not None:
+            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
+        pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
+        images, sample = choose_images(name, pictures, tokenizer, choice, show_tokens)
+        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+        labels = _numbered([picture.label for picture in images.pictures])
+        return cls(name, ids, *labels, seed, columns.described() | sample.balance(choice), images)
 
     @classmethod
     def from_texts(
@@ -258,65 +279,6 @@ class Corpus:
         return cls.from_documents(
             "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack
         )
-
-    @classmethod
-    def from_dataset(
-        cls,
-        name: str,
-        tokenizer: Tokenizer | TransformedImages,
-        length: int | None,
-        contexts: int,
-        config: str | None = None,
-        split: str = "train",
-        text_column: str = "text",
-        seed: int = 0,
-        label_by: str | None = None,
-        per_label: int | None = None,
-        *,
-        pack: bool = True,
-        show_tokens: ShowTokens = lambda tokens: None,
-    ) -> Corpus:
-        """Stream a data set of the Hugging Face hub, or a folder of data files, by `datasets`.
-
-        Of WikiText, whose rows are lines, labels are its articles' titles (`documents.joined_articles`). Reading stops
-        when `sampling.READ_AHEAD` × `contexts` contexts were found, of which the seed chooses; with `per_label`, when
-        as many times the labels that `contexts` has room for are complete, or after `sampling.LABELS_READ_AHEAD` ×
-        `contexts` contexts. With `models.image_reader(model)` in place of a tokenizer it is the images of its first
-        column of images. Raises `UsageError` when the dataset cannot be opened.
-        """
-        columns = Columns(text_column, label_by, None, tokenizer)
-        choice = Choice(contexts, seed, per_label, columns.rows)
-        return cls._read(name, (name, config, split), tokenizer, length, choice, pack, columns, show_tokens)
-
-    @classmethod
-    def _read(
-        cls,
-        path: str | Path,
-        dataset: tuple[str, str | None, str] | None,
-        reader: Tokenizer | TransformedImages,
-        length: int | None,
-        choice: Choice,
-        pack: bool,
-        columns: Columns,
-        show: ShowTokens,
-    ) -> Corpus:
-        """Read the texts or images of a path, or of a data set."""
-        columns.check()
-        name = printable(path) if dataset is None else dataset[0]
-        if dataset is not None:
-            some = max(STREAMED_CONTEXTS, choice.per_label or 0)
-            contexts = some if choice.contexts is None else choice.contexts
-            choice = replace(choice, contexts=contexts, streamed=True)
-        if not isinstance(reader, TransformedImages):
-            documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
-            return cls.from_documents(name, documents, reader, length, choice, pack, columns, show)
-        if length is not None:
-            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-        pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
-        images, sample = choose_images(name, pictures, reader, choice, show)
-        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-        labels = _numbered([picture.label for picture in images.pictures])
-        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance(choice), images)
 
     @classmethod
     def from_pairs(
@@ -345,36 +307,30 @@ class Corpus:
         """
         check_length(length)
         columns = Columns(text_column, label_by, encoding, tokenizer, source_column)
-        rows, choice = _rows_of(path, columns, Choice(contexts, seed, per_label, columns.rows))
-        left_out = Counter[str]()
         read = 0
 
-        def pairs() -> Iterator[tuple[str | None, tuple[list[int], list[int]]]]:
+        def pair(row: Document) -> tuple[list[int], list[int]] | str:
             nonlocal read
-            for row in rows:
-                target, source = (
-                    text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
-                )
-                refuse_growth(tokenizer, target + source)
-                ids = [start, *tokenizer(text_target=target, verbose=False)["input_ids"][:-1]][:length]
-                most = len(ids) if alike else length
-                of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]
-                ids = ids[: len(of_source)] if alike else ids
-                read += len(ids) + len(of_source)
-                show_tokens(read)
-                if min(len(ids), len(of_source)) < LEAST_LENGTH:
-                    left_out["too_short"] += 1
-                else:
-                    yield row.label, (ids, of_source)
+            target, source = (
+                text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
+            )
+            ids = [start, *tokenizer(text_target=target, verbose=False)["input_ids"][:-1]][:length]
+            most = len(ids) if alike else length
+            of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]
+            ids = ids[: len(of_source)] if alike else ids
+            read += len(ids) + len(of_source)
+            show_tokens(read)
+            return "too_short" if min(len(ids), len(of_source)) < LEAST_LENGTH else (ids, of_source)
 
-        sample = choose(pairs(), choice)
+        choice = Choice(contexts, seed, per_label, columns.rows)
+        sample, selection = _chosen_rows(path, columns, choice, pair)
         if not sample.items:
             raise UsageError(
                 f"no row of {printable(path)} has a source and a target of {LEAST_LENGTH} tokens, or its label has "
                 "too few: give a table of longer ones, or a smaller --per-label"
             )
         targets, sources = zip(*sample.items, strict=True)
-        selection = columns.described() | {"source_column": source_column} | sample.balance(choice) | left_out
+        selection |= {"source_column": source_column}
         return cls._of_rows(printable(path), targets, sample.labels, seed, selection, sources=padded(sources))
 
     @classmethod
@@ -407,32 +363,27 @@ class Corpus:
         """
         check_length(length)
         columns = Columns(text_column, label_by, encoding, reader.tokenizer, image=image_column)
-        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
-        rows, choice = _rows_of(path, columns, choice)
-        left_out = Counter[str]()
         longest = tokens = 0
 
-        def fitting() -> Iterator[tuple[str | None, tuple[list[int], Document]]]:
+        def fitting(row: Document) -> tuple[list[int], Document] | str:
             nonlocal longest, tokens
-            for row in rows:
-                if row.picture is None:  # a text file beside tables
-                    columns.notes.rows_without_image += 1
-                    continue
-                ids = reader.read(row)[0]
-                places = [place for place, token in enumerate(ids) if token == reader.token]
-                if places and places[-1] >= length:
-                    left_out["picture_cut"] += 1
-                    longest = max(longest, places[-1] + 1)
-                elif len(ids) < LEAST_LENGTH:
-                    left_out["too_short"] += 1
-                else:
-                    for number, place in enumerate(places):
-                        ids[place] = reader.vocabulary + number
-                    tokens += len(ids[:length])
-                    show_tokens(tokens)
-                    yield row.label, (ids[:length], row)
+            if row.picture is None:  # a text file beside tables
+                return "rows_without_image"
+            ids = reader.read(row)[0]
+            places = [place for place, token in enumerate(ids) if token == reader.token]
+            if places and places[-1] >= length:
+                longest = max(longest, places[-1] + 1)
+                return "picture_cut"
+            if len(ids) < LEAST_LENGTH:
+                return "too_short"
+            for number, place in enumerate(places):
+                ids[place] = reader.vocabulary + number
+            tokens += len(ids[:length])
+            show_tokens(tokens)
+            return ids[:length], row
 
-        sample = choose(fitting(), choice)
+        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
+        sample, selection = _chosen_rows(path, columns, choice, fitting)
         if not sample.items and longest:
             raise UsageError(
                 f"no picture has room in a context of {length} tokens: the longest needs --length {longest} or more"
@@ -445,7 +396,7 @@ class Corpus:
         ids, documents = zip(*sample.items, strict=True)
         # Read again, so that what is kept in memory is of the chosen ones alone.
         pictured = Pictured.of_documents(documents, reader, lambda: show_tokens(tokens))
-        selection = columns.described() | {"image_column": image_column} | sample.balance(choice) | left_out
+        selection |= {"image_column": image_column}
         return cls._of_rows(printable(path), ids, sample.labels, seed, selection, pictured=pictured)
 
     @classmethod
@@ -465,13 +416,6 @@ class Corpus:
         """
         name = HELD_OUT if held_out else DOCS
         return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
-
-    @classmethod
-    def stdlib_code(
-        cls, tokenizer: Tokenizer, length: int, contexts: int | None = None, seed: int = 0
-    ) -> Corpus:
-        """Read the source code of the running interpreter's standard library, with files as labels."""
-        return cls.from_documents(CODE, PYTHON_TEXTS[CODE](), tokenizer, length, Choice(contexts, seed))
 
     @classmethod
     def random_tokens(
@@ -576,13 +520,32 @@ class Corpus:
         return cls(name, contexts, *_numbered(labels), seed, selection, **beside)._in_order()
 
 
-def _rows_of(path: str | Path, columns: Columns, choice: Choice) -> tuple[Iterator[Document], Choice]:
-    """Read the rows of tables, or of hf:NAME…, each of which is a context; and how to choose among them."""
+def _chosen_rows(
+    path: str | Path, columns: Columns, choice: Choice, context_of: Callable[[Document], Any | str]
+) -> tuple[Sample[Any], dict[str, Any]]:
+    """Choose among the contexts that are made of tables' rows, or of hf:NAME…; and describe what was left out.
+
+    `context_of` gives a row's context, or in a word why it has none.
+    """
     columns.check()
     choice.check()
     if (dataset := dataset_of(str(path))) is None:
-        return read_path(path, columns), choice
-    return read_dataset(*dataset, columns), replace(choice, streamed=True)
+        rows = read_path(path, columns)
+    else:
+        rows, choice = read_dataset(*dataset, columns), replace(choice, streamed=True)
+    left_out = Counter[str]()
+
+    def contexts() -> Iterator[tuple[str | None, Any]]:
+        for row in rows:
+            context = context_of(row)
+            if isinstance(context, str):
+                left_out[context] += 1
+            else:
+                yield row.label, context
+
+    sample = choose(contexts(), choice)
+    columns.notes.rows_without_image += left_out.pop("rows_without_image", 0)
+    return sample, columns.described() | left_out | sample.balance(choice)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

@@ -431,17 +431,8 @@ def _lines(path: Path, columns: Columns) -> Iterator[str]:
 
 
 def _json_object(text: str, source: str) -> dict[str, object]:
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        row = dict(pairs)
-        if len(row) < len(pairs):
-            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-            raise UsageError(f"{source} has the key '{twice}' twice; give each once.")
-        return row
-
     try:
-        row = json.loads(text, object_pairs_hook=once)
-    except RecursionError:
-        raise UsageError(f"{source} is not JSON (nested too deeply); give one object a line.") from None
+        row = json.loads(text)
     except ValueError as error:  # of numbers with thousands of digits, too
         why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
@@ -464,8 +455,6 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
             document_of_row(dict.fromkeys(names), columns, str(path), 0)  # refuses columns that are not there
             every = (columns.text, columns.source, columns.image, *columns.of_labels)
             wanted = [name for name in every if name in names]
-            if twice := [name for name in wanted if names.count(name) > 1]:
-                raise UsageError(f"{path} has two columns '{twice[0]}'; rename one.")
             batches = file.iter_batches(batch_size=128, columns=list(dict.fromkeys(wanted)))
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, start=1):

@@ -24,10 +24,6 @@ from theodolite.errors import UsageError, first_line
 from theodolite.system.wording import with_extra
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-SAVED = ("dataset_dict.json", "dataset_info.json")
-"""What `datasets` writes into a folder that it saves."""
-
-SPLIT = "train"
 
 
 @dataclass(frozen=True)
@@ -70,27 +66,22 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Tell whether a folder is one that `datasets` has saved."""
-    return any((path / name).is_file() for name in SAVED)
-
-
 def holds_images(path: Path) -> bool:
-    """Tell whether a path is an image, a folder with one in it, or a saved data set; nothing is opened."""
+    """Tell whether a path is an image, or a folder with one in it; nothing is opened."""
     if path.is_dir():
-        return is_saved_dataset(path) or any(is_image(file) for file in path.rglob("*"))
+        return any(is_image(file) for file in path.rglob("*"))
     return is_image(path) and path.is_file()
 
 
 def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
-    """List the images of a file, a folder or a saved data set, sorted; other files are passed over, and noted.
+    """List the images of a file or a folder, sorted; other files are passed over, and noted.
 
     The label of a file is its folder's path below `path`; directly in it, there is none; or, with labels by file, its
     own path. Hidden files do not count.
     `UsageError` where there is no image, or columns of what is no table are asked for.
     """
     path = Path(path)
-    if columns.option and holds_images(path) and not is_saved_dataset(path):
+    if columns.option and holds_images(path):
         raise UsageError(
             f"{printable(path)} is no table but images, each a context of its own: leave out {columns.option}"
         )
@@ -99,8 +90,6 @@ def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
     if not path.is_dir():
         why = f"is not one of {' '.join(SUFFIXES)}" if path.exists() else "does not exist"
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
-    if is_saved_dataset(path):
-        return list(_saved(path, columns))
     files = files_of_folder(path, is_image, columns, "not named as images are")
     if not files:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(SUFFIXES)}): give another folder")
@@ -112,21 +101,6 @@ def pictures_of_dataset(name: str, config: str | None, split: str, columns: Colu
     """Yield the images of a data set of the hub, or of a folder of data files, as they arrive; or `UsageError`."""
     with streamed_dataset(name, config, split) as dataset:
         yield from _pictures(dataset, f"Dataset {name}", columns)
-
-
-def _saved(path: Path, columns: Columns) -> Iterator[Picture]:
-    import datasets
-
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever its file libraries raise
-        raise UsageError(
-            f"{printable(path)} is no whole data set ({first_line(error)}): save it anew"
-        ) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        split = SPLIT if SPLIT in dataset else next(iter(dataset))
-        dataset = dataset[split]
-    return _pictures(dataset, printable(path), columns)
 
 
 def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:

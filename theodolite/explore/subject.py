@@ -23,7 +23,6 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.inputs import softmax
 from theodolite.comparison.audit import SHAPE
 from theodolite.corpus.sampling import LEAST_LENGTH
-from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.logits.constituents import constituents
 from theodolite.measure.constituents import Constituents
@@ -309,7 +308,6 @@ def _same_ids(models: Named, text: str) -> tuple[int, ...]:
 def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     if model.vocabulary is None:
         raise UsageError(f"{model.id} reads {model.source.reads}, not text: it takes no prompt")
-    refuse_growth(model.required_tokenizer(), text)
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
         raise UsageError(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.key_masking import mask_keys, restore_blind_queries
-from theodolite.corpus.cutting import positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
@@ -61,9 +60,7 @@ def ablate_direction(
     direction: Float[Tensor, " width"],
     *,
     queries: Positions | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    control: int | Float[Tensor, " width"] | None = None,
+    control: int | None = None,
 ) -> Iterator[AblatedDirection]:
     """Remove a direction from what a head writes into the residual stream, while open.
 
@@ -80,10 +77,7 @@ def ablate_direction(
         head: query head.
         direction: a vector of the residual stream, of any norm but 0.
         queries: at these positions only; then whole contexts must be passed (`generate` with use_cache=False).
-        attention_mask, position_ids: of the padded or packed rows that will be passed, as `Corpus.from_ids` takes them:
-            positions count in each context.
-        control: take as much along this direction instead, or along a random one, uniform in the row space, of this
-            seed.
+        control: take as much along a random direction instead, uniform in the row space, of this seed.
 
     Raises:
         UsageError: no such layer or head; a direction that is not finite, zero, not of the width of the stream, or
@@ -96,16 +90,13 @@ def ablate_direction(
         unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
         if control is None:
             along = unit
-        elif isinstance(control, Tensor):
-            along, _ = _writable_part(control, weights, backwards, f"head {head} of layer {layer}")
         else:
             rank = int(torch.linalg.matrix_rank(weights))
             normal = torch.randn(rank, generator=torch.Generator().manual_seed(control), dtype=torch.float64)
             rows = torch.linalg.svd(weights, full_matrices=False).Vh[:rank]
             along = normal / torch.linalg.vector_norm(normal) @ rows
         component, step = weights @ unit, along @ backwards
-        rows = _rows_of(attention_mask, position_ids)
-        chosen = None if queries is None else _PositionFlags(queries, "query", rows)
+        chosen = None if queries is None else _PositionFlags(queries, "query")
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
@@ -121,9 +112,7 @@ def ablate_direction(
         output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
 
-    name = described(
-        "ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries, rows=rows
-    )
+    name = described("ablate_direction", layer=layer, head=head, direction=unit, along=along, queries=queries)
     with model.intervention(name, intervened(model.root, model.attention_alone(layer), intervene)):
         yield AblatedDirection(unit, along, share)
 
@@ -155,8 +144,6 @@ def attention_knockout(
     positions: Positions,
     *,
     sink_column: bool = False,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
 ) -> Iterator[None]:
     """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
@@ -164,9 +151,8 @@ def attention_knockout(
     only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
     logits are finite, but so low that `exp` gives 0.
 
-    In `generate`, positions count from the first token of the padded prompt, unless its mask is given here. Keys to
-    mask are given at once: of two of these nested in one head, a query that both together leave no key looks at those
-    of the outer one.
+    Positions count from the first token of a padded row. Keys to mask are given at once: of two of these nested in one
+    head, a query that both together leave no key looks at those of the outer one.
 
     Args:
         model: an opened model.
@@ -174,8 +160,6 @@ def attention_knockout(
         head: query head, or None for all heads of the layer.
         positions: keys to mask; keys after the last one of a bool tensor are not masked.
         sink_column: mask the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
-        attention_mask, position_ids: of the padded or packed rows that will be passed, as `Corpus.from_ids` takes them:
-            positions count in each context.
 
     Raises:
         UsageError: no such layer or head, no positions; on calling the model: positions or contexts that it does not
@@ -184,8 +168,7 @@ def attention_knockout(
     model.check_place(layer, 0 if head is None else head)
     heads = list(range(model.heads_of[layer])) if head is None else [head]
     with guarded(model.root):
-        rows = _rows_of(attention_mask, position_ids)
-        chosen = _PositionFlags(positions, "key", rows, may_be_none=sink_column)
+        chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
@@ -196,7 +179,7 @@ def attention_knockout(
 
     attention = model.attention_alone(layer)
     name = described(
-        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column, rows=rows
+        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
     )
     masking = intervened(model.root, attention, intervene, of_inputs=True)
     with model.intervention(name, masking):
@@ -211,7 +194,6 @@ def without_low_rank(
     *,
     factors: Factors | None = None,
     of: str = "qkv",
-    heads: Sequence[int] | None = None,
     control: int | None = None,
 ) -> Iterator[dict[str, float]]:
     """Take the low-rank part out of a layer's W_Q, W_K and W_V while open; yields the part's share of ‖W‖_F².
@@ -226,11 +208,10 @@ def without_low_rank(
         rank: of the part that is taken out; or else
         factors: the part itself, for each of "q", "k", "v" that is to lose it; `of` is not read then.
         of: which of the three.
-        heads: of these query heads only, and of the key and value heads that serve them; the SVD is of these alone.
         control: the seed of a random matrix with the same singular values that is taken out instead.
 
     Raises:
-        UsageError: no such layer, head or matrix, a rank that the matrices do not have, factors of another shape, or
+        UsageError: no such layer or matrix, a rank that the matrices do not have, factors of another shape, or
             a layer whose W_Q, W_K, W_V are not entries of one matrix each.
     """
     model.check_place(layer, 0)
@@ -238,16 +219,9 @@ def without_low_rank(
         raise UsageError("give either a rank or factors")
     with guarded(model.root):
         projections = _projections(model, layer, tuple(of if factors is None else factors))
-        if heads is not None and not heads:
-            raise UsageError("no heads were given")
-        for head in heads or ():
-            model.check_place(layer, head)
         shares, replacements = {}, []
         for number, (name, projection) in enumerate(projections.items()):
-            serving = (
-                None if heads is None else sorted({head * projection.heads // model.heads for head in heads})
-            )
-            matrix = projection.matrix(serving).double()
+            matrix = projection.matrix().double()
             if factors is None:
                 assert rank is not None
                 left, right = _leading_factors(matrix, rank, name)
@@ -257,9 +231,9 @@ def without_low_rank(
                 left, right = _random_like(left, right, len("qkv") * control + number)
             low_rank = left @ right
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
-            replacements.append((projection, serving, matrix - low_rank))
+            replacements.append((projection, None, matrix - low_rank))
         remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-        name = described("without_low_rank", layer=layer, heads=heads, **remaining)
+        name = described("without_low_rank", layer=layer, **remaining)
     with model.intervention(name, replaced(replacements)):
         yield shares
 
@@ -267,7 +241,6 @@ def without_low_rank(
 def described(name: str, **arguments: object) -> str:
     """Describe an intervention for the provenance of what is measured meanwhile; tensors by their hash."""
     parts = []
-    arguments = {name: value for name, value in arguments.items() if (name, value) != ("rows", None)}
     for key, value in arguments.items():
         if isinstance(value, Tensor):
             value = "sha256:" + hashlib.sha256(value.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
@@ -295,20 +268,10 @@ def _writable_part(
     return part / norm, share
 
 
-def _rows_of(attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
-    """Return the position of each token of padded or packed rows in its context, −1 for padding; None: as they are."""
-    shaped = attention_mask if position_ids is None else position_ids
-    if shaped is None:
-        return None
-    return positions_in_rows(torch.atleast_2d(shaped), attention_mask, position_ids)
-
-
 class _PositionFlags:
-    """Positions as a bool tensor, checked against the contexts of each pass; of one context for all those in `rows`."""
+    """Positions as a bool tensor, checked against the contexts of each pass."""
 
-    def __init__(
-        self, positions: Positions, name: str, rows: Tensor | None = None, may_be_none: bool = False
-    ) -> None:
+    def __init__(self, positions: Positions, name: str, may_be_none: bool = False) -> None:
         self._name = name
         given = torch.as_tensor(positions).cpu()
         if given.dtype == torch.bool and given.ndim in (1, 2):
@@ -326,9 +289,6 @@ class _PositionFlags:
             )
         if not may_be_none and not self._flags.any():
             raise UsageError(f"no {name} positions were given")
-        if rows is not None and len(self._flags) == 1:
-            of_context = self.of(1, int(rows.max()) + 1)[0]
-            self._flags = of_context[rows.clamp_min(0)] & (rows >= 0)
 
     def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
         """Mark the chosen ones of the first `length` positions."""

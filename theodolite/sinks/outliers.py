@@ -1,4 +1,4 @@
-"""Outlier dimensions and massive activations of a model on a text: where, which tokens carry them, how they grow.
+"""Outlier dimensions and massive activations of a model on a text: where, and which tokens carry them.
 
 By the published thresholds, which the caller may set, and by rules that compare each layer with itself. Of the
 residual stream, and of the outputs of the heads as they are before the output projection: that is where every family
@@ -18,9 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.activations import (
-    ANY_TOKEN,
     Activations,
-    FollowedActivations,
     LayerBaselines,
     by_layer,
     carrier_columns,
@@ -43,12 +41,6 @@ from theodolite.theory.outliers import (
     outlier_features,
     typical_magnitude,
 )
-
-FOLLOWED_CONTEXTS = 64
-"""Contexts in which massive activations are followed through the layers, at most: a fixed cost."""
-
-MASSIVE_SHARE = 0.5
-"""A followed activation is massive in a layer where at least this share of its places are."""
 
 STREAM, HEADS = "stream", "heads"
 """Whose values: the residual stream's, one part a token; the heads' outputs, H parts."""
@@ -75,11 +67,6 @@ class Outliers:
             latter the largest in size; position: mean.
         head_dimensions, head_massive: the same of the heads' outputs, with `head`; there the published rule asks for
             a share of tokens alone, since a dimension of a head is another one in every layer.
-        growth: every massive (dimension, token) of the stream through all layers, in 64 contexts at most, which hold
-            the most frequent ones; position 0 under one name, token id −1. places: followed; value: mean; share: of
-            the places that are massive in this layer; appears: first layer where half of them are; vanishes: the layer
-            after the last such, NaN where that is the last; rise: the largest growth of |value| in one block over the
-            largest |value|.
         places: where values of the stream are massive by either rule, a row each by `accumulate.marked.COLUMNS`.
         numbers: thresholds, sizes, and what was read, for a provenance.
     """
@@ -89,7 +76,6 @@ class Outliers:
     massive: pd.DataFrame
     head_dimensions: pd.DataFrame
     head_massive: pd.DataFrame
-    growth: pd.DataFrame
     places: Int[Tensor, "places 7"]
     numbers: dict[str, Any]
 
@@ -103,7 +89,7 @@ def find_outliers(
     seed: int = 0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Outliers:
-    """Find outlier dimensions and massive activations: by one pass of a corpus and two of small samples of it.
+    """Find outlier dimensions and massive activations: by one pass of a corpus and one of a small sample of it.
 
     Args:
         model: from `open_model`.
@@ -137,7 +123,7 @@ def find_outliers(
     def rules(states: States, values: str) -> Activations:
         baselines = [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
         bounds = [layer.bounds(tokens, thresholds.level) for layer in baselines]
-        return Activations(torch.stack(bounds), length, thresholds, trailing)
+        return Activations(torch.stack(bounds), thresholds, trailing)
 
     def baseline(states: States) -> Steps:
         some = corpus.subset(order.sort().values)
@@ -146,41 +132,30 @@ def find_outliers(
     def count(states: States) -> Steps:
         return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
 
-    def follow(states: States) -> Steps:
-        carriers = _carriers(states.of(f"count.{STREAM}"), text)
-        some = corpus.subset(torch.tensor(_followed(carriers, contexts, length), dtype=torch.int64))
-        followed = FollowedActivations(rules(states, STREAM), sorted(set(carriers["dimension"])))
-        return _OutlierPass(model, some, {STREAM: followed})
-
     stages = [
         Stage("baseline", "sizing layers", baseline),
         Stage("count", "counting outliers", count),
-        Stage("follow", "following massive activations", follow),
     ]
     states = run_stages(stages, show_progress)
     state, head_state = (states.of(f"count.{values}") for values in (STREAM, HEADS))
     later = tokens - contexts * (1 + trailing)
-    carriers = _carriers(state, text)
     dimensions = _dimensions(state, later, thresholds, across_layers=True)
     head_dimensions = _dimensions(head_state, later, thresholds, across_layers=False)
-    head_massive = _carriers(head_state, text).drop(columns="example")
+    head_massive = _carriers(head_state, text)
     for table in (head_dimensions, head_massive):
         table["layer"] = np.array(model.attending)[table["layer"].to_numpy(dtype=int)]
-    growth = _growth(states.of(f"follow.{STREAM}"), text)
     return Outliers(
         layers=_layers(state, dimensions, contexts, later, trailing),
         dimensions=dimensions.drop(columns="head"),
-        massive=carriers.drop(columns=["head", "example"]),
+        massive=_carriers(state, text).drop(columns="head"),
         head_dimensions=head_dimensions,
         head_massive=head_massive,
-        growth=growth,
         places=marked_places(part_of(state, "marked"), corpus.rows()),
         numbers={
             "thresholds": dict(vars(thresholds)),
             "contexts": contexts,
             "length": length,
             "baseline_contexts": len(order),
-            "followed_contexts": min(FOLLOWED_CONTEXTS, contexts) if len(growth) else 0,
             "corpus": {"name": corpus.name, "sha256": corpus.sha256},
             "model": {"id": model.id, **weights.described()},
             "seed": seed,
@@ -188,7 +163,7 @@ def find_outliers(
     )
 
 
-_Sums = LayerBaselines | Activations | FollowedActivations
+_Sums = LayerBaselines | Activations
 """Accumulators of values (batch, positions, parts, width) of one layer and some contexts."""
 
 
@@ -284,7 +259,7 @@ def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
     table["first"] = table["first"].astype(bool)
     table["token"] = pd.Series([text(token) for token in table["token_id"]], dtype="object").astype(str)
     order = ["layer", "head", "dimension", "token_id", "token", "first", "contexts", "places"]
-    order += ["published", "adaptive", "mean", "extreme", "position", "example"]
+    order += ["published", "adaptive", "mean", "extreme", "position"]
     by = ["layer", "head", "dimension", "contexts", "token_id"]
     return table[order].sort_values(by, ascending=[True, True, True, False, True], ignore_index=True)
 
@@ -297,7 +272,7 @@ def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     counts = dict.fromkeys(("contexts", "places", "published", "adaptive", "mean", "position"), "sum")
     any_token = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
     any_token = any_token.assign(
-        mean=any_token["mean"] / any_token["places"], token_id=ANY_TOKEN, token="any", first=True
+        mean=any_token["mean"] / any_token["places"], token_id=-1, token="any", first=True
     )
     together = [table for table in (massive[~massive["first"]], any_token[list(massive)]) if len(table)]
     if not together:
@@ -306,59 +281,3 @@ def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(together).sort_values(
         [*place, "contexts", "token_id"], ascending=order, ignore_index=True
     )
-
-
-GROWTH = ["dimension", "token_id", "token", "first", "places"]
-GROWTH += ["layer", "value", "share", "appears", "vanishes", "rise"]
-
-
-def _growth(state: State, text: Callable[[int], str]) -> pd.DataFrame:
-    """Make the table of growth, every carrier through the layers, from the state of `FollowedActivations`."""
-    keys, of_key = state["keys"].unique(dim=0, return_inverse=True)
-    tables = [pd.DataFrame(columns=GROWTH)] if not len(keys) else []
-    for number, (dimension, token, first) in enumerate(keys.tolist()):
-        places = state["paths"][of_key == number]
-        value, share = places.mean(0).numpy()
-        names = {
-            "dimension": dimension,
-            "token_id": token,
-            "token": "any" if first else text(token),
-            "first": bool(first),
-        }
-        rows = {"places": len(places), "layer": range(len(value)), "value": value, "share": share}
-        tables.append(pd.DataFrame(names | rows).assign(**life(value, share)))
-    return pd.concat(tables, ignore_index=True)[GROWTH]
-
-
-def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
-    """Find where an activation appears and vanishes, and how suddenly it rises: columns of `growth`, NaN for never.
-
-    Args:
-        value: mean at every layer. share: of its places that are massive there.
-    """
-    massive_in = np.flatnonzero(share >= MASSIVE_SHARE)
-    size = np.abs(value)
-    rise = float(np.diff(size, prepend=0.0).max() / max(size.max(), np.finfo(np.float64).tiny))
-    if not len(massive_in):
-        return {"appears": np.nan, "vanishes": np.nan, "rise": rise}
-    last = int(massive_in[-1])
-    return {
-        "appears": float(massive_in[0]),
-        "vanishes": np.nan if last == len(value) - 1 else float(last + 1),
-        "rise": rise,
-    }
-
-
-def _followed(carriers: pd.DataFrame, contexts: int, length: int) -> list[int]:
-    """Choose contexts with an example of each carrier, the frequent first, filled up with evenly spread others.
-
-    None where there are no carriers.
-    """
-    if carriers.empty:
-        return []
-    frequent = carriers.sort_values("contexts", ascending=False, kind="stable")
-    # At position 0 all tokens are one carrier.
-    named = frequent.assign(token_id=frequent["token_id"].where(~frequent["first"], ANY_TOKEN))
-    examples = named.drop_duplicates(["dimension", "token_id", "first"])["example"] // length
-    spread = np.linspace(0, contexts - 1, min(FOLLOWED_CONTEXTS, contexts)).round().astype(int)
-    return sorted(list(dict.fromkeys([*examples.tolist(), *spread.tolist()]))[:FOLLOWED_CONTEXTS])

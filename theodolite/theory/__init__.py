@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from theodolite.theory.decomposition import decompose as decompose
     from theodolite.theory.entropy import entropy_lower_bound as entropy_lower_bound
     from theodolite.theory.exact_propagation import propagation_exact as propagation_exact
-    from theodolite.theory.exact_propagation import propagation_exact_head as propagation_exact_head
-    from theodolite.theory.propagation import curve_centre as curve_centre
-    from theodolite.theory.propagation import curve_spread as curve_spread
     from theodolite.theory.propagation import curve_width as curve_width
     from theodolite.theory.propagation import propagation_finite as propagation_finite
     from theodolite.theory.propagation import propagation_of_draws as propagation_of_draws
@@ -35,23 +32,16 @@ if TYPE_CHECKING:
     from theodolite.theory.singular import ScreeNOT as ScreeNOT
     from theodolite.theory.singular import largest_singular_value as largest_singular_value
     from theodolite.theory.singular import screenot as screenot
-    from theodolite.theory.singular import stable_rank as stable_rank
-    from theodolite.theory.smoothness import SmoothnessBound as SmoothnessBound
     from theodolite.theory.smoothness import dct2 as dct2
     from theodolite.theory.smoothness import low_frequency_ratio as low_frequency_ratio
     from theodolite.theory.smoothness import normalised_gram as normalised_gram
     from theodolite.theory.smoothness import product_low_frequency_ratio as product_low_frequency_ratio
     from theodolite.theory.smoothness import sinusoidal as sinusoidal
-    from theodolite.theory.smoothness import smoothness_bound as smoothness_bound
     from theodolite.theory.spectrum import QKMoments as QKMoments
-    from theodolite.theory.spectrum import ScaleBound as ScaleBound
-    from theodolite.theory.spectrum import TraceBound as TraceBound
     from theodolite.theory.spectrum import qk_eigenvalues as qk_eigenvalues
     from theodolite.theory.spectrum import qk_moments as qk_moments
     from theodolite.theory.spectrum import qk_singular_values as qk_singular_values
     from theodolite.theory.spectrum import qk_spectral_norm as qk_spectral_norm
-    from theodolite.theory.spectrum import scale_bound as scale_bound
-    from theodolite.theory.spectrum import trace_bound as trace_bound
 
 _names, __getattr__, __dir__ = lazy_names(__name__)
 __all__ = ["propagation", *_names]

@@ -8,19 +8,13 @@ it must not invert characteristic functions itself (see `quadratic_form`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from theodolite.errors import UsageError
-from theodolite.theory.checks import (
-    check_covariance,
-    check_length,
-    check_real,
-    checked_temperature,
-)
+from theodolite.theory.checks import check_length, check_real, checked_temperature
 from theodolite.theory.propagation import walk_moments
 from theodolite.theory.quadratic_form import probability_between
 
@@ -72,118 +66,17 @@ def propagation_exact(
         temperature: λ > 0.
 
     Raises:
-        UsageError: `length` is below 1 or no whole number, the temperature is not positive or its shape does not
-            fit the heads, or the eigenvalues are complex or no tensor (..., d).
+        UsageError: `length` is below 1 or no whole number, the temperature is not positive, or the eigenvalues are
+            complex or no tensor.
     """
     check_length(length)
-    check_real("eigenvalues", eigenvalues, "an asymmetric W has its curve from propagation_exact_head")
-    if eigenvalues.ndim == 0:
-        raise UsageError("eigenvalues has shape (): give (..., d), one row for each head")
-    values = eigenvalues.double()
-    heads = values.shape[:-1]
-    scale = checked_temperature(temperature, values.device)
-    if scale.ndim > len(heads) or any(
-        one not in (1, many) for one, many in zip(scale.shape[::-1], heads[::-1], strict=False)
-    ):
-        raise UsageError(
-            f"temperature has shape {tuple(scale.shape)}: give a number, or a shape that broadcasts to the heads' "
-            f"{tuple(heads)}"
-        )
-    scaled = values / scale[..., None]
-    curves = [_symmetric_curve(head, length) for head in scaled.reshape(math.prod(heads), values.shape[-1])]
+    check_real("eigenvalues", eigenvalues, "give those of the symmetric part")
+    scaled = eigenvalues.double() / checked_temperature(temperature, eigenvalues.device)[..., None]
+    heads = scaled.shape[:-1]
+    curves = [_symmetric_curve(head, length) for head in scaled.reshape(math.prod(heads), scaled.shape[-1])]
     if not curves:
-        return values.new_zeros(*heads, length)
+        return scaled.new_zeros(*heads, length)
     return torch.stack(curves).reshape(*heads, length)
-
-
-@torch.no_grad()
-def propagation_exact_head(
-    w_q: Float[Tensor, "width head_width"],
-    w_k: Float[Tensor, "width head_width"],
-    length: int,
-    temperature: float | None = None,
-    covariance: Float[Tensor, "width width"] | None = None,
-    positions: Sequence[int] | None = None,
-) -> Float64[Tensor, " positions"]:
-    """Compute ρ_i of one head's W_QK = W_q W_kᵀ, symmetric or not, exact for random walks at finite T.
-
-    s_i − 1/T = v W_QK uᵀ/λ with Gaussian u and v of covariances s_aa Σ and s_bb Σ and cross-covariance s_ab Σ (see
-    `propagation_finite`). With S the symmetric part of M = Σ^½ W_QK Σ^½/λ and g² = s_aa s_bb, its characteristic
-    function is
-
-        φ(t) = det(I − 2it s_ab S + t² (g² − s_ab²) M Mᵀ)^−½ = Π_k (1 − 2it μ_k)^−½,
-
-    a product over real μ, so that no branch of a square root has to be followed. Let M = U D Vᵀ and
-    UᵀV = A cos(φ) Bᵀ be singular value decompositions. The form sees u and v through AᵀUᵀu and BᵀVᵀv alone, 2d_h
-    numbers that are correlated in pairs, by c cos φ with c = s_ab/g. The root of such a pair's correlation matrix
-    has √(1 + c cos φ)/2 ± √(1 − c cos φ)/2 =: p, q on and off its diagonal, so with N = AᵀDB the 2μ/g are the
-    eigenvalues of the symmetric (p q; q p) (0 N; Nᵀ 0) (p q; q p), where p and q are diagonal.
-
-    The absolute error is below 1e-9; for a symmetric W_QK the result is that of `propagation_exact` with its
-    eigenvalues. NaN and infinite weights give NaN. No gradient passes.
-
-    Cost: O(d² d_h) with Σ, O(d d_h²) without, and one symmetric eigenproblem of size 2d_h for each Chebyshev node
-    of i, mostly 33 to 129, or for each position asked for: about 0.2 s a curve at d_h = 64.
-
-    Args:
-        w_q, w_k: one head's factors, (d, d_h).
-        length: T ≥ 1.
-        temperature: λ > 0; None: √d_h.
-        covariance: symmetric Σ without negative eigenvalues, (d, d); None: the identity.
-        positions: keys from 1 to T, in any order; None: all of them.
-
-    Raises:
-        UsageError: shapes do not fit or hold several heads, numbers are complex, Σ is not symmetric or has a
-            negative eigenvalue, `length` is below 1 or no whole number, a position is outside the context, or the
-            temperature is not one positive number.
-    """
-    check_length(length)
-    for name, values in (("w_q", w_q), ("w_k", w_k)) + (
-        () if covariance is None else (("covariance", covariance),)
-    ):
-        check_real(name, values)
-    if w_q.ndim == 3:
-        raise UsageError(f"w_q has shape {tuple(w_q.shape)}: give one head at a time, (d, d_h)")
-    square = (w_q.shape[0],) * 2 if w_q.ndim == 2 else ()
-    if w_q.ndim != 2 or w_q.shape != w_k.shape or (covariance is not None and covariance.shape != square):
-        shapes = [tuple(w_q.shape), tuple(w_k.shape)]
-        shapes += [] if covariance is None else [tuple(covariance.shape)]
-        raise UsageError(f"w_q, w_k and covariance have shapes {shapes}: give (d, d_h) twice, and (d, d)")
-    scale = checked_temperature(math.sqrt(w_q.shape[-1]) if temperature is None else temperature, w_q.device)
-    if scale.numel() != 1:
-        raise UsageError(f"temperature has shape {tuple(scale.shape)}: give one number for one head")
-    if covariance is not None:
-        check_covariance(covariance)
-    at = _positions(positions, length, w_q.device)
-    queries_and_keys = torch.cat([w_q.double() / scale, w_k.double()], dim=-1)
-    gram = queries_and_keys.mT @ (
-        queries_and_keys if covariance is None else covariance.double() @ queries_and_keys
-    )
-    if not bool(gram.isfinite().all()):
-        return torch.full_like(at, math.nan)
-    core, cosines = _canonical_form(gram)
-
-    def curve(positions: Tensor) -> Tensor:
-        cross, variance_product = walk_moments(positions, length)
-        # Only T = 1 has own = 0; its weights vanish whatever the correlation.
-        weights = variance_product.sqrt()[:, None] * _form_weights(
-            core, cosines, cross / variance_product.sqrt().clamp_min(1e-300)
-        )
-        return _propagates(weights, torch.ones_like(weights[0]), length)
-
-    return _along_context(curve, length, w_q.device) if positions is None else curve(at)
-
-
-def _positions(positions: Sequence[int] | None, length: int, device: torch.device) -> Tensor:
-    if positions is None:
-        positions = range(1, length + 1)
-    if len(positions) == 0:
-        raise UsageError("positions is empty: give keys, or None for all of them")
-    if min(positions) < 1 or max(positions) > length:
-        raise UsageError(
-            f"positions run from {min(positions)} to {max(positions)}: give keys from 1 to {length}"
-        )
-    return torch.tensor(list(positions), dtype=torch.float64, device=device)
 
 
 def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
@@ -201,31 +94,6 @@ def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
         return _propagates(weights.flatten(1), counts.repeat(2), length)
 
     return _along_context(curve, length, eigenvalues.device)
-
-
-def _canonical_form(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute N and cos φ of `propagation_exact_head` from the Gram matrix of Σ^½ W_q/λ and Σ^½ W_k side by side."""
-    head_width = len(gram) // 2
-    # Any square root of the Gram matrix holds both factors in coordinates of their common span.
-    values, vectors = torch.linalg.eigh(gram)
-    root = values.clamp_min(0).sqrt()[:, None] * vectors.mT
-    left, core, right = torch.linalg.svd(root[:, :head_width] @ root[:, head_width:].mT)
-    left, core, right = left[:, :head_width], core[:head_width], right[:head_width].mT
-    turn_left, cosines, turn_right = torch.linalg.svd(left.mT @ right)
-    return turn_left.mT @ (core[:, None] * turn_right.mT), cosines.clamp_max(1)
-
-
-def _form_weights(core: Tensor, cosines: Tensor, correlation: Tensor) -> Tensor:
-    """Compute the weights of the form over g, (positions, 2d_h), at each correlation c."""
-    plus = (1 + correlation[:, None] * cosines).sqrt() / 2
-    minus = (1 - correlation[:, None] * cosines).clamp_min(0).sqrt() / 2
-    same, other = plus + minus, plus - minus
-    same_block = same[:, :, None] * core * other[:, None, :]
-    opposite_block = other[:, :, None] * core * same[:, None, :]
-    across = same[:, :, None] * core * same[:, None, :] + other[:, :, None] * core.mT * other[:, None, :]
-    top = torch.cat([same_block + same_block.mT, across], dim=-1)
-    bottom = torch.cat([across.mT, opposite_block + opposite_block.mT], dim=-1)
-    return torch.linalg.eigvalsh(torch.cat([top, bottom], dim=-2)) / 2
 
 
 def _propagates(weights: Tensor, counts: Tensor, length: int) -> Tensor:

@@ -45,18 +45,3 @@ def explained_elsewhere(
     if len(names) < 2 or not total > 0:
         explained = [math.nan] * len(explained)
     return torch.tensor(explained, dtype=torch.float64)
-
-
-def without_trend(
-    x: Float[Tensor, "tokens width"], position: Int[Tensor, " tokens"]
-) -> Float64[Tensor, "tokens width"]:
-    """Subtract the least-squares quadratic in position (1, t, t²); zeros where only rounding is left.
-
-    Runs of tokens and vectors that drift along the prompt go together for no other reason than position, and most where
-    the first run begins with the prompt and the last one ends with it, as no shifted grouping does.
-    """
-    exact, t = x.double(), position.double() / max(1, len(x))
-    trend, _ = torch.linalg.qr(torch.stack([t**power for power in range(3)], dim=1))
-    left = exact - trend @ (trend.T @ exact)
-    rounding = torch.finfo(torch.float64).eps * len(x) * exact.norm()
-    return left if left.norm() > rounding else torch.zeros_like(left)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64, Real
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory.checks import check_eta, check_length, check_real, checked_temperature
+from theodolite.theory.checks import check_eta, check_length, checked_temperature
 
 
 def propagation(
@@ -40,10 +40,8 @@ def propagation(
         variant: "corrected" or "published".
 
     Raises:
-        UsageError: unknown variant, a negative η, or complex numbers.
+        UsageError: unknown variant, or a negative η.
     """
-    for name, values in (("theta", theta), ("xi", xi), ("eta", eta)):
-        check_real(name, values)
     check_eta(eta)
     # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None] + 0.0
@@ -91,15 +89,9 @@ def propagation_finite(
         temperature: λ > 0.
 
     Raises:
-        UsageError: `length` is below 1 or no whole number, the temperature is not positive, or a moment is complex.
+        UsageError: `length` is below 1 or no whole number, or the temperature is not positive.
     """
     check_length(length)
-    for name, values in (
-        ("trace", trace),
-        ("form_squared", form_squared),
-        ("trace_of_square", trace_of_square),
-    ):
-        check_real(name, values)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
     cross, variance_product = walk_moments(positions, length)
     size = float(length)
@@ -125,11 +117,7 @@ def propagation_of_draws(
     Args:
         variance: of a query's logits, temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
         keys: T, how many the query sees.
-
-    Raises:
-        UsageError: complex numbers.
     """
-    check_real("variance", variance)
     spread = variance.double().clamp_min(0).sqrt() + 0.0  # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     alone = torch.as_tensor(keys) <= 1
     return torch.where(alone, 1.0, _normal_between(-1 / spread, (torch.as_tensor(keys) - 1) / spread))
@@ -141,18 +129,6 @@ def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*bat
     Positions that are NaN (keys beyond a window) are left out of means.
     """
     return curve.nanmean(-1) ** 2 / curve.square().nanmean(-1)
-
-
-def curve_spread(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
-    """Measure (max ρ − min ρ)/max ρ: 0 for a flat curve, 1 where some positions never propagate."""
-    return 1 - curve.amin(-1) / curve.amax(-1)
-
-
-def curve_centre(
-    curve: Float[Tensor, "*batch positions"], theta: Float[Tensor, " positions"]
-) -> Float[Tensor, "*batch"]:
-    """Find the curve's centre ∫θρ/∫ρ, in the unit of θ."""
-    return (curve * theta).nanmean(-1) / curve.nanmean(-1)
 
 
 def walk_moments(

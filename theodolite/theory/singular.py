@@ -1,4 +1,4 @@
-"""Measure rank by singular values: ScreeNOT, stable rank, and the largest singular value alone, quickly.
+"""Measure rank by singular values: ScreeNOT, and the largest singular value alone, quickly.
 
 ScreeNOT is written here, batched in torch, because every layer of every survey needs it; the reference
 package (`screenot`) is what the tests compare with. This module must not know what the matrices stand for.
@@ -109,13 +109,6 @@ def by_gram_matrix(
     seen = squares > torch.finfo(torch.float64).eps * max(rows, columns) * squares[:1]
     values = torch.where(seen, squares.clamp_min(0).sqrt(), 0.0)
     return values, functional.normalize(matrix.T @ vectors, dim=0) if wide else vectors
-
-
-def stable_rank(matrix: Float[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:
-    """Compute ‖A‖_F²/‖A‖₂² of (..., n, m), between 1 and the rank; 0 for the zero matrix."""
-    squares = torch.linalg.svdvals(matrix.double()).square()
-    largest = squares[..., 0]
-    return squares.sum(-1) / torch.where(largest > 0, largest, 1.0)
 
 
 def largest_singular_value(

@@ -1,4 +1,4 @@
-"""Measure how smooth a positional basis is: how much of its Gram matrix is low-frequency, and how much must be.
+"""Measure how smooth a positional basis is: how much of its Gram matrix is low-frequency.
 
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
 3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
@@ -23,18 +22,6 @@ from theodolite.errors import UsageError
 
 Grid = tuple[int, int]
 """Rows and columns of positions that lie in a plane."""
-
-
-@dataclass(frozen=True)
-class SmoothnessBound:
-    """Both sides of Theorem 1 of Song & Zhong 2024, of the Gram matrix's batch shape (and one entry a k).
-
-    bound: 6/(8k)^m · ‖Δ^{(m,m)}G̃‖_max, as printed.
-    attained: ‖G − F_k B (F_k B)ᵀ‖_op / T.
-    """
-
-    bound: Float64[Tensor, "*batch"]
-    attained: Float64[Tensor, "*batch"]
 
 
 def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows rows"]:
@@ -63,12 +50,7 @@ def dct2(
     Args:
         gram: (..., T, T); a rectangular matrix is transformed along each side.
         frequencies: only the lowest so many of each side, O(frequencies·T²) in place of O(T³); None: all.
-
-    Raises:
-        UsageError: `frequencies` is below 1.
     """
-    if frequencies is not None and frequencies < 1:
-        raise UsageError(f"frequencies is {frequencies}: ask for at least one")
     gram = gram.double()
     rows, columns = gram.shape[-2:]
     return (
@@ -146,58 +128,6 @@ def frequencies_below(cutoff: int, positions: int, grid: Grid | None = None) -> 
     return math.prod(min(cutoff, size) for size in grid or (positions,))
 
 
-def smoothness_bound(gram: Tensor, k: int | Sequence[int], m: int) -> SmoothnessBound:
-    """Compute both sides of Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is smooth.
-
-    G̃ is G reflected at half samples to 2T×2T (their eq. 6), Δ^{(1,1)} the periodic mixed difference times T²
-    (eq. 7). F_k holds f_s[t] = cos(π(s − 1)(t − ½)/T), s = 1 … k, t = 1 … T (the printed f_s swaps frequency
-    and position), and B is the proof's: F_k B (F_k B)ᵀ = Π G Π with Π the projection onto F_k.
-
-    When the bound holds. Write d_j = 2T sin(πj/2T), so 2j ≤ d_j ≤ πj, and H = Δ^{(m,m)}G̃.
-
-    - The proof assumes G·1 = 0. Then Parseval's identity gives attained ≤ ‖H‖_max/(d_1 d_k)^m, which is the
-      printed bound or less for every m ≤ 7; for k near T the printed one fails at large m. (The printed proof
-      rests on |γ_j| ≤ 1/8j, which is false, and on differences times (2T)²: see docs/errata.md.)
-    - Where G·1 ≠ 0, G and its centred form have the same H: a difference removes every constant, so H says
-      nothing of the row means g = G·1/T, whose high frequencies g_J stay in the error, by at most √(|g_J|²/T).
-      For general G that has no bound in H, and the printed one fails.
-    - Rows of norm 1 (`normalised_gram`) determine their means, g_t = (1 + ḡ − G^c_tt)/2 with G^c the centred
-      G, and then attained ≤ ((d_1 d_k)^−m + ½ d_k^−m) ‖H‖_max: the printed bound for m = 1, and for m = 2 if
-      k ≤ 0.7 T; for larger m the same rate k^−m with another constant.
-
-    Rounding of G, ε, enters the differences as up to (2T)^{2m} ε: at T = 512 and m = 3, ε = 1e-16 is seen.
-
-    Args:
-        gram: symmetric positive semidefinite (..., T, T).
-        k: how many frequencies, 1 … T; of several, the results have one more dimension, (..., len(k)).
-        m: order of the difference, from 1.
-
-    Raises:
-        UsageError: the matrix is not square, or k or m is out of range.
-    """
-    size = gram.shape[-1] if gram.ndim else 0
-    several = (k,) if isinstance(k, int) else tuple(k)
-    if gram.ndim < 2 or gram.shape[-2] != size:
-        raise UsageError(f"gram has shape {tuple(gram.shape)}: give a square (..., T, T)")
-    if not several or min(several) < 1 or max(several) > size:
-        raise UsageError(f"k is {k}: give numbers from 1 to {size}, the size of the Gram matrix")
-    if m < 1:
-        raise UsageError(f"m is {m}: a difference has an order of at least 1")
-    gram = gram.double()
-    factors = torch.tensor([6 / (8 * count) ** m for count in several], dtype=torch.float64)
-    bound = _largest_difference(gram, m)[..., None] * factors.to(gram.device)
-    spectrum = dct2(gram)
-    errors = []
-    for count in several:  # the corner of Ĝ is what Π G Π keeps
-        beyond = spectrum.clone()
-        beyond[..., :count, :count] = 0
-        errors.append(torch.linalg.eigvalsh(beyond).abs().amax(-1))
-    attained = torch.stack(errors, dim=-1) / size
-    if isinstance(k, int):
-        return SmoothnessBound(bound=bound[..., 0], attained=attained[..., 0])
-    return SmoothnessBound(bound=bound, attained=attained)
-
-
 def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     """Make the fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
 
@@ -213,21 +143,6 @@ def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     angle = torch.arange(length, dtype=torch.float64)[:, None] / 10000**exponent
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
-
-
-def _largest_difference(gram: Tensor, m: int) -> Tensor:
-    """Compute ‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
-
-    Along each axis the m-th difference of a half-sample symmetric sequence is symmetric or antisymmetric
-    about (m − 1)/2 and about T + (m − 1)/2, so that ⌊m/2⌋ … ⌊m/2⌋ + T hold all its magnitudes.
-    """
-    size = gram.shape[-1]
-    index = torch.arange(m // 2 - m, m // 2 + size + 1, device=gram.device) % (2 * size)
-    index = torch.minimum(index, 2 * size - 1 - index)
-    difference = gram.index_select(-2, index).index_select(-1, index)
-    for _ in range(m):
-        difference = difference.diff(dim=-2).diff(dim=-1) * size**2
-    return difference.abs().amax((-2, -1))
 
 
 def _check_cutoffs(cutoffs: Sequence[int]) -> None:

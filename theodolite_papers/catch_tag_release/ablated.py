@@ -21,8 +21,8 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.sinks.interventions import attention_knockout
-from theodolite.sinks.spikes import Spikes, SpikingTokens
 from theodolite.system.progress import shown
+from theodolite_papers.catch_tag_release.massive_activations import Spikes, SpikingTokens
 
 BATCH = 8
 """Texts that are read at once."""

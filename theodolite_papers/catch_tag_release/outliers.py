@@ -20,20 +20,17 @@ from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style
-from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import bars, heat, reference, rows_down
 from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
+from theodolite_papers.catch_tag_release.growth import LIFE, follow
 from theodolite_papers.drawing import Line, curves
 from theodolite_papers.experiment import Outcome, Study, declared
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 """A dimension is consistent whose values are half as even as Gaussian numbers (ours)."""
-
-LIFE = ["dimension", "token_id", "first"]
-"""What tells one massive activation from another."""
 
 
 @declared("sinks/outliers")
@@ -42,7 +39,9 @@ def outliers(study: Study, outcome: Outcome) -> None:
     seed = int(run.provenance["seed"])
     outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
     texts = parts_of(corpus)
+    growth = follow(study.require_model(), corpus, outliers)
     parts = [find_outliers(study.require_model(), part, seed=seed) for part in texts]
+    grown = [follow(study.require_model(), text, part) for text, part in zip(texts, parts, strict=True)]
     flags = ["published", "adaptive", "large_rms", "massive"]
     flagged, heads = (
         table[table[flags].any(axis=1)].reset_index(drop=True)
@@ -52,17 +51,17 @@ def outliers(study: Study, outcome: Outcome) -> None:
         "layers": outliers.layers,
         "dimensions": flagged,
         "massive": position_0_as_one(outliers.massive),
-        "growth": outliers.growth,
+        "growth": growth,
         "head_dimensions": heads,
         "head_massive": position_0_as_one(outliers.head_massive),
     }
     outcome.runs["outliers"] = outliers.numbers
     _read(outcome, outliers)
     judge_consistency(outcome, outliers, parts)
-    judge_massive(outcome, outliers, parts)
+    judge_massive(outcome, (outliers, growth), list(zip(parts, grown, strict=True)))
     sinks = [sinks_of(study.require_model(), part) for part in texts]
     judge_sinks(outcome, (outliers, run.sinks), list(zip(parts, sinks, strict=True)), corpus)
-    draw(outcome, outliers, len(corpus.contexts))
+    draw(outcome, outliers, growth, len(corpus.contexts))
 
 
 def parts_of(corpus: Corpus) -> list[Corpus]:
@@ -111,6 +110,10 @@ def judge_consistency(outcome: Outcome, outliers: Outliers, parts: Sequence[Outl
     outcome.judge("consistent", estimate, even=EVEN, **values)
 
 
+Followed = tuple[Outliers, pd.DataFrame]
+"""What is found in a text, and its massive activations through the layers."""
+
+
 def _at_delimiters(outliers: Outliers) -> float:
     if outliers.massive.empty:
         return math.nan
@@ -119,30 +122,31 @@ def _at_delimiters(outliers: Outliers) -> float:
     return float(places[tokens["first"] | tokens["token"].map(is_delimiter)].sum() / places.sum())
 
 
-def _staying(outliers: Outliers) -> float:
-    shares = stays(outliers.growth)
+def _staying(growth: pd.DataFrame) -> float:
+    shares = stays(growth)
     return float(np.median(shares)) if len(shares) else math.nan
 
 
-MASSIVE: dict[str, Callable[[Outliers], float]] = {
-    "tokens": lambda each: float(each.layers["tokens"].max()),
-    "delimiters": _at_delimiters,
-    "dimensions": lambda each: float(each.massive["dimension"].nunique()),
-    "sudden": lambda each: float(each.growth.drop_duplicates(LIFE)["rise"].median()),
-    "stays": _staying,
+MASSIVE: dict[str, Callable[[Outliers, pd.DataFrame], float]] = {
+    "tokens": lambda each, _: float(each.layers["tokens"].max()),
+    "delimiters": lambda each, _: _at_delimiters(each),
+    "dimensions": lambda each, _: float(each.massive["dimension"].nunique()),
+    "sudden": lambda _, growth: float(growth.drop_duplicates(LIFE)["rise"].median()),
+    "stays": lambda _, growth: _staying(growth),
 }
 """Claim of Sun et al. 2024 on massive activations → its number."""
 
 
-def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers] = ()) -> None:
+def judge_massive(outcome: Outcome, whole: Followed, parts: Sequence[Followed] = ()) -> None:
     """Judge what Sun et al. 2024 claim, on massive activations of either rule, where theirs finds any."""
+    outliers, growth = whole
     if missing := _nothing(outliers):
         for name in MASSIVE:
             outcome.cannot_judge(name, missing)
         return
     dimensions = sorted(set(outliers.massive["dimension"]))
     width = len(set(outliers.dimensions["dimension"]))
-    lives = outliers.growth.drop_duplicates(LIFE)
+    lives = growth.drop_duplicates(LIFE)
     names = [carrier_name(row.token, row.first) for row in _by_token(outliers.massive).itertuples()]
     values = {"first": percent(float(outliers.layers["tokens_first"].max())), "width": width}
     values |= {
@@ -151,10 +155,10 @@ def judge_massive(outcome: Outcome, outliers: Outliers, parts: Sequence[Outliers
     }
     values |= {"pairs": counted(len(lives), "pair"), "gone": int(lives["vanishes"].notna().sum())}
     for name, measure in MASSIVE.items():
-        of_parts = [measure(part) for part in parts]
+        of_parts = [measure(*part) for part in parts]
         if name == "sudden" and len(set(of_parts)) == 1:
             of_parts = []  # of position 0 with one token, by causality: no context can tell how far off it is
-        estimate = _estimate(measure(outliers), of_parts, _contexts(outliers))
+        estimate = _estimate(measure(*whole), of_parts, _contexts(outliers))
         few = {"limit": max(4.0, 0.01 * width)} if name == "dimensions" else {}
         outcome.judge(name, estimate, **values, **few)
 
@@ -287,30 +291,17 @@ SMALLEST = 1e-6  # of the largest value: below it the logarithmic axis of the gr
 NAMED: dict[str, Any] = {"type": "category", "showgrid": False}  # an axis of dimensions or tokens
 TURNED = {"tickangle": -90, "tickfont": {"size": 10}}  # its names, where there are many
 DASHES = ("solid", "dash", "dot", "dashdot")
-COUNTS = {
-    "adaptive": Line("outlier dimensions, from data", style.BLUE, marker=5),
-    "published": Line("outlier dimensions, published", style.SKY, "dash", marker=5),
-    "massive_adaptive": Line("dimensions with massive activations, from data", style.VERMILLION, marker=5),
-    "massive_published": Line(
-        "dimensions with massive activations, published", style.ORANGE, "dash", marker=5
-    ),
-}
 
 
-def draw(outcome: Outcome, outliers: Outliers, contexts: int) -> None:
+def draw(outcome: Outcome, outliers: Outliers, growth: pd.DataFrame, contexts: int) -> None:
     """Draw all figures of the page, of a text of so many contexts."""
     ratios = _grid(outliers.dimensions, "rms_ratio", "layer", "dimension")
     chosen = largest_columns(ratios)
     titles = "dimension", "layer", "times the median"
     outcome.draw("dimensions", ratio_map(ratios[:, chosen], chosen, titles))
-    _growth(outcome, outliers)
+    _growth(outcome, outliers, growth)
     if not outliers.massive.empty:
         _carriers(outcome, outliers, contexts)
-    values = [outliers.layers[name].to_numpy(dtype=np.float64) for name in COUNTS]
-    at = np.arange(len(outliers.layers), dtype=np.float64)
-    layers = {"tickmode": "array", "tickvals": evenly(len(at), 16), "zeroline": False}
-    own: dict[str, Any] = {"height": 360, "xaxis": layers, "yaxis": {"rangemode": "tozero"}}
-    outcome.draw("counts", curves(at, list(COUNTS.values()), values, ("layer", "dimensions"), **own))
     table = outliers.head_dimensions
     grid = _grid(
         table.groupby(["layer", "head"], as_index=False)["rms_ratio"].max(), "rms_ratio", "layer", "head"
@@ -354,10 +345,10 @@ def _grid(table: pd.DataFrame, name: str, rows: str, columns: str) -> Floats:
     return table.pivot(index=rows, columns=columns, values=name).to_numpy(dtype=np.float64)
 
 
-def _growth(outcome: Outcome, outliers: Outliers) -> None:
+def _growth(outcome: Outcome, outliers: Outliers, growth: pd.DataFrame) -> None:
     """Draw |value| by layer on a logarithmic axis: a line per massive activation, against the usual magnitudes."""
     by, rising = ["places", "dimension", "layer"], [False, True, True]
-    order = outliers.growth.sort_values(by, ascending=rising, kind="stable")
+    order = growth.sort_values(by, ascending=rising, kind="stable")
     activations = order.groupby(["dimension", "token_id", "token", "first"], sort=False)
     named = {
         (dimension, carrier_name(token, first)): rows["value"].abs().to_numpy(dtype=np.float64)

@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.attention.sinks import SINK_THRESHOLD
@@ -133,7 +135,7 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
     chance, rows = grouping.chance_explained(of_tokens), []
     before: tuple[float, Tensor] | None = None
     for name, vectors in vectors_at.items():
-        left = grouping.without_trend(vectors[grouped], position)
+        left = without_trend(vectors[grouped], position)
         beyond = grouping.variance_explained(left, of_tokens)
         shifted = grouping.explained_elsewhere(left, of_tokens, shifts)
         before = before or (beyond, shifted)
@@ -144,6 +146,21 @@ def explained_by_place(vectors_at: dict[str, Tensor], group: Tensor, grouped: Te
         rows.append((name, explained, chance, beyond, elsewhere, gain, len(shifts), larger, smaller))
     columns = ["place", "variance_explained", "by_chance", "beyond_position", "shifted"]
     return pd.DataFrame(rows, columns=[*columns, "gain", "shifts", "as_large", "as_small"])
+
+
+def without_trend(
+    x: Float[Tensor, "tokens width"], position: Int[Tensor, " tokens"]
+) -> Float64[Tensor, "tokens width"]:
+    """Subtract the least-squares quadratic in position (1, t, t²); zeros where only rounding is left.
+
+    Runs of tokens and vectors that drift along the prompt go together for no other reason than position, and most where
+    the first run begins with the prompt and the last one ends with it, as no shifted grouping does.
+    """
+    exact, t = x.double(), position.double() / max(1, len(x))
+    trend, _ = torch.linalg.qr(torch.stack([t**power for power in range(3)], dim=1))
+    left = exact - trend @ (trend.T @ exact)
+    rounding = torch.finfo(torch.float64).eps * len(x) * exact.norm()
+    return left if left.norm() > rounding else torch.zeros_like(left)
 
 
 def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> None:

@@ -27,7 +27,6 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import next_token_losses
 from theodolite.report import style
 from theodolite.report.drawing.grammar import dots
-from theodolite.sinks.spikes import Spikes, find_spikes, replace_activations
 from theodolite.system.wording import listed, number, percent, with_error
 from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
 from theodolite_papers.catch_tag_release.few_shot import (
@@ -38,6 +37,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     tabulated,
 )
 from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
+from theodolite_papers.catch_tag_release.massive_activations import Spikes, find_spikes, replace_activations
 from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of, ratio_over_contexts
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 

@@ -16,7 +16,8 @@ from theodolite.judging import Verdict, all_of, untestable
 from theodolite.report import style
 from theodolite.report.drawing.grammar import bars
 from theodolite.report.sink_trace import show_trace
-from theodolite.sinks.ablation import (
+from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
+from theodolite_papers.catch_tag_release.head_ablation import (
     HEAD_SINKS,
     LATER_SINKS,
     LOSS_CAUGHT,
@@ -24,7 +25,6 @@ from theodolite.sinks.ablation import (
     LOSS_OTHERS,
     ablation_test,
 )
-from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 from theodolite_papers.catch_tag_release.trace_claims import judge_trace
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
@@ -79,7 +79,7 @@ def ablated(study: Study, outcome: Outcome) -> None:
     corpus = study.require_corpus("a head is ablated while it reads a text: pass it together with the run")
     chosen_on, judged_on = chosen_and_judged(corpus)
     layer, head, direction = _chosen_tag(study, chosen_on)
-    table = ablation_test(study.require_model(), judged_on, layer, head, direction, show_progress=study.show)
+    table = ablation_test(study.require_model(), judged_on, layer, head, direction, study.show)
     last = f"η² in layer {study.require_model().layers}"
     measures = [LOSS_CAUGHT, LOSS_OTHERS, HEAD_SINKS, LATER_SINKS, last]
     name = head_name(layer, head)

@@ -21,7 +21,7 @@ from theodolite.judging import all_of
 from theodolite.measure.position import squared_lengths
 from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
-from theodolite.theory import normalised_gram, smoothness_bound
+from theodolite.theory import dct2, normalised_gram
 from theodolite.theory.unbiased import Jackknifed, leaving_out, product, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
@@ -34,6 +34,71 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     judge_seen,
     shown,
 )
+
+
+@dataclass(frozen=True)
+class SmoothnessBound:
+    """Both sides of Theorem 1, of the Gram matrix's batch shape and one entry a k.
+
+    bound: 6/(8k)^m · ‖Δ^{(m,m)}G̃‖_max, as printed.
+    attained: ‖G − F_k B (F_k B)ᵀ‖_op / T.
+    """
+
+    bound: Float64[Tensor, "*batch frequencies"]
+    attained: Float64[Tensor, "*batch frequencies"]
+
+
+def smoothness_bound(gram: Float64[Tensor, "*batch T T"], k: Sequence[int], m: int) -> SmoothnessBound:
+    """Compute both sides of Theorem 1 of Song & Zhong 2024: a Gram matrix with bounded differences is smooth.
+
+    G̃ is G reflected at half samples to 2T×2T (their eq. 6), Δ^{(1,1)} the periodic mixed difference times T²
+    (eq. 7). F_k holds f_s[t] = cos(π(s − 1)(t − ½)/T), s = 1 … k, t = 1 … T (the printed f_s swaps frequency
+    and position), and B is the proof's: F_k B (F_k B)ᵀ = Π G Π with Π the projection onto F_k.
+
+    When the bound holds. Write d_j = 2T sin(πj/2T), so 2j ≤ d_j ≤ πj, and H = Δ^{(m,m)}G̃.
+
+    - The proof assumes G·1 = 0. Then Parseval's identity gives attained ≤ ‖H‖_max/(d_1 d_k)^m, which is the
+      printed bound or less for every m ≤ 7; for k near T the printed one fails at large m. (The printed proof
+      rests on |γ_j| ≤ 1/8j, which is false, and on differences times (2T)²: see docs/errata.md.)
+    - Where G·1 ≠ 0, G and its centred form have the same H: a difference removes every constant, so H says
+      nothing of the row means g = G·1/T, whose high frequencies g_J stay in the error, by at most √(|g_J|²/T).
+      For general G that has no bound in H, and the printed one fails.
+    - Rows of norm 1 (`normalised_gram`) determine their means, g_t = (1 + ḡ − G^c_tt)/2 with G^c the centred
+      G, and then attained ≤ ((d_1 d_k)^−m + ½ d_k^−m) ‖H‖_max: the printed bound for m = 1, and for m = 2 if
+      k ≤ 0.7 T; for larger m the same rate k^−m with another constant.
+
+    Rounding of G, ε, enters the differences as up to (2T)^{2m} ε: at T = 512 and m = 3, ε = 1e-16 is seen.
+
+    Args:
+        gram: symmetric positive semidefinite (..., T, T).
+        k: numbers of frequencies, 1 … T.
+        m: order of the difference, from 1.
+    """
+    factors = torch.tensor([6 / (8 * count) ** m for count in k], dtype=torch.float64)
+    spectrum = dct2(gram)
+    errors = []
+    for count in k:  # the corner of Ĝ is what Π G Π keeps
+        beyond = spectrum.clone()
+        beyond[..., :count, :count] = 0
+        errors.append(torch.linalg.eigvalsh(beyond).abs().amax(-1))
+    attained = torch.stack(errors, dim=-1) / gram.shape[-1]
+    return SmoothnessBound(_largest_difference(gram, m)[..., None] * factors, attained)
+
+
+def _largest_difference(gram: Tensor, m: int) -> Tensor:
+    """Compute ‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
+
+    Along each axis the m-th difference of a half-sample symmetric sequence is symmetric or antisymmetric
+    about (m − 1)/2 and about T + (m − 1)/2, so that ⌊m/2⌋ … ⌊m/2⌋ + T hold all its magnitudes.
+    """
+    size = gram.shape[-1]
+    index = torch.arange(m // 2 - m, m // 2 + size + 1, device=gram.device) % (2 * size)
+    index = torch.minimum(index, 2 * size - 1 - index)
+    difference = gram.index_select(-2, index).index_select(-1, index)
+    for _ in range(m):
+        difference = difference.diff(dim=-2).diff(dim=-1) * size**2
+    return difference.abs().amax((-2, -1))
+
 
 _PAIRS = 64
 """Query-key pairs evaluated with each drawn set of weights."""
@@ -237,7 +302,7 @@ def premise_of(p: Basis, cutoff: int) -> tuple[float, float]:
     trivial = torch.linalg.matrix_norm(cosines, 2) / len(cosines)
     of_orders = (
         [
-            float(smoothness_bound(gram, cutoff, order).bound / trivial)
+            float(smoothness_bound(gram, [cutoff], order).bound / trivial)
             for gram in (cosines, (one - other) / 2)
         ]
         for order in ORDERS
@@ -254,7 +319,7 @@ def attained_over_none(p: Basis, cutoff: int) -> Jackknifed:
         if not cosines.isfinite().all():
             return torch.tensor(math.nan, dtype=torch.float64)
         trivial = torch.linalg.matrix_norm(cosines, 2) / len(cosines)
-        return smoothness_bound(cosines, cutoff, ORDERS[0]).attained / trivial
+        return smoothness_bound(cosines, [cutoff], ORDERS[0]).attained[0] / trivial
 
     return leaving_out(ratio, len(p)).corrected()
 
@@ -289,7 +354,7 @@ def _bounds(grams: torch.Tensor, cutoffs: list[int]) -> tuple[Floats, Floats, Fl
     # The attained error is of every order the same; the bound at k is that at 1 over k^m.
     first = smoothness_bound(grams, cutoffs, ORDERS[0])
     powers = torch.tensor(cutoffs, dtype=torch.float64)
-    others = [smoothness_bound(grams, 1, order).bound[..., None] / powers**order for order in ORDERS[1:]]
+    others = [smoothness_bound(grams, [1], order).bound / powers**order for order in ORDERS[1:]]
     trivial = torch.linalg.matrix_norm(grams, 2) / grams.shape[-1]
     return torch.stack([first.bound, *others], 1).numpy(), first.attained.numpy(), trivial.numpy()
 

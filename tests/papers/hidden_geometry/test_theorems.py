@@ -14,7 +14,7 @@ from scipy import special
 
 from tests.papers.hidden_geometry.planted import drawn, grouped, study_of
 from theodolite.judging import FAILS, HOLDS, UNTESTABLE
-from theodolite.theory.smoothness import normalised_gram, smoothness_bound
+from theodolite.theory.smoothness import normalised_gram
 from theodolite_papers import Study
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.hidden_geometry import theorems
@@ -27,6 +27,7 @@ from theodolite_papers.hidden_geometry.theorems import (
     factorisation_log_ratio,
     kernel_factorisation,
     premise_of,
+    smoothness_bound,
 )
 
 THEOREM_1, THEOREM_2 = EXPERIMENTS["geometry/theorem1"], EXPERIMENTS["geometry/theorem2"]
@@ -45,7 +46,7 @@ def test_the_table_is_the_theorem_one_k_and_m_at_a_time(run):
     for k in (1, 10, 47):
         row = table[(table["layer"] == 2) & (table["k"] == k)].iloc[0]
         for order in (1, 2, 3):
-            both = smoothness_bound(gram, k, order)
+            both = smoothness_bound(gram, [k], order)
             assert row[f"bound_{order}"] == pytest.approx(float(both.bound))
             assert row["attained"] == pytest.approx(float(both.attained), abs=1e-14)
         assert row["no_approximation"] == pytest.approx(np.linalg.norm(gram.numpy(), 2) / len(gram))
@@ -88,7 +89,7 @@ def test_sampling_noise_does_not_decide_the_premise(wanted):
     exact, measured = (normalised_gram(each) for each in (basis, noisy[0].mean(dim=0)))
 
     def over_none(gram: torch.Tensor, name: str) -> float:
-        numbers = smoothness_bound(gram, 10, 1)
+        numbers = smoothness_bound(gram, [10], 1)
         return float(getattr(numbers, name) / torch.linalg.matrix_norm(gram, 2) * 60)
 
     assert over_none(measured, "bound") > 1.3 * over_none(exact, "bound")
@@ -167,3 +168,76 @@ def test_no_error_exceeds_the_bound(incoherence: float, s: int, first: int, seco
     got = kernel_factorisation([incoherence], setting, draws=2, seed=seed)
     assert got.maximum <= got.bound * (1 + 1e-12) + 1e-12
     assert got.mean <= got.maximum
+
+
+def waves(size: int) -> np.ndarray:
+    """Columns cos(π j (t + ½)/T), j = 0 … T−1, written from the definition."""
+    t = np.arange(size)[:, None] + 0.5
+    return np.cos(np.pi * np.arange(size) * t / size)
+
+
+def dense_bound(gram: np.ndarray, k: int, m: int) -> tuple[float, float]:
+    """Theorem 1 with the whole reflected 2T×2T matrix, np.roll, and least squares on the waves."""
+    size = len(gram)
+    reflected = np.block([[gram, gram[:, ::-1]], [gram[::-1], gram[::-1, ::-1]]])
+    for _ in range(m):
+        shifted = [np.roll(reflected, shift, (0, 1)) for shift in ((1, 0), (0, 1), (1, 1))]
+        reflected = size**2 * (reflected - shifted[0] - shifted[1] + shifted[2])
+    basis = waves(size)[:, :k]
+    projection = basis @ np.linalg.pinv(basis)
+    error = np.linalg.norm(gram - projection @ gram @ projection, 2) / size
+    return 6 / (8 * k) ** m * np.abs(reflected).max(), error
+
+
+@pytest.mark.parametrize(("size", "m"), [(1, 1), (3, 5), (8, 2), (9, 3), (2, 11)])
+def test_bound_and_error_are_those_of_the_dense_matrix(size: int, m: int) -> None:
+    """Oracle: `dense_bound`, also where the difference reaches around the whole reflected matrix."""
+    p = drawn(0, 2, size, 4)
+    gram = p @ p.mT
+    ks = sorted({1, (size + 1) // 2, size})
+    expected = np.array([[dense_bound(g, k, m) for k in ks] for g in gram.numpy()])
+    got = smoothness_bound(gram, ks, m)
+    assert got.bound.shape == got.attained.shape == (2, len(ks))
+    np.testing.assert_allclose(got.bound, expected[..., 0], rtol=1e-9)
+    np.testing.assert_allclose(got.attained, expected[..., 1], atol=1e-12)
+
+
+SIZES = st.tuples(st.integers(3, 24), st.floats(0, 1), st.integers(0, 10**6), st.floats(0, 5))
+
+
+def smooth(size: int, seed: int, decay: float) -> np.ndarray:
+    """Positional vectors of random waves, the j-th of magnitude (j + 1)^−decay."""
+    rng = np.random.default_rng(seed)
+    scale = np.arange(1, size + 1)[:, None] ** -decay
+    return waves(size) @ (rng.standard_normal((size, rng.integers(1, 5))) * scale)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.integers(1, 7))
+def test_bound_holds_for_centred_gram_matrices(case: tuple[int, float, int, float], m: int) -> None:
+    """Oracle: Theorem 1's own claim, for m ≤ 7, and the sharper ‖H‖_max/(d_1 d_k)^m for every m."""
+    size, share, seed, decay = case
+    k = 1 + int(share * (size - 2))
+    p = smooth(size, seed, decay)
+    p -= p.mean(0)
+    got = smoothness_bound(torch.tensor(p @ p.T), [k], m)
+    rounding = 1e-12 * float(np.square(p).sum())
+    assert got.attained <= got.bound + rounding
+    d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
+    largest = got.bound * (8 * k) ** m / 6
+    assert got.attained <= largest / (d_1 * d_k) ** m * (1 + 1e-9) + rounding
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.integers(1, 6), st.booleans())
+def test_bound_for_rows_of_norm_one(case: tuple[int, float, int, float], m: int, centred: bool) -> None:
+    """Oracle: the inequality that the docstring states for them; the printed bound where it implies it."""
+    size, share, seed, decay = case
+    k = 1 + int(share * (size - 2))
+    p = smooth(size, seed, decay)
+    got = smoothness_bound(normalised_gram(torch.tensor(p - p.mean(0) if centred else p)), [k], m)
+    d_1, d_k = (2 * size * math.sin(math.pi * j / 2 / size) for j in (1, k))
+    largest = got.bound * (8 * k) ** m / 6
+    assert got.attained <= largest * ((d_1 * d_k) ** -m + d_k**-m / 2) * (1 + 1e-9) + 1e-12
+    if m == 1 or (m == 2 and k <= 0.7 * size):
+        assert got.attained <= got.bound + 1e-12

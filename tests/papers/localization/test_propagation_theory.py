@@ -24,6 +24,7 @@ from theodolite_papers.localization.fixed_spectrum import (
     Setting,
     judge_collapse,
     left_by_layer,
+    links_of,
     simulate,
     spectrum,
     widths,
@@ -217,6 +218,23 @@ def test_the_largest_trace_has_the_smallest_sum_of_entries():
         assert (min(shares) == 1) == chain.endswith("corrected")
     again = simulate(NARROW, 0)
     assert torch.equal(again.left, simulated.left)
+
+
+def test_corrected_links_hold_and_printed_ones_break():
+    """80 heads of random factors, some with large traces; closed forms: of W_QK = Σ = 1 the left side of eq. (7) is
+    √d times ‖W_QK‖₂, and of a rotation tr W² = −2."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(80):
+        root, w_q, w_k = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)
+        rank = 1 + seed % 8
+        w_qk = w_q[:, :rank] @ (w_k + (seed % 3) * w_q)[:, :rank].T
+        assert links_of(w_qk, root @ root.T / 8 + 0.1 * torch.eye(8))[[1, 3]].all()
+    eye = torch.eye(64, dtype=torch.float64)
+    assert links_of(eye, eye).tolist() == [[False, True, True], *[[True] * 3] * 3]
+    rotation = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+    assert links_of(rotation, eye[:2, :2])[2].tolist() == [False, True, True]
+    unequal = torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64))
+    assert not links_of(torch.eye(2, dtype=torch.float64).flip(0), unequal)[2, 0]
 
 
 @pytest.mark.parametrize(

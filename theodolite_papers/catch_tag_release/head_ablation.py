@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -17,17 +18,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.tags import released
-from theodolite.attention.catches import LEARNED, Catches, attend_and_catch
+from theodolite import Corpus, OpenModel
+from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
+from theodolite.passes.corpus_pass import batch_of, next_token_losses
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 from theodolite.system.progress import ShowStage, shown
+from theodolite.theory.grouping import variance_explained
 
 CONTEXTS = 64
 """Contexts at most: every ablation reads them again."""
@@ -44,27 +45,47 @@ Ablate = Callable[[slice], AbstractContextManager[object]]
 """An ablation, while open, of the contexts of a batch."""
 
 
-class _HeadTap(Hooks):
-    """Record a head's catches in each context of a batch, later sinks behind it, and η² of a grouping by layer."""
+@dataclass(frozen=True)
+class _Groups:
+    """A head's sinks in a context, by position (below 0: a learned column), and the sink that caught each token.
 
-    def __init__(self, layer: int, head: int, groups: Sequence[Catches] = ()) -> None:
+    `of`: an index into `sinks`, `UNCAUGHT`, or `LEFT_OUT`.
+    """
+
+    sinks: Int[Tensor, " sinks"]
+    of: Int[Tensor, " positions"]
+
+    def explained(self, hidden: Float[Tensor, "positions width"]) -> float:
+        """Compute η² of the grouping; NaN where there is nothing to compare."""
+        known = self.of != LEFT_OUT
+        return variance_explained(hidden.cpu()[known], self.of[known])
+
+
+class _HeadTap(Hooks):
+    """Record a head's groups in each context of a batch, later sinks behind it, and η² of given groups by layer."""
+
+    def __init__(self, layer: int, head: int, given: Sequence[_Groups] = ()) -> None:
         self.layer, self.head = layer, head
-        self.groups = groups
-        self.catches: list[Catches] = []
-        self.later_sinks = torch.zeros(len(groups), dtype=torch.float64)
+        self.given = given
+        self.groups: list[_Groups] = []
+        self.later_sinks = torch.zeros(len(given), dtype=torch.float64)
         self.eta: list[Tensor] = []
 
     def stream(self, layer: int, hidden: Tensor) -> None:
-        if self.groups and layer > self.layer:
-            self.eta.append(
-                torch.stack([_eta(groups, h) for groups, h in zip(self.groups, hidden, strict=True)])
-            )
+        if self.given and layer > self.layer:
+            etas = [groups.explained(h) for groups, h in zip(self.given, hidden, strict=True)]
+            self.eta.append(torch.tensor(etas, dtype=torch.float64))
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         output, contexts = attend_and_catch(inputs)
-        if layer == self.layer:
-            self.catches += [_of_head(catches, self.head).to(torch.device("cpu")) for catches in contexts]
-        if self.groups and layer > self.layer:
+        for catches in contexts if layer == self.layer else ():
+            of_head = catches.head == self.head
+            groups = torch.full((inputs.query.shape[2],), LEFT_OUT)
+            groups[catches.counted[catches.of[of_head].unique()].any(dim=0).cpu()] = UNCAUGHT
+            for number, caught in enumerate(catches.caught[of_head].cpu()):
+                groups[caught] = number
+            self.groups.append(_Groups(catches.position[of_head].cpu(), groups))
+        if self.given and layer > self.layer:
             later = [float((catches.position > 0).sum()) for catches in contexts]
             self.later_sinks += torch.tensor(later, dtype=torch.float64)
         return output
@@ -77,15 +98,14 @@ def ablation_test(
     layer: int,
     head: int,
     direction: Float[Tensor, " width"],
-    *,
-    rank: int | None = None,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> pd.DataFrame:
     """Ablate one head that has sinks, and measure what changes.
 
     Ablations: its tag, by projecting it out of its output (control: as much from every token, along random directions
     of what the head can write); its attention to its sinks (control: to as many other keys of each context); the
-    leading part of W_Q, W_K, W_V of its layer (control: random matrices with the same singular values).
+    leading part of W_Q, W_K, W_V of its layer, of the head width over eight (control: random matrices with the same
+    singular values).
 
     Measures, one value per context: next-token loss in nats on caught tokens and on others; sinks of the head; sinks at
     later positions in all heads of deeper layers; η² of the head's own grouping in each later residual layer.
@@ -95,7 +115,6 @@ def ablation_test(
         corpus: of this the contexts in which the head has a sink, at most `CONTEXTS`.
         layer, head: which.
         direction: of the tag, in the residual stream, such as a row of `tag_direction`.
-        rank: of the part taken from W_Q, W_K, W_V; None: the head width over eight, at least 1.
         show_progress: told (what is being done, ablations done, ablations in all); it may raise to stop.
 
     Returns:
@@ -105,17 +124,16 @@ def ablation_test(
         the one control under which the measure rises most, or falls most), `contexts` that have this measure.
 
     Raises:
-        UsageError: no such head, a model without an output head, or no context in which the head has a sink.
+        UsageError: a model without an output head, other contexts than of text and of one length, or none in which
+            the head has a sink.
     """
-    check_fit(model, corpus, least_contexts=1, text_alone="an ablation test")
-    if corpus.lengths is not None:
-        raise UsageError("an ablation test needs contexts of one length: make the corpus with pack=True")
-    model.check_weights()
+    if corpus.lengths is not None or not corpus.text_alone:
+        raise UsageError(
+            "an ablation test needs a text in contexts of one length: make the corpus with pack=True"
+        )
     if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
-    model.check_place(layer, head)
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)
-    rank = max(1, model.head_width // 8) if rank is None else rank
     batch = batch_of(corpus, None)
 
     def effects(ablate: Ablate) -> dict[str, Float[Tensor, " contexts"]]:
@@ -126,11 +144,9 @@ def ablation_test(
             tap = _HeadTap(layer, head, groups[part])
             with ablate(part), hooked(model, tap):
                 loss = next_token_losses(model.logits(ids[part]), ids[part])
-            # The last token has no next one.
-            caught = torch.stack([catches.caught.any(dim=0)[:-1] for catches in groups[part]])
-            free = torch.stack([catches.counted.all(dim=0)[:-1] for catches in groups[part]]) & ~caught
-            of_caught, of_others = _mean_where(loss, caught), _mean_where(loss, free)
-            sinks = torch.tensor([len(catches.head) for catches in tap.catches], dtype=torch.float64)
+            of = torch.stack([each.of[:-1] for each in groups[part]])  # the last token has no next one
+            of_caught, of_others = _mean_where(loss, of >= 0), _mean_where(loss, of == UNCAUGHT)
+            sinks = torch.tensor([len(each.sinks) for each in tap.groups], dtype=torch.float64)
             values = {LOSS_CAUGHT: of_caught, LOSS_OTHERS: of_others, LOSS_DIFFERENCE: of_caught - of_others}
             values |= {HEAD_SINKS: sinks, LATER_SINKS: tap.later_sinks}
             etas = enumerate(tap.eta, start=layer + 1)
@@ -143,7 +159,7 @@ def ablation_test(
         return {name: value - untouched[name] for name, value in effects(ablate).items()}
 
     rows = []
-    ablations = _ablations(model, layer, head, direction, rank, groups, ids.shape[1])
+    ablations = _ablations(model, layer, head, direction, groups)
     for ablation, ablate, control in shown(ablations, "ablations", show_progress):
         change = change_under(ablate)
         controls = [change_under(functools.partial(control, seed)) for seed in range(CONTROLS)]
@@ -166,16 +182,16 @@ def ablation_test(
 
 def _contexts_with_sinks(
     model: OpenModel, corpus: Corpus, layer: int, head: int
-) -> tuple[Int[Tensor, "contexts positions"], list[Catches]]:
+) -> tuple[Int[Tensor, "contexts positions"], list[_Groups]]:
     chosen, groups = [], []
     for part in corpus.contexts.split(batch_of(corpus, None)):
         tap = _HeadTap(layer, head)
         with hooked(model, tap):
             model.forward(part)
-        for ids, catches in zip(part, tap.catches, strict=True):
-            if len(catches.head) and bool(catches.caught.any()):
+        for ids, of_context in zip(part, tap.groups, strict=True):
+            if bool((of_context.of >= 0).any()):
                 chosen.append(ids)
-                groups.append(catches)
+                groups.append(of_context)
         if len(chosen) >= CONTEXTS:
             break
     if not chosen:
@@ -186,13 +202,14 @@ def _contexts_with_sinks(
 
 
 def _ablations(
-    model: OpenModel, layer: int, head: int, direction: Tensor, rank: int, groups: list[Catches], length: int
+    model: OpenModel, layer: int, head: int, direction: Tensor, groups: list[_Groups]
 ) -> list[tuple[str, Ablate, Callable[[int, slice], AbstractContextManager[object]]]]:
     """List the ablations of a head: name, ablation, and by seed a norm-matched random control."""
-    sinks = torch.zeros(len(groups), length, dtype=torch.bool)
-    for context, catches in enumerate(groups):
-        sinks[context, catches.position[catches.position >= 0]] = True
-    column = torch.tensor([bool((catches.position == LEARNED).any()) for catches in groups])
+    rank = max(1, model.head_width // 8)
+    sinks = torch.zeros(len(groups), len(groups[0].of), dtype=torch.bool)
+    for context, of_context in enumerate(groups):
+        sinks[context, of_context.sinks[of_context.sinks >= 0]] = True
+    column = torch.tensor([bool((of_context.sinks < 0).any()) for of_context in groups])
     count = (sinks.sum(dim=1) + column).unsqueeze(1)
 
     def others(seed: int) -> Bool[Tensor, "contexts positions"]:
@@ -225,19 +242,6 @@ def _mean_where(values: Tensor, chosen: Tensor) -> Tensor:
     """Average each row over the chosen ones; NaN where there is none."""
     count = chosen.sum(dim=1)
     return torch.where(count > 0, (values * chosen).sum(dim=1) / count.clamp_min(1), torch.nan)
-
-
-def _eta(groups: Catches, hidden: Tensor) -> Tensor:
-    """Compute η² of the whole grouping; NaN where there is nothing to compare."""
-    pairs = released(groups.to(hidden.device), hidden)["head_squares"][0].cpu()
-    return torch.where(pairs[1] > 0, pairs[0] / pairs[1], torch.nan)
-
-
-def _of_head(catches: Catches, head: int) -> Catches:
-    rows = catches.head == head
-    of_sinks = {name: values[rows] for name, values in vars(catches).items() if name != "counted"}
-    counted = catches.counted[of_sinks["of"].unique()]
-    return Catches(**of_sinks | {"of": torch.zeros_like(of_sinks["of"]), "counted": counted})
 
 
 def _mean(values: Tensor) -> tuple[float, float]:

@@ -6,27 +6,23 @@ et al. 2024). They come with attention sinks; to see which of both a model needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from theodolite.corpus.corpus import Corpus
+from theodolite import Corpus, OpenModel
 from theodolite.errors import UsageError
-from theodolite.models import OpenModel
-from theodolite.models.doors.answers import suspended
-from theodolite.models.guard import guarded, measures
+from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.structure import Turns, first_output, removed_on_leaving
-from theodolite.passes.corpus_pass import batch_of, check_fit
-from theodolite.sinks.interventions import described
-from theodolite.theory.outliers import Thresholds, massive_activations
+from theodolite.passes.corpus_pass import batch_of
+from theodolite.theory.outliers import Thresholds
 
-MOST_AXES = 3  # of one stream: contexts, positions, dimensions
+PUBLISHED = Thresholds()
 
 HALF = 0.5
 """Of the largest |x| of a dimension: what is smaller is no spike of a few tokens (in Gemma 3 a dimension may be massive
@@ -77,7 +73,8 @@ class _Largest(Hooks):
     def stream(self, layer: int, hidden: Tensor) -> None:
         if layer:
             magnitude = hidden.abs()
-            massive = massive_activations(magnitude.unsqueeze(2), Thresholds()).squeeze(2)
+            median = magnitude.float().flatten(1).median(dim=1).values[:, None, None]
+            massive = (magnitude > PUBLISHED.massive) & (magnitude / PUBLISHED.massive_ratio > median)
             largest = magnitude.where(massive, 0.0).flatten(0, 1).amax(dim=0).double().cpu()
             self.sizes[layer - 1] = torch.maximum(self.sizes[layer - 1], largest)
 
@@ -108,12 +105,11 @@ def find_spikes(model: OpenModel, corpus: Corpus) -> Spikes:
     The text is read twice.
 
     Raises:
-        UsageError: the corpus does not fit the model, or has contexts of several lengths.
+        UsageError: the corpus has contexts of several lengths, or not of a text alone.
     """
-    check_fit(model, corpus, least_contexts=1, text_alone="finding massive activations")
-    if corpus.lengths is not None:
+    if corpus.lengths is not None or not corpus.text_alone:
         raise UsageError(
-            "finding massive activations needs contexts of one length: make the corpus with pack=True"
+            "finding massive activations needs a text in contexts of one length: make the corpus with pack=True"
         )
 
     def read(hooks: Hooks) -> None:
@@ -127,17 +123,6 @@ def find_spikes(model: OpenModel, corpus: Corpus) -> Spikes:
     read(sums)
     spiking, others = sums.sums / sums.counts
     return Spikes(sums.least, spiking, others, sums.sizes / sums.counts[0])
-
-
-@measures("model")
-def spiking_tokens(
-    model: OpenModel, spikes: Spikes, ids: Int[Tensor, "contexts positions"]
-) -> Bool[Tensor, "layers contexts positions"]:
-    """Mark the tokens of some contexts that carry a massive activation, behind every block."""
-    marks = SpikingTokens(spikes)
-    with hooked(model, marks):
-        model.forward(ids)
-    return torch.stack(marks.carry)
 
 
 class SpikingTokens(Hooks):
@@ -163,54 +148,35 @@ def replace_activations(
     """Give some tokens other values in some dimensions behind every block, while open.
 
     Args:
-        model: an opened model.
-        tokens: which ones, of whole contexts as they will be passed; `spiking_tokens` gives those with massive ones.
+        model: an opened model, each of whose blocks runs once in a pass and gives (contexts, positions, width).
+        tokens: which ones, of whole contexts as they will be passed; `SpikingTokens` has those with massive ones.
         dimensions: such as `Spikes.dimensions`, `next_largest()` as a control, or all.
         values: such as `Spikes.others`, which takes the activations out, or `Spikes.spiking`, which holds them at their
             mean.
 
     Raises:
         UsageError: the blocks are no modules that run one after the other, or are not in memory; on calling the model:
-            other contexts than those of `tokens` (so in `generate`, or a survey), or several streams.
+            a block gives something of another shape.
     """
-    structure = model.structure
-    if structure.free or model.streamed is not None:
+    blocks = model.structure.blocks
+    if model.structure.free or model.streamed is not None or len(set(blocks)) < len(blocks):
         raise UsageError(f"{model.id}: its blocks are not at hand one by one: activations cannot be replaced")
-    left = Turns(structure.blocks)
 
-    def leave(block: nn.Module, _args: Any, output: Any) -> Any:
-        if block not in left or suspended():  # a copy, whose weights are read, say
-            return None
-        layer = left.take(block)
-        chosen, hidden = tokens[layer], first_output(output)
-        if not chosen.any() or not dimensions[layer].any():
-            return None
-        if hidden.ndim > MOST_AXES:
-            raise UsageError(f"{model.id} has several streams: its activations cannot be replaced")
-        ordered = structure.layout.ordered(hidden)
-        if ordered.shape[:2] != chosen.shape:
-            raise UsageError(
-                f"tokens are given for {tuple(chosen.shape)} contexts and positions, the pass has "
-                f"{tuple(ordered.shape[:2])}"
-            )
-        changed = chosen.to(hidden.device)[..., None] & dimensions[layer].to(hidden.device)
-        instead = torch.where(changed, values[layer].to(hidden), ordered)
-        return _with_first(output, structure.layout.placed(instead).reshape(hidden.shape))
+    def replaced_behind(layer: int) -> Callable[..., Any]:
+        def replaced(_block: Any, _args: Any, output: Any) -> Any:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if hidden.shape != (*tokens[layer].shape, len(values[layer])):
+                raise UsageError(
+                    f"tokens are given for {tuple(tokens[layer].shape)} contexts and positions, the pass has "
+                    f"{tuple(hidden.shape[:-1])}"
+                )
+            chosen = tokens[layer].to(hidden.device)[..., None] & dimensions[layer].to(hidden.device)
+            hidden = torch.where(chosen, values[layer].to(hidden), hidden)
+            return hidden if isinstance(output, Tensor) else type(output)([hidden, *output[1:]])
 
-    with guarded(model.root):
-        handles = [model.source.trunk.register_forward_pre_hook(lambda _module, _args: left.begin_pass())]
-        handles += [block.register_forward_hook(leave) for block in left]
-    name = described("replace_activations", tokens=tokens, dimensions=dimensions, values=values)
-    with removed_on_leaving(handles), model.intervention(name):
+        return replaced
+
+    with ExitStack() as undo:
+        for layer, block in enumerate(blocks):
+            undo.callback(block.register_forward_hook(replaced_behind(layer)).remove)
         yield
-
-
-def _with_first(output: Any, hidden: Tensor) -> Any:
-    """Put other hidden states into what a block returned."""
-    if isinstance(output, Tensor):
-        return hidden
-    if isinstance(output, dict):
-        first = next(iter(output))
-        output[first] = _with_first(output[first], hidden)
-        return output
-    return type(output)([_with_first(output[0], hidden), *output[1:]])

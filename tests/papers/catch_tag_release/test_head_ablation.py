@@ -15,7 +15,13 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.sinks.ablation import HEAD_SINKS, LATER_SINKS, LOSS_CAUGHT, LOSS_OTHERS, ablation_test
+from theodolite_papers.catch_tag_release.head_ablation import (
+    HEAD_SINKS,
+    LATER_SINKS,
+    LOSS_CAUGHT,
+    LOSS_OTHERS,
+    ablation_test,
+)
 
 IDS = planted.contexts(6)
 TAG = planted.tag(0)
@@ -125,10 +131,6 @@ def test_hidden_sinks_are_none(table):
     assert table.loc[("tag ablated", LATER_SINKS)]["untouched"] == 1  # S2 of head (1, 3)
 
 
-def test_refusals(model):
-    with pytest.raises(UsageError, match="head 9 does not exist: this model has heads 0 to"):
-        ablation_test(model, corpus(IDS), 0, 9, TAG)
+def test_a_head_without_sinks_is_refused(model):
     with pytest.raises(UsageError, match="has no sink in this text"):
         ablation_test(model, corpus(IDS), 2, 0, TAG)
-    with pytest.raises(UsageError, match="zero"):
-        ablation_test(model, corpus(IDS), 0, 1, torch.zeros(planted.WIDTH))
