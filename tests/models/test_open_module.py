@@ -157,6 +157,10 @@ def _broken(module: nn.Module, ids: Tensor) -> Tensor:
     raise ValueError("give a mask, too")
 
 
+def _in_one_row(module: nn.Module, ids: Tensor) -> Tensor:
+    return module(ids.reshape(1, -1))[0]
+
+
 class MoreKeys(nn.Module):
     """Attends to a bias besides."""
 
@@ -181,6 +185,10 @@ CALLED = (
         ({"longest": -1}, "longest is -1: give a whole number"),
         ({"forward": 3}, "forward is 3: give a function"),
         ({"forward": _broken}, "GPT cannot run on a few tokens: give a mask, too"),
+        (
+            {"forward": _in_one_row},
+            "GPT attends to 1 of the 2 contexts that it is given at once: theodolite reads",
+        ),
         ({"tokenizer": _Length()}, "the tokenizer, _Length, cannot be called"),
         ({"image": (3, 4, 4)}, "a module reads tokens or images"),
         ({"blocks": 3}, "blocks is int: give the name of their list"),
