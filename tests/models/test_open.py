@@ -18,7 +18,7 @@ from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import Seen
 from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import OpenModel, open_model, open_weights, verification
+from theodolite.models import OpenModel, open_model, open_streamed, verification
 from theodolite.models.hooks import hooked
 from theodolite.models.stored.loading import Checkpoint
 from theodolite.models.structure import NoAttention
@@ -118,26 +118,26 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], s
     "an empty window": ("mistral", _configured(sliding_window=0), UsageError, WINDOW),
 }
 ONLY_WHERE_READ = ("NaN", "infinite")
-"""Damages that `open_weights` finds in the layer that it reads; windows are nothing of weights."""
+"""Damages that `open_streamed` finds in the block that it reads."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("damage", "opening"),
     [(damage, open_model) for damage in DAMAGES]
-    + [(damage, open_weights) for damage in DAMAGES if "window" not in damage],
+    + [(damage, open_streamed) for damage in DAMAGES if "window" not in damage],
 )
 def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, copied):
     family, damaging, error, words = DAMAGES[damage]
     folder = copied(family)
     damaging(folder)
-    if opening is open_weights and damage in ONLY_WHERE_READ:
-        _refused(folder, error, words, lambda at: open_weights(at).head_weights(1))
+    if opening is open_streamed and damage in ONLY_WHERE_READ:
+        _refused(folder, error, words, lambda at: open_streamed(at).head_weights(1))
     else:
         _refused(folder, error, words, opening)
 
 
-@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.parametrize("opening", [open_model, open_streamed])
 def test_what_is_no_checkpoint(tmp_path, opening):
     _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere", opening)
     _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json", opening)
@@ -321,7 +321,7 @@ def test_a_model_shows_itself_in_a_line(opened):
         assert repr(model).endswith("on cpu, ablated)")
 
 
-@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.parametrize("opening", [open_model, open_streamed])
 def test_fewer_positions_than_the_sequence_of_verification(opening, checkpoint, copied):
     """Oracle: a model with more positions, of which it keeps the first."""
     few, name = edited(copied("gpt2"), n_positions=9), "transformer.wpe.weight"

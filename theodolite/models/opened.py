@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,8 +51,7 @@ class OpenModel:
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
         stored: how a GGUF file stores them: {"gguf": the quantisation, "tensor_types": the tensors of each type}.
-        streamed: what reads its blocks from its files as they run, where it was opened so. `block_present` keeps a
-            block's weights (of `open_weights`: its attention's) in memory while open, as all other models do.
+        streamed: what reads its blocks from its files as they run, where it was opened so.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
         chosen: the layers whose heads alone are looked at, where `only` chose some.
     """
@@ -72,9 +71,6 @@ class OpenModel:
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    block_present: Callable[[int], AbstractContextManager[None]] = field(
-        default=lambda layer: nullcontext(), repr=False, compare=False
-    )
     _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
     _checksum: int | None = field(default=None, repr=False, compare=False)
 
@@ -339,6 +335,10 @@ class OpenModel:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
         return self.source.longest
 
+    def block_present(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block in memory while open, where they are read as it runs."""
+        return nullcontext() if self.streamed is None else self.streamed.present(layer)
+
     @measures("self")
     def head_weights(self, layer: int) -> HeadWeights:
         """Read the weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
@@ -347,7 +347,7 @@ class OpenModel:
             UsageError: there is no such layer.
             NoAttention: (a `WorkError`) the layer's block does not attend.
             NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
-            WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
+            WorkError: of a model opened by `open_streamed`: the layer's weights are not there, or no numbers.
         """
         call = self._call(layer)
         with self.block_present(layer):

@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import checkpoints, gguf_files
 from tests.calls import call
-from tests.models.test_every_family import check_read_by_layers, opened_whole
+from tests.models.test_every_family import check_read_by_blocks, opened_whole
 from theodolite.cli.screen import section_of
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open_model, open_streamed, open_weights
+from theodolite.models import open_model, open_streamed
 from theodolite.models.stored.gguf import gguf_tokenizer
-from theodolite.passes.survey import spectra
 
 IDS = torch.arange(40).view(2, 20)
 GEMMA_3 = {"query_pre_attn_scalar": 8}
@@ -217,11 +216,10 @@ def test_read_a_layer_or_a_block_at_a_time(name, tmp_path):
     path = written(built(name), tmp_path)
     whole = open_model(path)
     assert whole.sha256 == sha256(path.read_bytes()).hexdigest()
-    check_read_by_layers(whole, path)
+    check_read_by_blocks(whole, path)
     streamed = open_streamed(path, say=opened_whole)
     assert torch.equal(streamed.logits(IDS), whole.logits(IDS))
     assert set(streamed.streamed.readings) == {1}
-    assert spectra(streamed).heads.equals(spectra(open_weights(path)).heads)
 
 
 def drop(name: str):
@@ -298,7 +296,7 @@ def test_a_key_that_is_missing_is_named(name, left_out, key, tmp_path):
     """Oracle: llama.cpp requires it, or its default is not `transformers`'."""
     path = written(built(name), tmp_path, without=[left_out])
     architecture = gguf_files.ARCHITECTURES.get(name, "llama" if name == "llama2" else name)
-    for opened in (open_model, open_weights):
+    for opened in (open_model, open_streamed):
         with pytest.raises(
             UsageError, match=f"model.gguf: its metadata lack {architecture}.{key}: download it again"
         ):
@@ -345,7 +343,7 @@ def edit(old: bytes, new: bytes):
 def test_a_damaged_file_is_refused_in_a_line(damage, message, tmp_path):
     path = written(built("llama2"), tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    for opened in (open_model, open_weights):
+    for opened in (open_model, open_streamed):
         with pytest.raises(TheodoliteError, match=message) as raised:
             opened(path)
         assert "\n" not in str(raised.value)

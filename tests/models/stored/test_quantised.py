@@ -26,7 +26,7 @@ from theodolite.logits.constituents import constituents
 from theodolite.models import open_model
 from theodolite.models.guard import guarded
 from theodolite.models.stored.dequantised import EXACT, dequantised, has_own_class, quantised_layers
-from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
@@ -120,7 +120,7 @@ def test_a_quantised_checkpoint_is_opened(name, checkpoint, tmp_path):
     load(checkpoint("llama3"), name).save_pretrained(tmp_path / "quantised")
     said: list[str] = []
     whole = open_model(tmp_path / "quantised", device="cpu")
-    lazily = open_weights(tmp_path / "quantised", say=said.append)
+    lazily = open_streamed(tmp_path / "quantised", say=said.append)
     assert spectra(lazily).heads.equals(spectra(whole).heads)
     assert "is quantised" in said[0]
     assert not whole.weights().changed
@@ -312,14 +312,14 @@ def test_an_adapter_beside_its_weights_counts(checkpoint, tmp_path, monkeypatch)
     for folder in ("both", "alone"):
         model.save_pretrained(tmp_path / folder)
     merged = open_model(copy.deepcopy(model).merge_and_unload().eval())
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         assert close(opener(tmp_path / "both").head_weights(1), merged.head_weights(1))
         with pytest.raises(
             UsageError, match=r"holds an adapter alone.*open_model\(PeftModel.from_pretrained"
         ):
             opener(tmp_path / "alone")
     monkeypatch.setattr("theodolite.models.stored.loading.is_peft_available", lambda: False)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         with pytest.raises(UsageError, match="has an adapter beside its weights, which PEFT reads"):
             opener(tmp_path / "both")
 
@@ -409,7 +409,7 @@ def beside(name: str) -> Callable[[Tensors], object]:
 )
 def test_a_checkpoint_without_a_quantization_config(change, said, copied):
     folder = with_tensors(copied("llama3"), change)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         words = f"{said}.* no quantization_config: give a dequantised copy"
         with pytest.raises(WorkError, match=words) as refused:
             opener(folder)
@@ -453,6 +453,6 @@ def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(copied):
         open_model(folder)
     method = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
     edited(folder, quantization_config=method)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         read = opener(folder).head_weights(1).w_q.mT.flatten(0, 1)
         torch.testing.assert_close(read, blocks[f"{Q}.weight"].double(), rtol=1e-6, atol=1e-9)
