@@ -21,7 +21,7 @@ from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
-from theodolite.models.stored.dequantised import refuse_unreadable_layers
+from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, Turns, first_output, removed_on_leaving
 from theodolite.models.verification import attention_kind
@@ -389,12 +389,12 @@ class OpenModel:
             )
         return self.structure.attention_at(layer)
 
+    @measures("self")
     def check_weights(self) -> None:
-        """Raise `WorkError` where its attention is quantised in a way that cannot be read: before a pass."""
-        structure = self.structure
-        refuse_unreadable_layers(
-            [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
-        )
+        """Raise `WorkError` where its first attention is quantised in a way that cannot be read: before a pass."""
+        first = self.attending[0]
+        for name, layer in quantised_layers(self.structure.attention_at(first), self.structure.names[first]):
+            dequantised(name, layer)
 
     def only(self, layers: Sequence[int] | None) -> OpenModel:
         """Return the same model restricted to the heads of some layers (None: all).

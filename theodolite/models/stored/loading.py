@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,7 +32,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.guard import MAKING
-from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
+from theodolite.models.stored.dequantised import FLOATS, SCALE, WHAT_TO_DO, has_own_class
 from theodolite.models.stored.factored import is_factored, load_factored
 from theodolite.models.training.adapters import with_adapter_merged
 from theodolite.system import embedded
@@ -293,10 +294,7 @@ def load(
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
-    # Refuses what is larger than its files, before it is read.
-    skeleton = on_meta(source, architecture, config)
-    if folder.is_dir():
-        refuse_quantised_files(source, skeleton, weight_files(folder))
+    on_meta(source, architecture, config)  # refuses what is larger than its files, before it is read
     if is_factored(folder):
         factored: Any = load_factored(architecture, config, folder)
         return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
@@ -318,10 +316,7 @@ def load(
                 output_loading_info=True,
             )
         weakref.finalize(model, stack.pop_all().close)
-    if not folder.is_dir():  # they lie in the cache now
-        cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent
-        refuse_quantised_files(source, skeleton, weight_files(cached))
-    refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
+    refuse_left_over(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
     if missing:
         raise WorkError(
@@ -359,9 +354,20 @@ def has_adapter(source: str | Path, revision: str | None) -> bool:
     return file_of(source, "adapter_config.json", revision) is not None
 
 
-def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Raise `WorkError` for left-over tensors of layers like the model's own; others (old buffers) may be left."""
+def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
+    """Raise `WorkError` for tensors of more layers, or scales whose quantiser is not named; old buffers may be left."""
+
+    def kind_of_name(name: str) -> str:
+        """Strip the numbers of layers and experts from a name."""
+        return re.sub(r"\.\d+(?=\.)", ".#", name)
+
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
+    for name in [] if getattr(model.config, "quantization_config", None) else unexpected:
+        weight = SCALE.sub("", name)
+        if weight != name and not known.isdisjoint({kind_of_name(weight + end) for end in ("", ".weight")}):
+            raise WorkError(
+                f"{source}: tensor {name} scales {weight}, and config.json has no quantization_config: {WHAT_TO_DO}"
+            )
     extra = [name for name in unexpected if kind_of_name(name) in known]
     if extra:
         raise WorkError(
