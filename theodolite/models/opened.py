@@ -18,13 +18,12 @@ from theodolite.errors import UsageError
 from theodolite.models.calls import Call, Calls
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, Turns, first_output, removed_on_leaving
-from theodolite.models.verification import attention_kind
+from theodolite.models.verification import attention_kind, positions_of
 from theodolite.models.weights.head_weights import (
     HeadWeights,
     read_head_weights,
@@ -91,13 +90,12 @@ class OpenModel:
             )
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
-        first = calls[structure.attending[0]]
         return cls(
             source=source,
             structure=structure,
             width=structure.width,
             causal=causal,
-            positions=positions_of(source, structure, first, bias),
+            positions=positions_of(source, calls[structure.attending[0]], bias),
             calls=calls,
             _checksum=weights_checksum(source.root) if named else None,
             **rest,

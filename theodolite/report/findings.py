@@ -291,7 +291,7 @@ def _dead_heads(run: Run) -> CheckResult:
 def _constant_logits(run: Run) -> CheckResult:
     share = column(run.heads, "share_constant")
     # Rotary positions turn means by distance: the logits of two means are a pattern, and no constant.
-    if share is None or provenance(run, "model", "positions") == "rotary":
+    if share is None or provenance(run, "model", "positions") in ("rotary", "unknown"):
         return None
     healthy = limit_of("heads", "share_constant")
     constant = _unhealthy(healthy, share)
