@@ -158,6 +158,11 @@ def test_what_is_no_checkpoint(tmp_path, opening):
         ("gpt2", {"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way"),
         ("t5gemma2", {}, "T5Gemma2ForConditionalGeneration has no such attention"),
         ("longcat_flash", {}, "LongcatFlashForCausalLM has a block that attends twice"),
+        (
+            "xlm",
+            {},
+            "XLMWithLMHeadModel attends outside of blocks that are modules and run one after the other",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(family, options, words, checkpoint):
@@ -240,7 +245,7 @@ def test_an_encoder_of_speech_is_refused():
     "kind",
     slow_but(
         ["xlnet", "deepseek_v32", "nllb-moe"],
-        ["diffllama", "gemma3n_text", "xlnet", "xlm", "zamba", "deberta-v2", "deepseek_v32", "nllb-moe"],
+        ["diffllama", "gemma3n_text", "xlnet", "zamba", "deberta-v2", "deepseek_v32", "nllb-moe"],
     ),
 )
 def test_hidden_states_and_attention_wherever_they_are(kind, checkpoint, tmp_path):

@@ -90,25 +90,18 @@ def test_a_copy_of_an_opened_model_is_a_model_of_its_own(checkpoint):
 
 
 class Pair(nn.ModuleList):
-    """No module that runs: an attention, with its norm inside, and a linear map."""
-
-    norm = nn.Identity()
-
-    @property
-    def attention(self) -> nn.Module:
-        return self[0]
+    """No module that runs: an attention and a linear map."""
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x + self[0](x)
         return x + self[1](x)
 
 
-def test_blocks_that_are_pairs_of_modules():
-    pairs = nn.ModuleList(Pair([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS))
+def test_blocks_that_are_pairs_of_modules_are_refused():
+    pairs = (Pair([Attention(True), nn.Linear(WIDTH, WIDTH)]) for _ in range(LAYERS))
     module = seeded(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *pairs))
-    check_heads(surveyed(module), pairs, module[0](token_ids()).detach())
-    with pytest.raises(UsageError, match="its blocks are no modules that run"):
-        opened(module, forward=lambda module, ids: module(ids).mean(-1))
+    with pytest.raises(UsageError, match="attends outside of blocks that are modules"):
+        opened(module)
 
 
 def test_an_encoder_of_images_of_ones_own(tmp_path):

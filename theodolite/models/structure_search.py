@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,6 @@ class _BlockRun:
     attention: nn.Module | None = None
     inputs: AttentionInputs | None = None
     read: list[Tensor] = field(default_factory=list)
-
-
-class _NoBlocks(Exception):
-    """Attention runs outside of every block that runs as a module."""
 
 
 OR_A_DOOR = "or give it a door: docs/modules.md#a-family"
@@ -82,10 +78,7 @@ def find_structure(source: Source) -> Structure:
     of_blocks = {module for block in members for module in block.modules()}
     if missed is not None and missed.weights and where in of_blocks:
         raise _not_followed(family, missed.operation)
-    try:
-        layers, free = _layers_in_order(source, members, attention, run), False
-    except _NoBlocks:  # then the attention modules stand for their blocks
-        layers, free = _layers_in_order(source, attention, attention, run, free=True), True
+    layers = _layers_in_order(source, members, attention, run)
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
     streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
@@ -104,7 +97,7 @@ def find_structure(source: Source) -> Structure:
             f"{family} has no one residual stream: its blocks read hidden states of shapes {sorted(streams)}, its "
             f"attention of {sorted(entered)}"
         )
-    structure = Structure(
+    return Structure(
         attention=tuple(layer.attention for layer in layers),
         names=tuple(name_of[layer.attention or layer.block] for layer in layers),
         blocks=tuple(layer.block for layer in layers),
@@ -115,11 +108,8 @@ def find_structure(source: Source) -> Structure:
         attention_width=math.prod(next(iter(entered))) // (contexts * positions),
         layout=layout,
         attention_layout=attention_layout,
-        free=free,
-        end=layout,
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
-    return _with_end(source, structure) if free else structure
 
 
 def _no_such_attention(source: Source, callers: set[nn.Module]) -> UsageError:
@@ -144,24 +134,28 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 
 def _layers_in_order(
-    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
+    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_BlockRun]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
-    Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
+    Where blocks are named, what attends outside of them is left out.
     """
-    model, named = source.root, bool(source.blocks) and not free
+    model, named = source.root, bool(source.blocks)
     layers: list[_BlockRun] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
+    no_blocks = UsageError(
+        f"{source.name} attends outside of blocks that are modules and run one after the other, so it has no residual "
+        "stream that can be read"
+    )
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = first_tensor(args, kwargs)
         shape = tuple(hidden.shape)
         if module in blocks:
             # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
-            if not free and module in attention and outputs and outputs[-1] is not hidden:
-                raise _NoBlocks
+            if module in attention and outputs and outputs[-1] is not hidden:
+                raise no_blocks
             running.append(module)
             layers.append(_BlockRun(module, shape))
         if module in attention and layers and (running or not named):
@@ -172,10 +166,9 @@ def _layers_in_order(
         if module not in attention or (named and not running):
             return attend(inputs)
         if not layers:
-            raise _NoBlocks
+            raise no_blocks
         before = layers[-1].inputs
-        same = layers[-1].attention is module and before is not None and before.query is inputs.query
-        if same or (free and before is not None):
+        if layers[-1].attention is module and before is not None and before.query is inputs.query:
             return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise _attends_twice(source, layers[-1], module)
@@ -187,14 +180,14 @@ def _layers_in_order(
             running.remove(module)
         if layers and layers[-1].block is module:
             outputs[:] = [first_output(output)]
-            layers[-1].left = layers[-1].shape if free else tuple(outputs[0].shape)
+            layers[-1].left = tuple(outputs[0].shape)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]
     with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
         run()
     if named and not layers:
-        raise _NoBlocks
+        raise no_blocks
     if all(layer.attention is None for layer in layers):
         raise UsageError(
             f"{type(model).__name__}: nothing attends in blocks={list(source.blocks or ())}: name those that hold "
@@ -218,19 +211,6 @@ def _attends_twice(source: Source, layer: _BlockRun, module: nn.Module) -> Usage
     if not of_own or first == second:
         return UsageError(line)
     return UsageError(f'{line}: say which, attention="{place}", or in which blocks, blocks=…')
-
-
-def _with_end(source: Source, structure: Structure) -> Structure:
-    """Add the layout of the hidden states that the model returns, for blocks that are no modules; or `UsageError`."""
-    with torch.no_grad():
-        last = first_output(source.run(source.sample(SEVERAL)))
-    layout = Layout.of(last.shape, 1, SEVERAL)
-    if layout is None or layout.ordered(last).shape[-1] != structure.width:
-        raise UsageError(
-            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
-            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
-        )
-    return replace(structure, end=layout)
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:

@@ -170,11 +170,11 @@ def replace_activations(
             mean.
 
     Raises:
-        UsageError: the blocks are no modules that run one after the other, or are not in memory; on calling the model:
-            other contexts than those of `tokens` (so in `generate`, or a survey), or several streams.
+        UsageError: the blocks are not in memory; on calling the model: other contexts than those of `tokens` (so in
+            `generate`, or a survey), or several streams.
     """
     structure = model.structure
-    if structure.free or model.streamed is not None:
+    if model.streamed is not None:
         raise UsageError(f"{model.id}: its blocks are not at hand one by one: activations cannot be replaced")
     left = Turns(structure.blocks)
 

@@ -206,7 +206,7 @@ class StreamedBlocks:
     def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
-        if structure.free or len(set(structure.blocks)) < len(structure.blocks):
+        if len(set(structure.blocks)) < len(structure.blocks):
             raise CannotReadLazily("its layers are no modules of their own")
         self.names = [name_of[block] for block in structure.blocks]
         self.readings = [0] * len(self.names)
