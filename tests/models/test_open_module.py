@@ -384,50 +384,6 @@ def test_contexts_longer_than_the_positions_are_refused_in_a_line():
         survey(opened(GPT()), Corpus.from_ids(ids))
 
 
-class Head(nn.Module):
-    """One of several, each a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH // HEADS)
-
-    def weights(self, x: Tensor) -> Tensor:
-        """The attention, by the definition."""
-        q, k, _ = self.qkv(x).chunk(3, -1)
-        logits = q @ k.mT * k.shape[-1] ** -0.5
-        return logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weights(x) @ self.qkv(x).chunk(3, -1)[2]
-
-
-class ByHeads(nn.Module):
-    """All heads beside one another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.out = nn.ModuleList(Head() for _ in range(HEADS)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.cat([head(x) for head in self.heads], -1))
-
-
-def test_heads_that_are_modules_are_looked_at_one_by_one():
-    """Oracle: each head's own attention."""
-    gpt = gpt_of(ByHeads)
-    gpt.transformer["h"] = nn.Sequential(*gpt.blocks)
-    with pytest.raises(UsageError, match=r"heads are modules of their own, side by side .* attention=\"0\""):
-        opened(gpt)
-    for head in ("0", "heads.2"):
-        stream, entropies = gpt.embedded(token_ids()), []
-        with torch.no_grad():
-            for block in gpt.blocks:
-                weights = block.attention.heads[int(head[-1])].weights(block.norm(stream))
-                entropies.append(float(entropy(weights[:, None])))
-                stream = block(stream)
-        assert list(surveyed(gpt, attention=head).heads["entropy"]) == pytest.approx(entropies, rel=1e-5)
-
-
 class Told(Attention):
     """Beside its weights, what has the names or types of a quantiser's."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 @dataclass
 class _BlockRun:
-    """One run of a block: shapes of hidden states, its attention module, and the inputs that this `read`."""
+    """One run of a block: shapes of hidden states, and its attention module with its inputs."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -30,7 +30,6 @@ class _BlockRun:
     entered: tuple[int, ...] = ()
     attention: nn.Module | None = None
     inputs: AttentionInputs | None = None
-    read: list[Tensor] = field(default_factory=list)
 
 
 OR_A_DOOR = "or give it a door: docs/modules.md#a-family"
@@ -160,7 +159,6 @@ def _layers_in_order(
             layers.append(_BlockRun(module, shape))
         if module in attention and layers and (running or not named):
             layers[-1].entered = shape
-            layers[-1].read.append(hidden)
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if module not in attention or (named and not running):
@@ -199,17 +197,13 @@ def _layers_in_order(
 def _attends_twice(source: Source, layer: _BlockRun, module: nn.Module) -> UsageError:
     name_of = {of_model: name for name, of_model in source.root.named_modules()}
     first, second = name_of[layer.attention or module], name_of[module]
-    (around, _, place), of_own = first.rpartition("."), not isinstance(source.root, PreTrainedModel)
-    in_one_list = first != second and place.isdecimal() and around == second.rpartition(".")[0]
-    if of_own and in_one_list and layer.read[0] is layer.read[-1]:
-        return UsageError(
-            f"{source.name}: heads are modules of their own, side by side ({first}, then {second}); theodolite needs "
-            f'one module for all heads of a block. To survey one of each, attention="{place}"'
-        )
-    twice = f"{source.name} has a block that attends twice ({first}, then {second})"
-    line = f"{twice}; theodolite needs one attention a block, with all of its heads"
-    if not of_own or first == second:
+    line = (
+        f"{source.name} has a block that attends twice ({first}, then {second}); theodolite needs one attention a "
+        "block, with all of its heads"
+    )
+    if isinstance(source.root, PreTrainedModel) or first == second:
         return UsageError(line)
+    place = first.rpartition(".")[2]
     return UsageError(f'{line}: say which, attention="{place}", or in which blocks, blocks=…')
 
 
@@ -250,15 +244,12 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
     """Find the outermost `ModuleList` that holds the module of that name, and the member in which it is.
 
-    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, or
-    one of attention modules only, the innermost of another kind.
+    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, the
+    innermost of another kind.
     """
     parts = name.split(".")
     inside = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     pairs = list(itertools.pairwise(inside))
     lists = [pair for pair in pairs if isinstance(pair[0], nn.ModuleList)]
     others = [pair for pair in pairs if isinstance(pair[0], LISTS)]
-    of_blocks = [pair for pair in others if pair[1] is not inside[-1] and not isinstance(pair[1], LISTS)]
-    if lists and lists[0][1] is inside[-1] and of_blocks:
-        return of_blocks[-1]
     return lists[0] if lists else others[-1] if others else None
