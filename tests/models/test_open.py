@@ -91,8 +91,6 @@ def _lacking(name: str) -> Callable[[Path], object]:
     return lambda folder: with_tensors(folder, lambda tensors: tensors.pop(name))
 
 
-MAGIC = {"rope_type": "magic", "rope_theta": 10_000.0}
-KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
 WINDOW = "sliding_window = 0; use a number above 0, or null"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], str]] = {
     "pickled": ("gpt2", _pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
@@ -114,7 +112,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], s
         *("gpt2", _configured(model_type="perceiver9", architectures=["Perceiver9LM"]), UsageError),
         "cannot open",
     ),
-    "an unknown kind of RoPE": ("llama3", _configured(rope_parameters=MAGIC), UsageError, KNOWN),
     "an empty window": ("mistral", _configured(sliding_window=0), UsageError, WINDOW),
 }
 ONLY_WHERE_READ = ("NaN", "infinite")
