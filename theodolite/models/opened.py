@@ -237,12 +237,8 @@ class OpenModel:
         """
         check_whole(layer=layer)
         contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
-        try:
-            chosen = None if heads is None else [int(head) for head in heads]
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"heads is {heads!r}: give a list of numbers, or None for all") from error
         self.check_place(layer)
-        chosen = list(range(self.heads_of[layer])) if chosen is None else chosen
+        chosen = list(range(self.heads_of[layer]) if heads is None else heads)
         for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)

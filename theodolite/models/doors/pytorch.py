@@ -247,7 +247,7 @@ def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any
 
 
 FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
-"""Options that ask it for more than the output: of each in turn."""
+"""Options that ask it for more than the output, which is not given."""
 
 FLEX = "flex_attention"
 """The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
@@ -255,7 +255,7 @@ FLEX = "flex_attention"
 
 def _intercept_flex_attention(
     mode: _Interception,
-    func: Any,
+    _func: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -263,8 +263,8 @@ def _intercept_flex_attention(
     block_mask: tuple[Any, ...],
     scale: float,
     kernel_options: dict[str, Any],
-    *rest: Any,
-    **kwargs: Any,
+    *_rest: Any,
+    **_kwargs: Any,
 ) -> Any:
     from torch.nn.attention.flex_attention import _identity
 
@@ -272,12 +272,6 @@ def _intercept_flex_attention(
         raise UsageError(
             f"{type(mode.owner).__name__} gives flex_attention a score_mod, which is not read: hide keys by its "
             "block_mask"
-        )
-    outputs = [kernel_options[name] for name in FLEX_OUTPUTS if name in kernel_options]
-    statistics: list[Any] = [None] * len(outputs)
-    if any(outputs):
-        _, *statistics = func(
-            query, key, value, score_mod, block_mask, scale, kernel_options, *rest, **kwargs
         )
     inputs = AttentionInputs(
         query=query,
@@ -287,7 +281,9 @@ def _intercept_flex_attention(
         causal=False,
         mask=_mask_of(block_mask, query.shape[2], key.shape[2], query.device, mode.masks),
     )
-    return answered(mode.owner, inputs).transpose(1, 2), *statistics
+    return answered(mode.owner, inputs).transpose(1, 2), *(
+        None for name in FLEX_OUTPUTS if name in kernel_options
+    )
 
 
 def _mask_of(
