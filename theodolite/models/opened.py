@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.corpus.cutting import contexts_of_one_length, whole_ids
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.calls import Call, Calls
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import between_passes, measures, once_a_pass
@@ -352,8 +352,15 @@ class OpenModel:
         state, known = state_of(self.structure.blocks[layer]), self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
-            with self.block_present(layer):
-                read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
+            try:
+                with self.block_present(layer):
+                    read = read_output_weights(
+                        self.root, self.structure, layer, call, self.source.small_pass(1)
+                    )
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, LookupError) as error:  # of the module's own code
+                raise WorkError(f"layer {layer}: its W_O cannot be read: {first_line(error)}") from error
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
