@@ -285,29 +285,6 @@ def test_wherever_a_block_attends(made):
     np.testing.assert_allclose(run.layers["norm"], expected.layers["norm"], rtol=1e-6)
 
 
-class NamedBlocks(GPT):
-    """Blocks that are in no list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = self.transformer["h"]
-        del self.transformer
-
-    @property
-    def blocks(self):
-        return self.first, self.second
-
-
-def test_blocks_that_are_named_are_known_to_all():
-    """Oracle of the penalty: tr W_q W_kᵀ and its norm from the parameters."""
-    gpt = seeded(NamedBlocks())
-    model = opened(gpt, blocks=["first", "second"])
-    monitored, run = GeometryMonitor(model, token_ids(), every=1)(0), surveyed(model)
-    assert monitored["entropy_mean"] == pytest.approx(run.heads["entropy"].mean(), rel=1e-5)
-    expected = traces(gpt.first.attention) + traces(gpt.second.attention)
-    assert Locater(model, 1e-3, 1e-2).table()["trace"].tolist() == pytest.approx(expected, rel=1e-4)
-
-
 class Pooled(ViT):
     """A query attends to the patches behind the blocks, as in SigLIP."""
 
