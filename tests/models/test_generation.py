@@ -67,7 +67,7 @@ def test_attention_while_it_writes_is_that_of_the_finished_text(config, cache):
             if model.hf.config.model_type == "gemma2" and layer
             else getattr(config, "sliding_window", None)
         )
-        weights = model.attention(corpus.contexts[2:], layer, [3, 0, 1, 2])[0].roll(-1, dims=0)
+        weights = model.attention(ids, layer, [3, 0, 1, 2], generate=WRITTEN)[0].roll(-1, dims=0)
         for head in range(4):
             rows = torch.from_numpy(head_view(read, layer, head).attention).nan_to_num(0.0)
             torch.testing.assert_close(weights[head], rows.to(weights), rtol=0, atol=1e-12)
@@ -106,6 +106,8 @@ def test_attention_says_what_it_cannot_give(opened):
         ({"layer": 9}, "layer 9 does not exist"),
         ({"layer": 0, "heads": [99]}, "head 99 does not exist"),
         ({"layer": 0, "attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]])}, "has a hole"),
+        ({"layer": 0, "generate": -1}, "give 1 or more"),
+        ({"layer": 0, "generate": 2.5}, "generate is 2.5"),
         ({"layer": "0"}, "layer is '0'"),
         ({"layer": 0, "ids": "a text"}, "token ids are str"),
         ({"layer": 0, "attention_mask": -1e9 * torch.ones(1, 8)}, "other numbers than 0"),

@@ -31,6 +31,7 @@ from theodolite.models.weights.head_weights import (
     state_of,
 )
 from theodolite.models.weights.weight_map import WeightMaps
+from theodolite.models.writing import decode_greedily
 from theodolite.system.choices import check_whole
 
 
@@ -220,6 +221,7 @@ class OpenModel:
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        generate: int = 0,
     ) -> Float[Tensor, "contexts heads queries keys"]:
         """Compute how much attention each query of a layer pays to each key.
 
@@ -228,21 +230,28 @@ class OpenModel:
             layer: counted from 0. heads: those wanted, in this order; None: all.
             attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; each context is
                 read by itself, and all must be as long as each other.
+            generate: tokens that the model writes behind each context, the most probable each time, which are read
+                with it: attention as the model writes is that of the finished text.
 
         Returns:
             Weights in float32 or better. They sum to 1 over the keys, less where a learned sink column takes part.
 
         Raises:
-            UsageError: no such layer, head or token, or contexts of several lengths or with too many tokens.
+            UsageError: no such layer, head or token, contexts of several lengths or with too many tokens, or a model
+                that writes nothing.
+            WorkError: it writes by other logits than it has of the finished text.
         """
-        check_whole(layer=layer)
+        check_whole(layer=layer, generate=generate)
         contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
         self.check_place(layer)
         chosen = list(range(self.heads_of[layer]) if heads is None else heads)
         for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)
-        if not self.has_positions(contexts.shape[1]):
+        if generate:
+            self.check_writes(contexts.shape[1], generate)
+            contexts = decode_greedily(self.source, contexts, generate, verify=True)
+        elif not self.has_positions(contexts.shape[1]):
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
             )
