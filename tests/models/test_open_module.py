@@ -145,10 +145,6 @@ def _broken(module: nn.Module, ids: Tensor) -> Tensor:
     raise ValueError("give a mask, too")
 
 
-def _in_one_row(module: nn.Module, ids: Tensor) -> Tensor:
-    return module(ids.reshape(1, -1))[0]
-
-
 class MoreKeys(nn.Module):
     """Attends to a bias besides."""
 
@@ -171,10 +167,6 @@ CALLED = (
         ({"vocabulary": None}, "say how many token ids there are, vocabulary=…"),
         ({"vocabulary": 0}, "GPT cannot run on a few tokens: "),
         ({"forward": _broken}, "GPT cannot run on a few tokens: give a mask, too"),
-        (
-            {"forward": _in_one_row},
-            "GPT attends to 1 of the 2 contexts that it is given at once: theodolite reads",
-        ),
         ({"image": (3, 4, 4)}, "a module reads tokens or images"),
         ({"blocks": "no"}, "GPT has no module for blocks=['no']"),
         ({"attention": "self_attn"}, CALLED),

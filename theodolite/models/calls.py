@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
@@ -22,6 +23,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
+from theodolite.models.one_row import Batch, batch_read, reading, repeated_mask
 from theodolite.models.source import device_of, dtype_of
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.structure import (
@@ -42,11 +44,15 @@ DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not a
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a model calls an attention module, and how hidden states lie in them."""
+    """The arguments with which a model calls an attention module, and how hidden states lie in them.
+
+    `batch` are the contexts and positions that the model read then, where they are in one row.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     layout: Layout
+    batch: Batch | None = field(default_factory=batch_read)
 
     @property
     def entered(self) -> Tensor:
@@ -56,7 +62,8 @@ class Call:
     @property
     def hidden(self) -> Float[Tensor, "batch positions width"]:
         """The hidden states."""
-        return self.layout.ordered(self.entered)
+        with reading(self.batch):
+            return self.layout.ordered(self.entered)
 
     @property
     def width(self) -> int:
@@ -65,13 +72,15 @@ class Call:
 
     def with_hidden(self, hidden: Float[Tensor, "batch positions width"]) -> Call:
         """Replace the hidden states; all else goes to their device and dtype."""
-        entered, placed = self.entered, self.layout.placed(hidden)
+        entered, placed, (contexts, positions, _) = self.entered, self.layout.placed(hidden), hidden.shape
+        grows = self.layout.is_row and self.batch is not None and self.batch[0] != contexts
 
         def changed(value: Any) -> Any:
-            # By identity: CTRL hands the same one over for values, keys and queries.
-            return placed if value is entered else _to_dtype(value, hidden)
+            if value is entered:  # by identity: CTRL hands the same one over for values, keys and queries
+                return placed
+            return _to_dtype(self._of_row(value, contexts) if grows else value, hidden)
 
-        return self._mapped(changed)
+        return replace(self._mapped(changed), batch=(contexts, positions))
 
     def output(self, module: nn.Module, hidden: Float[Tensor, "batch positions width"]) -> Tensor:
         """Run the module on other hidden states (batch, positions, width); what does not broadcast is repeated."""
@@ -85,7 +94,8 @@ class Call:
 
     def run(self, module: nn.Module) -> Tensor:
         """Run the module: (batch, positions, width)."""
-        return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
+        with reading(self.batch):
+            return self.layout.ordered(first_output(module(*self.args, **self.kwargs)))
 
     def with_own_memory(self) -> Call:
         """Let a cross-attention read its own hidden states in place of the encoder's, so that a row reaches all."""
@@ -136,6 +146,18 @@ class Call:
             return value.repeat(sizes)
 
         return self._mapped(repeated)
+
+    def _of_row(self, value: Any, contexts: int) -> Any:
+        """Spread the argument of one context over a row of several: repeat values by token, make a mask anew."""
+        tokens = self.entered.shape[self.layout.contexts]
+        if isinstance(value, dict):
+            return {name: self._of_row(of_one, contexts) for name, of_one in value.items()}
+        if isinstance(value, BlockMask):
+            return repeated_mask(value, tokens, contexts)
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        dim = min(self.layout.contexts, value.ndim - 1)
+        return torch.cat([value] * contexts, dim) if value.shape[dim] == tokens else value
 
     def _mapped(self, change: Callable[[Any], Any]) -> Call:
         args = tuple(map(change, self.args))

@@ -18,8 +18,9 @@ from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.pictured import PicturedIds
 from theodolite.errors import UsageError, first_line
+from theodolite.models.one_row import reading
 from theodolite.models.rotary import positions_by
-from theodolite.models.structure import Run, first_output, removed_on_leaving
+from theodolite.models.structure import Layout, Run, first_output, removed_on_leaving
 from theodolite.system.choices import DECODER, Attention, check_attention
 
 Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels height columns"] | PicturedIds
@@ -41,7 +42,6 @@ class Source:
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
         sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
         probe: a pass over it, over two such contexts, or with one token more for an encoder, to find the structure.
-        probed: how many contexts that pass reads.
         of_copy: the same of a copy of the root.
         attends: which of its attention is looked at, in such a pass; `attention`: the name of that.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
@@ -60,7 +60,6 @@ class Source:
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: str | None = None
     blocks: tuple[str, ...] | None = None
-    probed: int = 1
 
     @classmethod
     def of_transformers(
@@ -140,14 +139,16 @@ class Source:
             if attention is None or f".{name}".endswith(f".{attention}")
         }
 
-        probed = 1 if vocabulary is None else 2
-
         def several(length: int) -> Tensor:
             """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
-            return sample(length) if probed == 1 else sample(length).repeat(probed, 1)
+            return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
 
         def predict(batch: Tensor, chosen: Tensor | None = None) -> Tensor:
             logits = first_output(trunk(batch))
+            layout = Layout.of(logits.shape, *batch.shape) if isinstance(logits, Tensor) else None
+            if layout is not None and layout.is_row:
+                with reading((batch.shape[0], batch.shape[1])):
+                    logits = layout.ordered(logits)
             if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape or logits.ndim != 3:
                 raise UsageError(
                     f"{type(module).__name__} gives no logits (contexts, positions, vocabulary): give open_module a "
@@ -168,7 +169,6 @@ class Source:
             attends=lambda inner, inputs: inner in chosen,
             attention=attention,
             blocks=blocks,
-            probed=probed,
             of_copy=lambda copied: cls.of_module(
                 copied, vocabulary, forward, longest, image, blocks, attention
             ),
@@ -277,7 +277,9 @@ class _Trunk(nn.Module):
         module = self._run.args[0]
         ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
         try:
-            return self._run(ids)
+            # Of an image no more is known than that it is one context.
+            with reading(None if ids.is_floating_point() else (ids.shape[0], ids.shape[1])):
+                return self._run(ids)
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError) as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from theodolite.errors import WorkError
+from theodolite.models.one_row import unrolled
 
 
 class NoAttention(WorkError):
@@ -30,7 +31,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """The dimensions of hidden states that are contexts and positions."""
+    """The dimensions of hidden states that are contexts and positions; the same one for contexts in a row of tokens."""
 
     contexts: int = 0
     positions: int = 1
@@ -42,16 +43,27 @@ class Layout:
             fits = layout.positions < len(shape) and shape[layout.positions] == positions
             if fits and shape[layout.contexts] == contexts:
                 return layout
+        if tuple(shape[:-1]) in ((contexts * positions,), (1, contexts * positions)):
+            return cls(len(shape) - 2, len(shape) - 2)
         return None
+
+    @property
+    def is_row(self) -> bool:
+        """True if contexts follow one another in a row of tokens, (tokens, width) or (1, tokens, width)."""
+        return self.contexts == self.positions
 
     def ordered(self, hidden: Tensor) -> Float[Tensor, "contexts positions width"]:
         """Put contexts first, then positions; several streams (DeepSeek-V4, Gemma 3n) one behind the other."""
+        if self.is_row:
+            return unrolled(hidden, self.contexts).flatten(0, self.contexts)
         if (self.contexts, self.positions) != (0, 1):
             hidden = hidden.movedim((self.contexts, self.positions), (0, 1))
         return hidden if hidden.ndim == 3 else hidden.flatten(2)
 
     def placed(self, hidden: Float[Tensor, "contexts positions width"]) -> Tensor:
         """Lay a tensor out as the model has it, where it has one stream."""
+        if self.is_row:
+            return hidden.flatten(0, 1)[(None,) * self.contexts]
         return hidden.movedim((0, 1), (self.contexts, self.positions))
 
 

@@ -16,6 +16,7 @@ from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
 from theodolite.models.doors.pytorch import attention_not_followed
 from theodolite.models.doors.taps import tap_by_door, tap_functions_of, tapped
+from theodolite.models.one_row import IN_ONE_ROW, Batch, batch_read
 from theodolite.models.source import Source
 from theodolite.models.structure import Layout, Run, Structure, first_output, first_tensor, removed_on_leaving
 
@@ -44,9 +45,11 @@ def find_structure(source: Source) -> Structure:
     family = type(model).__name__
     attention: set[nn.Module] = set()
     callers: set[nn.Module] = set()
+    batches: set[Batch | None] = set()
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         callers.add(module)
+        batches.add(batch_read())
         if source.attends(module, inputs):
             attention.add(module)
         return attend(inputs)
@@ -85,10 +88,10 @@ def find_structure(source: Source) -> Structure:
     layouts = {Layout.of(shape, contexts, positions) for shape in streams}
     attention_layouts = {Layout.of(shape, contexts, positions) for shape in entered}
     layout, attention_layout = next(iter(layouts)), next(iter(attention_layouts))
-    if contexts < source.probed:
+    if any(batch is not None and batch[0] != contexts for batch in batches):
         raise UsageError(
-            f"{family} attends to {contexts} of the {source.probed} contexts that it is given at once: theodolite "
-            "reads contexts apart, and none that are packed in one row of tokens"
+            f"{family} attends to {contexts} of the contexts that it is given at once, its blocks read hidden states "
+            f"of shapes {sorted(streams)}: {IN_ONE_ROW}"
         )
     one = len(streams) == len(attention_layouts) == 1 and all(len(shape) <= 3 for shape in entered)
     if not one or layout is None or attention_layout is None:

@@ -201,6 +201,10 @@ class InlineReader:
             raise UsageError(f"{source.name} is compiled, and its attention cannot be observed: {INSTEAD}")
         with evaluation_mode(source.root):
             self.model = _opened(source)
+            if self.model.structure.layout.is_row:
+                raise UsageError(
+                    f"{source.name} reads its contexts in one row, which cannot be split in training: {INSTEAD}"
+                )
             if self.model.device.type == "cpu" and not is_spread(source.root):
                 try:
                     with torch.enable_grad():

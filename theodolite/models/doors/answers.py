@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError
 from theodolite.models.guard import without_autocast
+from theodolite.models.one_row import in_one_row, joined_in_row, split_by_context
 
 Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
@@ -99,7 +100,9 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
         inputs: all that decides it.
         window: how many keys the module's cache keeps, if it drops those before.
     """
-    answer, inputs = _answer(module), _as_autocast(inputs)
+    answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
+    if row:
+        inputs = split_by_context(inputs, type(module).__name__)
     for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             queries, keys = inputs.query.shape[2], inputs.key.shape[2]
@@ -110,7 +113,7 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
                 )
             answer = functools.partial(_intervened, opened.intervene, answer)
     with without_autocast():
-        return answer(inputs)
+        return joined_in_row(answer(inputs)) if row else answer(inputs)
 
 
 def _intervened(intervene: Intervention, answer: Answer, inputs: AttentionInputs) -> Tensor:

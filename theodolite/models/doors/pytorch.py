@@ -131,7 +131,8 @@ class _Interception(TorchFunctionMode):
         """Note that a module begins to run."""
         given = args[0] if args and isinstance(args[0], Tensor) else None
         if not self.read and given is not None:
-            self.read = tuple(given.shape[:2])
+            row = given.ndim < 2 or (given.ndim == 2 and given.is_floating_point())
+            self.read = (1, *given.shape[:1]) if row else tuple(given.shape[:2])
         # What has no weights is given queries, keys and values that another module makes.
         reads_heads = (given is not None and given.ndim >= 4) or next(module.parameters(), None) is None
         self.running.append((module, reads_heads))
@@ -143,10 +144,12 @@ class _Interception(TorchFunctionMode):
         return next(readers, self.running[-1][0])
 
     def contexts(self, queries: int) -> int | None:
-        """Return how many contexts are read, by what entered first and the number of queries, or None."""
+        """Return how many contexts are read, by what entered first and the number of queries, or None; of a row 1."""
         if len(self.read) < 2:
             return None
         first, second = self.read
+        if 1 != first != queries == first * second:
+            return 1
         return second if first == queries else first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
