@@ -43,18 +43,10 @@ def stored_layout(name: str, tensor: np.ndarray, config: Any, architecture: str)
         heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
-    if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return tensor + 1
-    transposed = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
-    if architecture == "gpt2" and name.endswith(transposed):
-        return tensor.T
     if name.endswith("ffn_gate_inp_shexp.weight"):
         return tensor[0]
-    if name.endswith("shortconv.conv.weight"):
-        return tensor[:, 0]
-    if architecture == "bloom" and "attn_qkv" in name:
-        by_head = tensor.reshape(config.n_head, 3, -1, *tensor.shape[1:])
-        return np.concatenate([by_head[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
     return tensor
 
 
@@ -131,24 +123,12 @@ def write(
     architecture = "llama" if architecture == "mistral" else architecture
     writer = gguf.GGUFWriter(path, architecture, **options)
     settings = {name: getattr(config, field, None) for name, field in _SIZES.items()}
-    if architecture == "falcon":
-        settings |= {"head_count_kv": 1, "feed_forward_length": config.ffn_hidden_size}
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads, head = config.num_attention_heads, getattr(config, "head_dim", None)
     if head and head != config.hidden_size // heads:
         settings |= {"key_length": head, "value_length": head}
     head = head or config.hidden_size // heads
-    for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"):
-        if hasattr(config, name):
-            settings["layer_norm_eps"] = getattr(config, name)
-    if architecture == "lfm2":
-        attends = [kind == "full_attention" for kind in config.layer_types]
-        settings |= {"head_count_kv": [config.num_key_value_heads * each for each in attends]}
-        settings |= {"shortconv_l_cache": config.conv_L_cache, "layer_norm_rms_eps": config.norm_eps}
-        settings["feed_forward_length"] = model.model.layers[0].feed_forward.w1.out_features
-    if architecture == "nemotron":
-        settings["layer_norm_rms_eps"] = config.norm_eps
     if rope:
         settings["rope_freq_base"] = rope["rope_theta"]
         settings["rope_dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))

@@ -5,22 +5,17 @@ it, these are measured and printed.
 
 The oracle shares no code with theodolite: the family's own model gives hidden states and attention matrices
 (`output_hidden_states`, `output_attentions`, eager attention), and `tests/dense.py` the columns by their definition.
-Each family has a process of its own and a limit of time, so that one that crashes or hangs stops nothing.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +25,6 @@ from tools.small_models import WITHOUT_ATTENTION, Case, build, cases
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "families.json"
 CONTEXTS, LENGTH = 4, 24
-SECONDS = 120
-"""For one family, after which it counts as crashed."""
-
-PROCESSES = 2
 HEAD_COLUMNS = ("entropy", "sink_first", "sink_later", "sink_learned", "previous_token", "same_token")
 LAYER_COLUMNS = ("norm", "norm_first", "rank_collapse")
 RTOL, ATOL = 1e-3, 2e-4
@@ -234,47 +225,6 @@ def _differences(
     return wrong
 
 
-def measure_all(
-    chosen: Sequence[Case], show: Callable[[Measured], None] = lambda measured: None
-) -> list[Measured]:
-    """Measure families, each in a process of its own, in the order of `chosen`."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["theodolite.passes.survey", "tests.dense"])
-
-    def one(case: Case) -> Measured:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_in_process, args=(case, sender), daemon=True)
-        process.start()
-        sender.close()
-        measured = Measured(case.name, case.model_class, "crashed", f"took more than {SECONDS} s")
-        try:
-            if receiver.poll(SECONDS):
-                measured = receiver.recv()
-        except EOFError:
-            process.join()
-            measured = Measured(case.name, case.model_class, "crashed", f"died with {process.exitcode}")
-        process.kill()
-        process.join()
-        show(measured)
-        return measured
-
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        return list(threads.map(one, chosen))
-
-
-def _in_process(case: Case, sender: Connection) -> None:
-    import torch
-    import transformers
-
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        sender.send(measure(case, Path(scratch) / "model"))
-
-
 def write(measured: Sequence[Measured]) -> None:
     """Write the results that the page is made of."""
     import torch
@@ -297,8 +247,16 @@ def read() -> tuple[dict[str, Any], list[Measured]]:
 
 
 def _main(names: list[str]) -> None:
-    chosen = [case for case in cases() if not names or case.name in names]
-    measured = measure_all(chosen, lambda one: print(one.outcome, one.name, one.why, sep="  ", flush=True))
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    measured = []
+    for case in [case for case in cases() if not names or case.name in names]:
+        with tempfile.TemporaryDirectory() as scratch:
+            measured.append(measure(case, Path(scratch) / "model"))
+        print(measured[-1].outcome, case.name, measured[-1].why, sep="  ", flush=True)
     if not names:
         write(measured)
 

@@ -24,7 +24,7 @@ from theodolite.explore.panels import view_head
 from theodolite.explore.subject import Subject
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model
-from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.prune.model import prune_model
@@ -114,7 +114,7 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "survey": lambda model: survey(model, CORPUS),
     "heads": lambda model: survey_heads(model, CORPUS),
     "spectra": spectra,
-    "spectra, lazily": lambda model: spectra(open_weights(model.id)),
+    "spectra, lazily": lambda model: spectra(open_streamed(model.id)),
     "merged": merged,
     "trace": lambda model: trace_sinks(model, CORPUS, local_sinks=True),
     "prompt": lambda model: trace_prompt(model, IDS[0], 1, 1),

@@ -25,9 +25,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (made["bare"] / "tokenizer.json").unlink()
     (made["bare"] / "tokenizer_config.json").unlink()
     made["unknown"] = checkpoints.edited(checkpoints.write("gpt2", folder / "unknown"), model_type="gpt7")
-    made["scaled"] = checkpoints.edited(
-        checkpoints.write("llama2", folder / "scaled"), rope_parameters={"rope_type": "spiral"}
-    )
     made["headless"] = checkpoints.edited(
         checkpoints.write("gpt2", folder / "headless"), architectures=["GPT2Model"]
     )
@@ -70,7 +67,6 @@ def _calls() -> list[tuple[str, str]]:
         ]
     calls += [
         ("survey {unknown}", "gpt7"),
-        ("survey {scaled} --stream", "rope_type = 'spiral'"),
         ("trace {llama2} --device abacus", "cannot use device abacus"),
         ("spectra {unknown}", "gpt7"),
         ("spectra {llama2} --attention encoder", "is no encoder-decoder"),

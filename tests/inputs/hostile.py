@@ -169,7 +169,6 @@ HOSTILE: dict[str, Change] = {
     "a billion positions": config(n_positions=10**12),
     "a vocabulary of 0": config(vocab_size=0),
     "an inner width of 1e12": config(n_inner=10**12),
-    "a billion classes": config(architectures=["GPT2ForSequenceClassification"], num_labels=10**9),
     "a norm's epsilon in words": config(layer_norm_epsilon="small"),
     "an unknown activation": config(activation_function="evil"),
     "an unknown architecture": config(architectures=["EvilModel"]),

@@ -109,7 +109,6 @@ def test_attention_says_what_it_cannot_give(opened):
         ({"layer": 0, "generate": -1}, "give 1 or more"),
         ({"layer": 0, "generate": 2.5}, "generate is 2.5"),
         ({"layer": "0"}, "layer is '0'"),
-        ({"layer": 0, "heads": 2}, "heads is 2: give a list"),
         ({"layer": 0, "ids": "a text"}, "token ids are str"),
         ({"layer": 0, "attention_mask": -1e9 * torch.ones(1, 8)}, "other numbers than 0"),
         ({"layer": 0, "attention_mask": [1, 1]}, "has shape"),

@@ -23,7 +23,7 @@ from tests.chaos.states import in_threads
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import guarded, measures
-from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.passes.survey import survey
 from theodolite.sinks.interventions import attention_knockout
 
@@ -124,7 +124,7 @@ def test_two_threads_measure_two_models_while_the_default_dtype_is_another(opene
 
 def test_a_model_is_made_while_no_other_is(checkpoint, monkeypatch):
     """While transformers makes one, it ties no weights of any, in no thread. Oracle: the model opened alone."""
-    alone, begun = open_weights(checkpoint("bert")), threading.Event()
+    alone, begun = open_streamed(checkpoint("bert")), threading.Event()
     path = checkpoint("gpt2")
     load = GPT2LMHeadModel.from_pretrained
 
@@ -138,7 +138,7 @@ def test_a_model_is_made_while_no_other_is(checkpoint, monkeypatch):
     thread = threading.Thread(target=lambda: open_model(path))
     thread.start()
     assert begun.wait(60)
-    beside = open_weights(checkpoint("bert"))
+    beside = open_streamed(checkpoint("bert"))
     thread.join()
     assert len(list(beside.hf.parameters())) == len(list(alone.hf.parameters()))
 

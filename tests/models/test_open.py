@@ -18,7 +18,7 @@ from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import Seen
 from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import OpenModel, open_model, open_weights, verification
+from theodolite.models import OpenModel, open_model, open_streamed, verification
 from theodolite.models.hooks import hooked
 from theodolite.models.stored.loading import Checkpoint
 from theodolite.models.structure import NoAttention
@@ -91,8 +91,6 @@ def _lacking(name: str) -> Callable[[Path], object]:
     return lambda folder: with_tensors(folder, lambda tensors: tensors.pop(name))
 
 
-MAGIC = {"rope_type": "magic", "rope_theta": 10_000.0}
-KNOWN = r"rope_type = 'magic'; transformers .* knows default, .*llama3"
 WINDOW = "sliding_window = 0; use a number above 0, or null"
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], str]] = {
     "pickled": ("gpt2", _pickled, UsageError, r"pickled weights \(pytorch_model.bin\).*save_pretrained"),
@@ -114,30 +112,29 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[TheodoliteError], s
         *("gpt2", _configured(model_type="perceiver9", architectures=["Perceiver9LM"]), UsageError),
         "cannot open",
     ),
-    "an unknown kind of RoPE": ("llama3", _configured(rope_parameters=MAGIC), UsageError, KNOWN),
     "an empty window": ("mistral", _configured(sliding_window=0), UsageError, WINDOW),
 }
 ONLY_WHERE_READ = ("NaN", "infinite")
-"""Damages that `open_weights` finds in the layer that it reads; windows are nothing of weights."""
+"""Damages that `open_streamed` finds in the block that it reads."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("damage", "opening"),
     [(damage, open_model) for damage in DAMAGES]
-    + [(damage, open_weights) for damage in DAMAGES if "window" not in damage],
+    + [(damage, open_streamed) for damage in DAMAGES if "window" not in damage],
 )
 def test_damaged_checkpoints_are_refused_in_a_line(damage, opening, copied):
     family, damaging, error, words = DAMAGES[damage]
     folder = copied(family)
     damaging(folder)
-    if opening is open_weights and damage in ONLY_WHERE_READ:
-        _refused(folder, error, words, lambda at: open_weights(at).head_weights(1))
+    if opening is open_streamed and damage in ONLY_WHERE_READ:
+        _refused(folder, error, words, lambda at: open_streamed(at).head_weights(1))
     else:
         _refused(folder, error, words, opening)
 
 
-@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.parametrize("opening", [open_model, open_streamed])
 def test_what_is_no_checkpoint(tmp_path, opening):
     _refused(str(tmp_path / "nowhere"), UsageError, "no checkpoint at .*nowhere", opening)
     _refused(tmp_path, UsageError, "no checkpoint: theodolite needs a folder with config.json", opening)
@@ -158,6 +155,11 @@ def test_what_is_no_checkpoint(tmp_path, opening):
         ("gpt2", {"attention": "encoder"}, "GPT2LMHeadModel is no encoder-decoder, and attends in one way"),
         ("t5gemma2", {}, "T5Gemma2ForConditionalGeneration has no such attention"),
         ("longcat_flash", {}, "LongcatFlashForCausalLM has a block that attends twice"),
+        (
+            "xlm",
+            {},
+            "XLMWithLMHeadModel attends outside of blocks that are modules and run one after the other",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(family, options, words, checkpoint):
@@ -240,7 +242,7 @@ def test_an_encoder_of_speech_is_refused():
     "kind",
     slow_but(
         ["xlnet", "deepseek_v32", "nllb-moe"],
-        ["diffllama", "gemma3n_text", "xlnet", "xlm", "zamba", "deberta-v2", "deepseek_v32", "nllb-moe"],
+        ["diffllama", "gemma3n_text", "xlnet", "zamba", "deberta-v2", "deepseek_v32", "nllb-moe"],
     ),
 )
 def test_hidden_states_and_attention_wherever_they_are(kind, checkpoint, tmp_path):
@@ -321,7 +323,7 @@ def test_a_model_shows_itself_in_a_line(opened):
         assert repr(model).endswith("on cpu, ablated)")
 
 
-@pytest.mark.parametrize("opening", [open_model, open_weights])
+@pytest.mark.parametrize("opening", [open_model, open_streamed])
 def test_fewer_positions_than_the_sequence_of_verification(opening, checkpoint, copied):
     """Oracle: a model with more positions, of which it keeps the first."""
     few, name = edited(copied("gpt2"), n_positions=9), "transformer.wpe.weight"

@@ -17,23 +17,11 @@ from theodolite.models.prompts import prompt_ids, prompt_or_shipped, shipped_pro
 from theodolite.models.token_texts import token_texts
 
 
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("a 😀ש", ["a", " ", "😀₁", "😀₂", "😀₃", "😀₄", "ש₁", "ש₂"]),
-        ("日", ["日₁", "日₂", "日₃"]),
-        ("is it", ["is", " it"]),
-    ],
-)
-def test_parts_of_a_character_have_its_name(typed, shown):
+def test_parts_of_a_character_are_shown_as_the_vocabulary_has_them():
     model = open_model()
-    assert token_texts(model, torch.tensor(model.tokenizer(typed)["input_ids"])) == ["<|endoftext|>", *shown]
-
-
-def test_what_is_no_character_is_shown_as_the_vocabulary_has_it():
-    model = open_model()
-    half = torch.tensor(model.tokenizer("😀")["input_ids"])[:3]
-    assert token_texts(model, half) == model.tokenizer.convert_ids_to_tokens(half.tolist())
+    ids = torch.tensor(model.tokenizer("is 😀")["input_ids"])
+    parts = model.tokenizer.convert_ids_to_tokens(ids.tolist())
+    assert token_texts(model, ids) == ["<|endoftext|>", "is", " ", *parts[3:]]
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
@@ -56,7 +44,7 @@ PIECES = {
 }
 SHOWN = {
     word_piece: ["[CLS]", " as", " express", "ed", " through", " gael", "ic", " game", "s", "[SEP]"],
-    sentence_piece: ["<s>", " as", " ga", "me", "s", " a", "é₁", "é₂"],
+    sentence_piece: ["<s>", " as", " ga", "me", "s", " a", "<0xC3>", "<0xA9>"],
 }
 
 

@@ -11,7 +11,7 @@ from theodolite import compare
 from theodolite.comparison import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.models import open_model, open_weights
+from theodolite.models import open_model, open_streamed
 from theodolite.passes.survey import spectra, survey
 from theodolite.prune import prune_model
 from theodolite.report.page import write_report
@@ -75,7 +75,7 @@ def test_a_hybrid_through_everything(folder, model, tmp_path):
         [run.arrays["entropy_by_position"][layer, head].mean() for layer, head in heads.index],
         rtol=1e-12,
     )
-    weights = spectra(open_weights(folder(HYBRID)))
+    weights = spectra(open_streamed(folder(HYBRID)))
     assert list(zip(weights.heads["layer"], weights.heads["head"], strict=True)) == hybrid.places
     np.testing.assert_allclose(weights.heads["trace_of_square"], run.heads["trace_of_square"], rtol=1e-9)
     assert "L3H" in write_report(run, tmp_path / "report").read_text()

@@ -15,7 +15,7 @@ from tests.prune import corpus_of
 from theodolite import open_model
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.jobs import unfinished
-from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.prune import Pruned, checkpoint, prune_model
 from theodolite.prune.model import _Pruning
 
@@ -263,7 +263,7 @@ def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path, anew):
     for form in ("merged", "adapter"):  # no loader takes anything beside the weights for weights
         assert [path.name for path in (tmp_path / form).glob("*.safetensors")] == ["model.safetensors"]
     lines: list[str] = []
-    lazily = open_weights(tmp_path / "adapter", say=lines.append)
+    lazily = open_streamed(tmp_path / "adapter", say=lines.append)
     assert lines == ["opened whole, since an adapter lies beside its weights"]
     assert torch.equal(lazily.head_weights(1).w_q, merged.head_weights(1).w_q)
     keys = [Pruned.load(tmp_path / form).low_rank.keys() for form in ("merged", "adapter")]

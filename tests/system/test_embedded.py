@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import theodolite
 from theodolite.corpus.python_texts import python_topics
-from theodolite.models import open_weights
+from theodolite.models import open_streamed
 from theodolite.system import embedded
 from tools.embedded_model import EmbeddedConfig, embedded_model
 
 
 def test_the_embedded_model_has_one_name():
-    assert theodolite.open_model().id == open_weights().id == embedded.NAME
+    assert theodolite.open_model().id == open_streamed().id == embedded.NAME
     assert (embedded.FOLDER / "model.safetensors").is_file()
 
 

@@ -192,39 +192,28 @@ class Opening:
             )
         return _said_how_stored(opened)
 
-    def open_streamed(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
-        """Open the model so that its blocks are read as they run."""
-        from theodolite.models import open_streamed
-
-        unread = {"--device-map": self.device_map, "--attention": self.attention}
-        refuse_unread("a streamed model has no such option", unread)
-        return self._with_bar(open_streamed, model, stopped, device=self.device)
-
-    def open_weights(self, model: str | None, stopped: Callable[[], bool]) -> OpenModel:
-        """Open the model for its weights only."""
-        from theodolite.models import open_weights
-
-        return self._with_bar(open_weights, model, stopped)
-
-    def _with_bar(
-        self, opened: Callable[..., OpenModel], model: str | None, stopped: Callable[[], bool], **more: Any
+    def open_streamed(
+        self, model: str | None, stopped: Callable[[], bool], device: str | None = None
     ) -> OpenModel:
-        """Open the model by a function that says how much of its files is hashed, with a bar for that."""
+        """Open the model so that its blocks are read as they run, with a bar while its files are hashed."""
+        from theodolite.models import open_streamed
         from theodolite.models.stored.loading import hide_progress_bars
 
+        refuse_unread("a streamed model has no such option", {"--device-map": self.device_map})
         hide_progress_bars()
         name, options = self._options(model)
         megabytes = 1 << 20
         with bars(stopped, unit="MB") as show:
-            model_opened = opened(
+            opened = open_streamed(
                 name,
                 say=say_dimly,
                 show_progress=lambda done, total: show(
                     "hashing weights", done // megabytes, total // megabytes
                 ),
-                **{option: value for option, value in (options | more).items() if value is not None},
+                device=self.device or device,
+                **{option: value for option, value in options.items() if value is not None},
             )
-        return _said_how_stored(model_opened)
+        return _said_how_stored(opened)
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
         """Return the model's name without @REVISION or the address around it, and the options for opening it."""

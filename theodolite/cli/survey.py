@@ -270,7 +270,7 @@ def spectra_command(
 ) -> None:
     """Compute query-key spectra of every head from the weights alone: no text, and the model need not fit in memory.
 
-    Weights are read layer by layer on the CPU; with --device or --device-map the whole model is opened there.
+    Weights are read block by block on the CPU; with --device or --device-map the whole model is opened there.
 
     Example: theodolite spectra gpt2 --json
     """
@@ -282,7 +282,7 @@ def spectra_command(
         from theodolite.report.page import write_report
 
         if opening.device is None and opening.device_map is None:
-            opened = opening.open_weights(model, stopped)
+            opened = opening.open_streamed(model, stopped, device="cpu")
         else:
             opened = opening.open(model)
         with bars(stopped) as show:

@@ -7,5 +7,4 @@ from theodolite.models.open import open_model as open_model
 from theodolite.models.open import open_module as open_module
 from theodolite.models.opened import OpenModel as OpenModel
 from theodolite.models.stored.lazy_weights import open_streamed as open_streamed
-from theodolite.models.stored.lazy_weights import open_weights as open_weights
 from theodolite.models.weights.head_weights import HeadWeights as HeadWeights

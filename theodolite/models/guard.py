@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from theodolite.models.rotary import frequencies_of_each_pass
 from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
 from theodolite.system.shared import Shared
 
@@ -71,7 +70,8 @@ def guarded(model: nn.Module) -> Iterator[None]:
     with held.lock:
         held.depth += 1
         try:
-            with known_state(leave_inference=held.depth == 1), _evaluating(model):
+            first = held.depth == 1
+            with known_state(leave_inference=first), _evaluating(model) if first else nullcontext():
                 yield
         finally:
             held.depth -= 1
@@ -154,7 +154,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with not_repacked(model), without_cast_warnings(), frequencies_of_each_pass(model):
+        with not_repacked(model), without_cast_warnings():
             yield
     finally:
         for module in training:

@@ -85,7 +85,7 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
     def enter_block(block: nn.Module, args: Any, kwargs: Any) -> None:
         if block in entered:
             layer = entered.take(block)
-            received = hooks.stream if layer == 0 or structure.free else hooks.resume
+            received = hooks.stream if layer == 0 else hooks.resume
             received(layer, structure.layout.ordered(first_tensor(args, kwargs)))
 
     @without_autocast()
@@ -99,10 +99,6 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
             hooks.fail(_other_attention(structure, layer, read_of[1]))
 
     @without_autocast()
-    def leave_trunk(_module: nn.Module, _args: Any, output: Any) -> None:
-        hooks.stream(model.layers, structure.end.ordered(first_output(output)))
-
-    @without_autocast()
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in read:
             layer, hidden = read.take(module), structure.attention_layout.ordered(first_tensor(args, kwargs))
@@ -110,14 +106,10 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
             hooks.attention_input(layer, hidden)
 
     handles = [entry.register_forward_pre_hook(begin), entry.register_forward_hook(end)]
-    all_enter = structure.free or model.streamed is not None
-    entering = set(structure.blocks) if all_enter else {structure.blocks[0]}
+    entering = {structure.blocks[0]} if model.streamed is None else set(structure.blocks)
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
-    if structure.free:
-        handles.append(model.source.first_own.register_forward_hook(leave_trunk))
-    else:
-        handles += [block.register_forward_hook(leave_block) for block in left]
+    handles += [block.register_forward_hook(leave_block) for block in left]
 
     def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         # A decoder's attention to its encoder; the same attention once more, to other values (DiffLlama).

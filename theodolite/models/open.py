@@ -194,7 +194,12 @@ def open_module(
     if not isinstance(module, nn.Module):
         raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
     names = (blocks,) if isinstance(blocks, str) else blocks
-    _check_arguments(vocabulary, forward, names, tokenizer, longest, image)
+    if image is None and vocabulary is None and tokenizer is None:
+        raise UsageError(
+            "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
+        )
+    if image is not None and (vocabulary is not None or tokenizer is not None):
+        raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
     if image is None and vocabulary is None:
         vocabulary = len(tokenizer or ())
     inner: nn.Module = getattr(module, "_orig_mod", module)
@@ -203,39 +208,6 @@ def open_module(
         inner, vocabulary, forward, longest, image, None if names is None else tuple(names), attention
     )
     return _opened(source, tokenizer)
-
-
-def _check_arguments(
-    vocabulary: Any, forward: Any, blocks: Any, tokenizer: Any, longest: Any, image: Any
-) -> None:
-    """Raise `UsageError` where an argument of `open_module` is of the wrong type, or two exclude each other."""
-    if image is None and vocabulary is None and tokenizer is None:
-        raise UsageError(
-            "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
-        )
-    if image is not None and (vocabulary is not None or tokenizer is not None):
-        raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
-    if image is not None and (len(image) != 3 or not all(_is_count(size) for size in image)):
-        raise UsageError(f"image is {image!r}: give (channels, rows, columns)")
-    for name, number in (("vocabulary", vocabulary), ("longest", longest)):
-        if number is not None and not _is_count(number):
-            raise UsageError(f"{name} is {number!r}: give a whole number of tokens, 1 or more")
-    if forward is not None and not callable(forward):
-        raise UsageError(f"forward is {forward!r}: give a function, forward=lambda module, ids: …")
-    if tokenizer is not None and not callable(tokenizer):
-        raise UsageError(
-            f"the tokenizer, {type(tokenizer).__name__}, cannot be called: give one that behaves like those of "
-            "transformers, or vocabulary=… alone"
-        )
-    named = isinstance(blocks, Sequence) and blocks and all(isinstance(name, str) for name in blocks)
-    if blocks is not None and not named:
-        raise UsageError(
-            f'blocks is {type(blocks).__name__}: give the name of their list, blocks="transformer.h", or their names'
-        )
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def _opened(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> OpenModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,17 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from theodolite.attention.inputs import AttentionInputs, attend, softmax
 from theodolite.corpus.cutting import contexts_of_one_length, whole_ids
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.calls import Call, Calls
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.positions import positions_of
 from theodolite.models.source import Inputs, Source
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
-from theodolite.models.stored.dequantised import refuse_unreadable_layers
+from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, Turns, first_output, removed_on_leaving
-from theodolite.models.verification import attention_kind
+from theodolite.models.verification import attention_kind, positions_of
 from theodolite.models.weights.head_weights import (
     HeadWeights,
     read_head_weights,
@@ -51,8 +50,7 @@ class OpenModel:
         id: the path or hub name it was opened by; `revision` its hub commit, if any; `sha256` the hash of its
             config and weights on disk, if they were local. `weights` says whether it still has these weights.
         stored: how a GGUF file stores them: {"gguf": the quantisation, "tensor_types": the tensors of each type}.
-        streamed: what reads its blocks from its files as they run, where it was opened so. `block_present` keeps a
-            block's weights (of `open_weights`: its attention's) in memory while open, as all other models do.
+        streamed: what reads its blocks from its files as they run, where it was opened so.
         weight_maps: which rows of which parameters its heads are made of, as far as they are known.
         chosen: the layers whose heads alone are looked at, where `only` chose some.
     """
@@ -72,9 +70,6 @@ class OpenModel:
     streamed: StreamedBlocks | None = field(default=None, repr=False, compare=False)
     weight_maps: WeightMaps = field(default_factory=WeightMaps, repr=False, compare=False)
     _output_weights: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    block_present: Callable[[int], AbstractContextManager[None]] = field(
-        default=lambda layer: nullcontext(), repr=False, compare=False
-    )
     _interventions: list[str] = field(default_factory=list, repr=False, compare=False)
     _checksum: int | None = field(default=None, repr=False, compare=False)
 
@@ -95,13 +90,12 @@ class OpenModel:
             )
         causal, bias = attention_kind(inputs)
         named = rest.get("sha256") or rest.get("revision")
-        first = calls[structure.attending[0]]
         return cls(
             source=source,
             structure=structure,
             width=structure.width,
             causal=causal,
-            positions=positions_of(source, structure, first, bias),
+            positions=positions_of(source, calls[structure.attending[0]], bias),
             calls=calls,
             _checksum=weights_checksum(source.root) if named else None,
             **rest,
@@ -249,12 +243,8 @@ class OpenModel:
         """
         check_whole(layer=layer, generate=generate)
         contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
-        try:
-            chosen = None if heads is None else [int(head) for head in heads]
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"heads is {heads!r}: give a list of numbers, or None for all") from error
         self.check_place(layer)
-        chosen = list(range(self.heads_of[layer])) if chosen is None else chosen
+        chosen = list(range(self.heads_of[layer]) if heads is None else heads)
         for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)
@@ -339,6 +329,10 @@ class OpenModel:
         """Tokens that the model has positions for, or None where it sets no limit (ALiBi)."""
         return self.source.longest
 
+    def block_present(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block in memory while open, where they are read as it runs."""
+        return nullcontext() if self.streamed is None else self.streamed.present(layer)
+
     @measures("self")
     def head_weights(self, layer: int) -> HeadWeights:
         """Read the weights of one layer's heads: `w_q, w_k, w_v, b_q, b_k, b_v, scaling`, leading with heads.
@@ -347,7 +341,7 @@ class OpenModel:
             UsageError: there is no such layer.
             NoAttention: (a `WorkError`) the layer's block does not attend.
             NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
-            WorkError: of a model opened by `open_weights`: the layer's weights are not there, or no numbers.
+            WorkError: of a model opened by `open_streamed`: the layer's weights are not there, or no numbers.
         """
         call = self._call(layer)
         with self.block_present(layer):
@@ -367,8 +361,15 @@ class OpenModel:
         state, known = state_of(self.structure.blocks[layer]), self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
-            with self.block_present(layer):
-                read = read_output_weights(self.root, self.structure, layer, call, self.source.small_pass(1))
+            try:
+                with self.block_present(layer):
+                    read = read_output_weights(
+                        self.root, self.structure, layer, call, self.source.small_pass(1)
+                    )
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError, ValueError, LookupError) as error:  # of the module's own code
+                raise WorkError(f"layer {layer}: its W_O cannot be read: {first_line(error)}") from error
             known = self._output_weights[layer] = (state, read)
         return known[1]
 
@@ -389,12 +390,12 @@ class OpenModel:
             )
         return self.structure.attention_at(layer)
 
+    @measures("self")
     def check_weights(self) -> None:
-        """Raise `WorkError` where its attention is quantised in a way that cannot be read: before a pass."""
-        structure = self.structure
-        refuse_unreadable_layers(
-            [(structure.names[layer], structure.attention_at(layer)) for layer in structure.attending]
-        )
+        """Raise `WorkError` where its first attention is quantised in a way that cannot be read: before a pass."""
+        first = self.attending[0]
+        for name, layer in quantised_layers(self.structure.attention_at(first), self.structure.names[first]):
+            dequantised(name, layer)
 
     def only(self, layers: Sequence[int] | None) -> OpenModel:
         """Return the same model restricted to the heads of some layers (None: all).

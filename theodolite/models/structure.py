@@ -82,9 +82,6 @@ class Structure:
         attention_width: of what attention modules read (Zamba's read the embeddings as well, MobileBERT's a part).
         layout: how the residual stream lies.
         attention_layout: how the hidden states lie that attention modules read.
-        free: whether blocks are no modules that run (XLM, lists of pairs of modules): then `blocks` are the attention
-            modules, the stream is what enters them, and in the end what the model's trunk returns.
-        end: how it lies there (SqueezeBERT's otherwise than before).
         cross: whether keys and values are made of other hidden states than queries: those of an encoder.
     """
 
@@ -98,8 +95,6 @@ class Structure:
     attention_width: int
     layout: Layout
     attention_layout: Layout
-    free: bool
-    end: Layout
     cross: bool
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from theodolite.models.structure import Layout, Run, Structure, first_output, fi
 
 @dataclass
 class _BlockRun:
-    """One run of a block: shapes of hidden states, its attention module, and the inputs that this `read`."""
+    """One run of a block: shapes of hidden states, and its attention module with its inputs."""
 
     block: nn.Module
     shape: tuple[int, ...]
@@ -31,11 +31,6 @@ class _BlockRun:
     entered: tuple[int, ...] = ()
     attention: nn.Module | None = None
     inputs: AttentionInputs | None = None
-    read: list[Tensor] = field(default_factory=list)
-
-
-class _NoBlocks(Exception):
-    """Attention runs outside of every block that runs as a module."""
 
 
 OR_A_DOOR = "or give it a door: docs/modules.md#a-family"
@@ -85,10 +80,7 @@ def find_structure(source: Source) -> Structure:
     of_blocks = {module for block in members for module in block.modules()}
     if missed is not None and missed.weights and where in of_blocks:
         raise _not_followed(family, missed.operation)
-    try:
-        layers, free = _layers_in_order(source, members, attention, run), False
-    except _NoBlocks:  # then the attention modules stand for their blocks
-        layers, free = _layers_in_order(source, attention, attention, run, free=True), True
+    layers = _layers_in_order(source, members, attention, run)
     inputs = [layer.inputs for layer in layers if layer.inputs is not None]
     contexts, _, positions, _ = inputs[0].query.shape
     streams = {shape for layer in layers for shape in (layer.shape, layer.left or layer.shape)}
@@ -107,7 +99,7 @@ def find_structure(source: Source) -> Structure:
             f"{family} has no one residual stream: its blocks read hidden states of shapes {sorted(streams)}, its "
             f"attention of {sorted(entered)}"
         )
-    structure = Structure(
+    return Structure(
         attention=tuple(layer.attention for layer in layers),
         names=tuple(name_of[layer.attention or layer.block] for layer in layers),
         blocks=tuple(layer.block for layer in layers),
@@ -118,11 +110,8 @@ def find_structure(source: Source) -> Structure:
         attention_width=math.prod(next(iter(entered))) // (contexts * positions),
         layout=layout,
         attention_layout=attention_layout,
-        free=free,
-        end=layout,
         cross=any(of_layer.key.shape[2] != of_layer.query.shape[2] for of_layer in inputs),
     )
-    return _with_end(source, structure) if free else structure
 
 
 def _no_such_attention(source: Source, callers: set[nn.Module]) -> UsageError:
@@ -147,38 +136,40 @@ def _not_followed(family: str, operation: str) -> UsageError:
 
 
 def _layers_in_order(
-    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run, free: bool = False
+    source: Source, blocks: set[nn.Module], attention: set[nn.Module], run: Run
 ) -> list[_BlockRun]:
     """List the blocks that run, in the order in which they do; one that runs several times is a layer each time.
 
-    Where blocks are named, what attends outside of them is left out. `free`: they are the attention modules themselves.
+    Where blocks are named, what attends outside of them is left out.
     """
-    model, named = source.root, bool(source.blocks) and not free
+    model, named = source.root, bool(source.blocks)
     layers: list[_BlockRun] = []
     running: list[nn.Module] = []
     outputs: list[Tensor] = []  # of the block that ran last
+    no_blocks = UsageError(
+        f"{source.name} attends outside of blocks that are modules and run one after the other, so it has no residual "
+        "stream that can be read"
+    )
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = first_tensor(args, kwargs)
         shape = tuple(hidden.shape)
         if module in blocks:
             # A block may itself be what attends; but a list of attention modules (XLM's) is none of blocks.
-            if not free and module in attention and outputs and outputs[-1] is not hidden:
-                raise _NoBlocks
+            if module in attention and outputs and outputs[-1] is not hidden:
+                raise no_blocks
             running.append(module)
             layers.append(_BlockRun(module, shape))
         if module in attention and layers and (running or not named):
             layers[-1].entered = shape
-            layers[-1].read.append(hidden)
 
     def record(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if module not in attention or (named and not running):
             return attend(inputs)
         if not layers:
-            raise _NoBlocks
+            raise no_blocks
         before = layers[-1].inputs
-        same = layers[-1].attention is module and before is not None and before.query is inputs.query
-        if same or (free and before is not None):
+        if layers[-1].attention is module and before is not None and before.query is inputs.query:
             return attend(inputs)  # the same attention to other values (DiffLlama)
         if layers[-1].attention is not None:
             raise _attends_twice(source, layers[-1], module)
@@ -190,14 +181,14 @@ def _layers_in_order(
             running.remove(module)
         if layers and layers[-1].block is module:
             outputs[:] = [first_output(output)]
-            layers[-1].left = layers[-1].shape if free else tuple(outputs[0].shape)
+            layers[-1].left = tuple(outputs[0].shape)
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in blocks | attention]
     hooks += [module.register_forward_hook(leave) for module in blocks]
     with removed_on_leaving(hooks), tapped(model, record), torch.no_grad():
         run()
     if named and not layers:
-        raise _NoBlocks
+        raise no_blocks
     if all(layer.attention is None for layer in layers):
         raise UsageError(
             f"{type(model).__name__}: nothing attends in blocks={list(source.blocks or ())}: name those that hold "
@@ -209,31 +200,14 @@ def _layers_in_order(
 def _attends_twice(source: Source, layer: _BlockRun, module: nn.Module) -> UsageError:
     name_of = {of_model: name for name, of_model in source.root.named_modules()}
     first, second = name_of[layer.attention or module], name_of[module]
-    (around, _, place), of_own = first.rpartition("."), not isinstance(source.root, PreTrainedModel)
-    in_one_list = first != second and place.isdecimal() and around == second.rpartition(".")[0]
-    if of_own and in_one_list and layer.read[0] is layer.read[-1]:
-        return UsageError(
-            f"{source.name}: heads are modules of their own, side by side ({first}, then {second}); theodolite needs "
-            f'one module for all heads of a block. To survey one of each, attention="{place}"'
-        )
-    twice = f"{source.name} has a block that attends twice ({first}, then {second})"
-    line = f"{twice}; theodolite needs one attention a block, with all of its heads"
-    if not of_own or first == second:
+    line = (
+        f"{source.name} has a block that attends twice ({first}, then {second}); theodolite needs one attention a "
+        "block, with all of its heads"
+    )
+    if isinstance(source.root, PreTrainedModel) or first == second:
         return UsageError(line)
+    place = first.rpartition(".")[2]
     return UsageError(f'{line}: say which, attention="{place}", or in which blocks, blocks=…')
-
-
-def _with_end(source: Source, structure: Structure) -> Structure:
-    """Add the layout of the hidden states that the model returns, for blocks that are no modules; or `UsageError`."""
-    with torch.no_grad():
-        last = first_output(source.run(source.sample(SEVERAL)))
-    layout = Layout.of(last.shape, 1, SEVERAL)
-    if layout is None or layout.ordered(last).shape[-1] != structure.width:
-        raise UsageError(
-            f"{source.name}: its blocks are no modules that run, so that its last hidden states must be what it "
-            f"returns, (contexts, positions, {structure.width}): give open_module such a forward, or blocks"
-        )
-    return replace(structure, end=layout)
 
 
 def _named_blocks(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
@@ -273,15 +247,12 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def _list_around(model: nn.Module, name: str) -> tuple[nn.Module, nn.Module] | None:
     """Find the outermost `ModuleList` that holds the module of that name, and the member in which it is.
 
-    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, or
-    one of attention modules only, the innermost of another kind.
+    A block may itself be a list of sub-layers (T5), so the innermost one will not do. Where there is no such list, the
+    innermost of another kind.
     """
     parts = name.split(".")
     inside = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     pairs = list(itertools.pairwise(inside))
     lists = [pair for pair in pairs if isinstance(pair[0], nn.ModuleList)]
     others = [pair for pair in pairs if isinstance(pair[0], LISTS)]
-    of_blocks = [pair for pair in others if pair[1] is not inside[-1] and not isinstance(pair[1], LISTS)]
-    if lists and lists[0][1] is inside[-1] and of_blocks:
-        return of_blocks[-1]
     return lists[0] if lists else others[-1] if others else None

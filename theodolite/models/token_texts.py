@@ -16,11 +16,6 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import known_texts
 from theodolite.models.opened import OpenModel
 
-MOST_PARTS = 12
-"""Tokens that are tried together until they are whole characters."""
-
-_SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
 
 def token_text(model: OpenModel) -> Callable[[int], str]:
     """Return the text of a token id, with a space in front where it begins a word.
@@ -52,24 +47,8 @@ def text_of_tokens(model: OpenModel, corpus: Corpus) -> Callable[[int], str]:
 
 
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
-    """Return the texts of consecutive tokens (T); those that share characters have these and their part: 😀₁ 😀₂."""
-    alone, decoded = token_text(model), _decoder(model)
-    texts: list[str] = []
-    while len(texts) < len(ids):
-        start = len(texts)
-        for end in range(start + 2, min(start + MOST_PARTS, len(ids)) + 1):
-            if "\ufffd" not in decoded(ids[start : start + 1].tolist()):
-                break
-            together = decoded(ids[start:end].tolist())
-            if together and "\ufffd" not in together:
-                texts += [
-                    (together if part == 1 else together.lstrip()) + str(part).translate(_SUBSCRIPT)
-                    for part in range(1, end - start + 1)
-                ]
-                break
-        if len(texts) == start:
-            texts.append(alone(int(ids[start])))
-    return texts
+    """Return the texts of consecutive tokens (T)."""
+    return list(map(token_text(model), ids.tolist()))
 
 
 def _decoder(model: OpenModel) -> Callable[[list[int]], str]:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import UsageError, WorkError
+from theodolite.models.calls import Call
 from theodolite.models.doors.taps import tapped
+from theodolite.models.source import Source
 from theodolite.models.stored.dequantised import holds_quantised_layers
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.system.choices import wider_than
@@ -126,6 +129,25 @@ def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
     # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
     bias = inputs[0].bias
     return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
+
+
+def positions_of(source: Source, call: Call, bias: str) -> str:
+    """Tell how a model of `transformers` encodes positions, by a call of its attention and what is added to its logits.
+
+    Returns:
+        "rotary", "alibi", "relative bias", "learned", or "other" where its names say nothing; of a module of one's own
+        "unknown".
+    """
+    if not isinstance(source.root, PreTrainedModel):
+        return "unknown"
+    if call.kwargs.get("position_embeddings") is not None:
+        return "rotary"
+    if bias != "none":
+        return bias
+    modules = [name.rpartition(".")[2] for name, _ in source.root.named_modules()]
+    learned = any("pos" in name or name.endswith("wpe") for name in modules)
+    learned = learned or any("position_embed" in name for name, _ in source.root.named_parameters())
+    return "learned" if learned else "other"
 
 
 def _attention_outputs(structure: Structure, run: Run) -> list[Tensor]:

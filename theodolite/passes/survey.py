@@ -424,7 +424,7 @@ def spectra(
     """Compute spectra, moments and regimes of every head from the weights alone; no text is read.
 
     Args:
-        model: from `open_weights`, which reads a layer at a time, or from `open_model`.
+        model: from `open_streamed`, which reads a block at a time, or from `open_model`.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         show_progress: told (what is being done, steps done, steps in all).
 

@@ -155,11 +155,11 @@ def replace_activations(
             mean.
 
     Raises:
-        UsageError: the blocks are no modules that run one after the other, or are not in memory; on calling the model:
-            a block gives something of another shape.
+        UsageError: the blocks are not in memory, or shared; on calling the model: a block gives something of another
+            shape.
     """
     blocks = model.structure.blocks
-    if model.structure.free or model.streamed is not None or len(set(blocks)) < len(blocks):
+    if model.streamed is not None or len(set(blocks)) < len(blocks):
         raise UsageError(f"{model.id}: its blocks are not at hand one by one: activations cannot be replaced")
 
     def replaced_behind(layer: int) -> Callable[..., Any]:

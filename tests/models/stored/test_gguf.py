@@ -22,38 +22,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import checkpoints, gguf_files
 from tests.calls import call
-from tests.models.test_every_family import check_read_by_layers, opened_whole
+from tests.models.test_every_family import check_read_by_blocks, opened_whole
 from theodolite.cli.screen import section_of
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import open_model, open_streamed, open_weights
+from theodolite.models import open_model, open_streamed
 from theodolite.models.stored.gguf import gguf_tokenizer
-from theodolite.passes.survey import spectra
 
 IDS = torch.arange(40).view(2, 20)
 GEMMA_3 = {"query_pre_attn_scalar": 8}
 CHANGES = {
     "gemma2": {"query_pre_attn_scalar": 12, "final_logit_softcapping": 2.0},
     "gemma3_text": GEMMA_3,
-    "starcoder2": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
-    "stablelm": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
-    },
     "qwen3_moe": {"norm_topk_prob": True},  # as llama.cpp computes
 }
 PATTERN = {"gemma3.attention.sliding_window_pattern": 4}
-FAMILIES = [
-    "llama2",
-    "llama3",
-    "gpt2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "falcon",
-    "starcoder2",
-]
-FAMILIES += ["stablelm", "bloom", "nemotron", "qwen2_moe", "qwen3_moe", "lfm2"]
+FAMILIES = ["llama2", "llama3", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"]
 
 
 def built(name: str, **changes: object):
@@ -141,8 +124,6 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 5}
             {"without": ["rope_freq_base"]},
         ),
         ("llama2", {"mlp_bias": True}, {}),
-        ("starcoder2", {"use_bias": False}, {}),
-        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}, {}),
         ("qwen2", WINDOW | {"layer_types": ["sliding_attention"] * 4}, {}),
         ("qwen3_moe", WINDOW, {}),
         (
@@ -212,16 +193,15 @@ def test_one_file_of_a_split_stands_for_all(tmp_path):
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_moe"])
 def test_read_a_layer_or_a_block_at_a_time(name, tmp_path):
     path = written(built(name), tmp_path)
     whole = open_model(path)
     assert whole.sha256 == sha256(path.read_bytes()).hexdigest()
-    check_read_by_layers(whole, path)
+    check_read_by_blocks(whole, path)
     streamed = open_streamed(path, say=opened_whole)
     assert torch.equal(streamed.logits(IDS), whole.logits(IDS))
     assert set(streamed.streamed.readings) == {1}
-    assert spectra(streamed).heads.equals(spectra(open_weights(path)).heads)
 
 
 def drop(name: str):
@@ -288,31 +268,29 @@ def test_a_file_that_is_another_model_is_named(options, error, message, tmp_path
         ("llama2", "context_length", "context_length"),
         ("llama2", "head_count", "attention.head_count"),
         ("llama2", "layer_norm_rms_eps", "attention.layer_norm_rms_epsilon"),
-        ("falcon", "layer_norm_eps", "attention.layer_norm_epsilon"),
         ("gemma2", "sliding_window", "attention.sliding_window"),
         ("qwen3_moe", "expert_used_count", "expert_used_count"),
-        ("lfm2", "head_count_kv", "attention.head_count_kv"),
     ],
 )
 def test_a_key_that_is_missing_is_named(name, left_out, key, tmp_path):
     """Oracle: llama.cpp requires it, or its default is not `transformers`'."""
     path = written(built(name), tmp_path, without=[left_out])
     architecture = gguf_files.ARCHITECTURES.get(name, "llama" if name == "llama2" else name)
-    for opened in (open_model, open_weights):
+    for opened in (open_model, open_streamed):
         with pytest.raises(
             UsageError, match=f"model.gguf: its metadata lack {architecture}.{key}: download it again"
         ):
             opened(path)
 
 
-@pytest.mark.parametrize("name", ["lluma", "deci", "gemma4", "gpt-oss", "general", "t5", "t5encoder"])
-def test_an_architecture_without_a_map_is_named(name, tmp_path):
+@pytest.mark.parametrize("name", ["lluma", "falcon"])
+def test_an_architecture_that_is_not_read_is_named(name, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UsageError, match=f"no map for GGUF files of the architecture {name}: ") as raised:
+    with pytest.raises(UsageError, match=f"GGUF files of the architecture {name} are not read") as raised:
         open_model(tmp_path)
     assert section_of(str(raised.value)).name == "gguf-files"
 
@@ -345,7 +323,7 @@ def edit(old: bytes, new: bytes):
 def test_a_damaged_file_is_refused_in_a_line(damage, message, tmp_path):
     path = written(built("llama2"), tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    for opened in (open_model, open_weights):
+    for opened in (open_model, open_streamed):
         with pytest.raises(TheodoliteError, match=message) as raised:
             opened(path)
         assert "\n" not in str(raised.value)
@@ -389,9 +367,7 @@ def tokenizer_of(folder: Path, pre: str):
     [
         ("gpt-2", ["in", "Ġ1984", "?!", "Ġ(", "it", "'s", ")"]),
         ("smollm", ["in", "Ġ", "1", "9", "8", "4", "?!", "Ġ(", "it", "'s", ")"]),
-        ("falcon", ["in", "Ġ", "198", "4", "?!", "Ġ", "(", "it", "'", "s", ")"]),
         ("llama-bpe", ["in", "Ġ", "198", "4", "?!", "Ġ(", "it", "'s", ")"]),
-        ("bloom", ["in", "Ġ1984", "?!Ġ(", "it's", ")"]),
     ],
 )
 def test_a_text_is_split_as_llama_cpp_splits_it(pre, pieces, tmp_path):

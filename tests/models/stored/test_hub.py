@@ -19,14 +19,14 @@ NAME = "some-lab/tiny"
 SCRIPT = """
 import json, sys
 from theodolite.errors import TheodoliteError
-from theodolite.models import open_model, open_weights
+from theodolite.models import open_model, open_streamed
 from theodolite.passes.survey import spectra
 
 NAME, said = "some-lab/tiny", {}
 for revision in (None, "v2", sys.argv[1], "absent", "elsewhere"):
     try:
         model = open_model(NAME, device="cpu", revision=revision)
-        weights = open_weights(NAME, revision=revision, say=sys.exit)
+        weights = open_streamed(NAME, revision=revision, say=sys.exit)
         rows = spectra(weights).heads
         assert rows.equals(spectra(model).heads)
         said[str(revision)] = [model.id, model.revision, weights.revision, rows.frobenius_squared.sum()]

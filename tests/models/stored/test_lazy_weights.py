@@ -1,4 +1,4 @@
-"""Weights read from the shards, a layer at a time: the model's own, and nothing else is read or kept."""
+"""Weights read from the shards, a block at a time: the model's own."""
 
 from __future__ import annotations
 
@@ -17,29 +17,19 @@ from benchmarks.large_checkpoints import write_layout
 from tests import checkpoints, vision
 from tests.calls import call
 from tests.checkpoints import edited, with_tensors
-from tests.models.test_every_family import check_read_by_layers, opened_whole, same_run
-from theodolite.corpus.corpus import Corpus
+from tests.models.test_every_family import check_read_by_blocks, opened_whole, same_run
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model, open_streamed, open_weights
+from theodolite.models import open_model, open_streamed
 from theodolite.models.stored import lazy_weights as reading
-from theodolite.passes.survey import spectra, survey
+from theodolite.passes.survey import spectra
 
 
 def _opened(folder: Path):
-    return open_weights(folder, say=opened_whole)
+    return open_streamed(folder, say=opened_whole)
 
 
 def _assert_the_models_own(folder: Path) -> None:
-    check_read_by_layers(open_model(folder, device="cpu"), folder)
-
-
-def _spoil_all_but(folder: Path, part: str) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if part not in name:
-                tensor.fill_(math.nan)
-
-    with_tensors(folder, spoil)
+    check_read_by_blocks(open_model(folder, device="cpu"), folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma3_text", "olmo2"])
@@ -61,35 +51,25 @@ def test_a_backbone_read_as_another_head_would_have_it(tmp_path):
 def test_half_precision(checkpoint):
     folder = checkpoint("llama3", "bfloat16")
     _assert_the_models_own(folder)
-    assert open_weights(folder, dtype="float32").hf.dtype == torch.float32
+    assert open_streamed(folder, dtype="float32").hf.dtype == torch.float32
 
 
-def test_other_tensors_are_not_read(copied):
-    """What is not of the attention may be NaN: it is not looked at. What is, may not, and is named."""
+def test_blocks_are_read_as_they_are_asked_for(copied):
+    """Oracle: the first NaN is named when its block is read, and not before."""
     folder = copied("llama3")
-    expected = spectra(open_model(folder, device="cpu"))
-    _spoil_all_but(folder, "self_attn")
-    with pytest.raises(WorkError, match="holds NaN"):
-        open_model(folder)
-    assert spectra(_opened(folder)).heads.equals(expected.heads)
     name = "model.layers.1.self_attn.k_proj.weight"
     with_tensors(folder, lambda tensors: tensors[name][2, 3].fill_(math.inf))
     opened = _opened(folder)
     opened.head_weights(0)
     with pytest.raises(WorkError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight holds infinite"):
         spectra(opened)
-
-
-def test_a_model_opened_for_its_weights_reads_no_text(checkpoint):
-    with pytest.raises(UsageError, match="opened for its weights only"):
-        survey(_opened(checkpoint("llama3")), Corpus.random_tokens(checkpoints.VOCABULARY, 12, 4))
     with pytest.raises(UsageError, match="layers 0 to 2"):
-        _opened(checkpoint("llama3")).head_weights(3)
+        opened.head_weights(3)
 
 
 def _whole(folder: Path) -> str:
     said: list[str] = []
-    got = open_weights(folder, say=said.append)
+    got = open_streamed(folder, say=said.append)
     same_run(spectra(got), spectra(open_model(folder, device="cpu")))
     (line,) = said
     assert "\n" not in line
@@ -121,8 +101,8 @@ def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, m
     assert "this version of transformers is not known" in _whole(folder)
 
 
-def test_quantised_attention_is_not_taken_for_weights(checkpoint, copied):
-    """Where only experts are quantised, attention is read as it is; what has no config is in test_quantised.py."""
+def test_quantised_experts_are_opened_whole_and_no_weights_at_all_are_refused(copied):
+    """Where only experts are quantised, the whole model is opened: of these, transformers has no kernel here."""
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}
     folder = edited(copied("gpt_oss"), quantization_config=method)
 
@@ -131,12 +111,8 @@ def test_quantised_attention_is_not_taken_for_weights(checkpoint, copied):
             tensors[name + "_blocks"] = tensors.pop(name).to(torch.uint8)
 
     with_tensors(folder, four_bits)
-    expected = spectra(open_model(checkpoint("gpt_oss"), device="cpu"))
-    assert spectra(_opened(folder)).heads.equals(expected.heads)
-    scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": torch.ones(1)}
-    with_tensors(folder, lambda tensors: tensors.update(scale))
-    with pytest.raises((UsageError, WorkError)):  # no such checkpoint is opened whole here
-        open_weights(folder)
+    with pytest.raises((UsageError, WorkError)):
+        open_streamed(folder)
 
 
 def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
@@ -156,9 +132,9 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
 PEAKS = """
 import sys
 from benchmarks.timing import peak_memory
-from theodolite.models import open_weights
+from theodolite.models import open_streamed
 for folder in sys.argv[1:]:
-    model = open_weights(folder, say=sys.exit)
+    model = open_streamed(folder, say=sys.exit)
     assert all(model.head_weights(layer).w_q.any() for layer in range(model.layers))
     print(peak_memory())
 """
@@ -183,26 +159,22 @@ def test_memory_does_not_grow_with_layers(tmp_path):
     assert peaks[1] - peaks[0] < (many - few) * 4 * width**2 * 2 / 2  # half of what their attention takes
 
 
-def test_the_command_reads_by_layers(checkpoint, copied):
-    """Also what is not of the attention being NaN shows that the command does not open the model."""
-    folder = copied("gpt2")
-    _spoil_all_but(folder, ".attn.")
-    rows = json.loads(call("spectra", folder, "--json")[1])["heads"]
+def test_the_command_reads_by_blocks(checkpoint, monkeypatch):
+    """What opens the whole model is not called."""
     expected = spectra(open_model(checkpoint("gpt2"), device="cpu")).heads
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", None)
+    rows = json.loads(call("spectra", checkpoint("gpt2"), "--json")[1])["heads"]
     assert [row["trace"] for row in rows] == pytest.approx(expected.trace.tolist(), rel=1e-12)
-    status, _, stderr = call("spectra", folder, "--json", "--device", "cpu")
-    assert (status, "holds NaN" in stderr) == (1, True)
 
 
-@pytest.mark.parametrize("opened", [open_weights, open_streamed])
-def test_of_two_towers_it_is_the_one_of_text_as_where_all_is_read(opened, tmp_path):
+def test_of_two_towers_it_is_the_one_of_text_as_where_all_is_read(tmp_path):
     said: list[str] = []
-    model = opened(vision.write_clip(tmp_path), say=said.append)
+    model = open_streamed(vision.write_clip(tmp_path), say=said.append)
     assert type(model.hf).__name__ == "CLIPTextModel"
     assert "opened whole, since it has two towers, of which this is the one of text" in said
 
 
-@pytest.mark.parametrize("opened", [open_model, open_weights, open_streamed])
+@pytest.mark.parametrize("opened", [open_model, open_streamed])
 def test_a_folder_at_home(opened, checkpoint, monkeypatch):
     folder = checkpoint("gpt2")
     monkeypatch.setenv("HOME", str(folder.parent))

@@ -1,7 +1,7 @@
 """Quantised layers are read as what they compute, and adapters count; what cannot be read is refused before the pass.
 
-Files whose weights wait for a quantiser whom nothing names are refused; masks and old buffers are not. The oracles are
-the quantisers' own dequantised weights, PEFT's merged ones, and the same layers without a quantiser.
+Scales that wait for a quantiser whom nothing names are refused; masks and old buffers are not. The oracles are the
+quantisers' own dequantised weights, PEFT's merged ones, and the same layers without a quantiser.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from theodolite.logits.constituents import constituents
 from theodolite.models import open_model
 from theodolite.models.guard import guarded
 from theodolite.models.stored.dequantised import EXACT, dequantised, has_own_class, quantised_layers
-from theodolite.models.stored.lazy_weights import open_weights
+from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
@@ -120,7 +120,7 @@ def test_a_quantised_checkpoint_is_opened(name, checkpoint, tmp_path):
     load(checkpoint("llama3"), name).save_pretrained(tmp_path / "quantised")
     said: list[str] = []
     whole = open_model(tmp_path / "quantised", device="cpu")
-    lazily = open_weights(tmp_path / "quantised", say=said.append)
+    lazily = open_streamed(tmp_path / "quantised", say=said.append)
     assert spectra(lazily).heads.equals(spectra(whole).heads)
     assert "is quantised" in said[0]
     assert not whole.weights().changed
@@ -201,10 +201,10 @@ NO_SUM = "its answers do not add up, as where activations are rounded to a fixed
 UNREADABLE: dict[str, tuple[Any, str]] = {
     "fixed grid": (lambda x, product: product((x / 0.3).round().clamp(-128, 127) * 0.3), NO_SUM),
     "four bits": (lambda x, product: product(_rounded_to_four_bits(x)), NO_SUM),
-    "shifted": (lambda x, product: product(x) + 1, "it adds something to its product"),
+    "shifted": (lambda x, product: product(x) + 1, NO_SUM),
     "unable": (_unable, "kernels for another machine"),
     "nameless": (None, "it does not say how wide its input is"),
-    "unscaled": (lambda x, product: product(x) / 0, "it adds something to its product"),
+    "unscaled": (lambda x, product: product(x) / 0, NO_SUM),
 }
 
 
@@ -212,24 +212,24 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
 def test_what_cannot_be_read_is_refused_before_the_pass(name, checkpoint):
     answer, why = UNREADABLE[name]
     model = open_model(checkpoint("mistral"))
-    kind = Nameless if answer is None else Scaled
-    layer = kind(model.root.get_submodule(Q), torch.int8)
+    kind, first = Nameless if answer is None else Scaled, Q.replace("1", "0")
+    layer = kind(model.root.get_submodule(first), torch.int8)
     layer.answer = answer or layer.answer
-    model.root.set_submodule(Q, layer)
+    model.root.set_submodule(first, layer)
     began: list[tuple[object, ...]] = []
-    said = rf"{Q} is quantised \({kind.__name__} of .*cannot be read: {why}; give a dequantised copy"
+    said = rf"{first} is quantised \({kind.__name__} of .*cannot be read: {why}; give a dequantised copy"
     for measure in (
         lambda: survey(model, CORPUS, show_progress=lambda *told: began.append(told)),
         lambda: trace_sinks(model, CORPUS, show_progress=lambda *told: began.append(told)),
         lambda: spectra(model),
-        lambda: constituents(model, IDS, 1),
+        lambda: constituents(model, IDS, 0),
     ):
         with pytest.raises(WorkError, match=said) as refused:
             measure()
         assert "\n" not in str(refused.value)
     assert not began
     with pytest.raises(WorkError, match=why):
-        model.head_weights(1)
+        model.head_weights(0)
     if name not in ("unable", "unscaled"):
         assert torch.isfinite(model.forward(IDS)).all()  # what needs no weights is measured as before
         with pytest.raises(WorkError, match=why):
@@ -241,18 +241,16 @@ def test_a_wrong_matrix_is_refused():
     assert EXACT < 0.02
     layer = Scaled(nn.Linear(32, 16), torch.int8)
     layer.answer = lambda x, product: product(x) * torch.where((x != 0).sum(-1, keepdim=True) == 1, 1.02, 1.0)
-    with pytest.raises(WorkError, match="its answers to e_1, e_2, … do not add up to its others"):
+    with pytest.raises(WorkError, match=NO_SUM):
         dequantised("q", layer)
 
 
 def test_what_bitsandbytes_says_at_each_call_is_not_heard_in_a_pass(caplog):
-    said = "MatMul8bitLt: inputs will be cast from %s to float16 during quantization"
     logger = logging.getLogger("bitsandbytes.autograd._functions")
     with guarded(nn.Linear(2, 2)):
-        logger.warning(said, torch.float32)
+        logger.warning("MatMul8bitLt: inputs will be cast from %s to float16", torch.float32)
         logger.warning("another warning")
-    logger.warning(said, torch.float32)
-    assert [record.getMessage() for record in caplog.records] == ["another warning", said % torch.float32]
+    assert [record.getMessage() for record in caplog.records] == ["another warning"]
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8 of bitsandbytes", "int8"])
@@ -312,14 +310,14 @@ def test_an_adapter_beside_its_weights_counts(checkpoint, tmp_path, monkeypatch)
     for folder in ("both", "alone"):
         model.save_pretrained(tmp_path / folder)
     merged = open_model(copy.deepcopy(model).merge_and_unload().eval())
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         assert close(opener(tmp_path / "both").head_weights(1), merged.head_weights(1))
         with pytest.raises(
             UsageError, match=r"holds an adapter alone.*open_model\(PeftModel.from_pretrained"
         ):
             opener(tmp_path / "alone")
     monkeypatch.setattr("theodolite.models.stored.loading.is_peft_available", lambda: False)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         with pytest.raises(UsageError, match="has an adapter beside its weights, which PEFT reads"):
             opener(tmp_path / "both")
 
@@ -388,10 +386,6 @@ def test_a_device_without_float64_is_refused(checkpoint, monkeypatch):
         open_model(checkpoint("gpt2"), device="mps")
 
 
-def stored_as(dtype: torch.dtype) -> Callable[[Tensors], object]:
-    return lambda weights: weights.update({f"{Q}.weight": weights[f"{Q}.weight"].to(dtype)})
-
-
 def beside(name: str) -> Callable[[Tensors], object]:
     return lambda weights: weights.update({f"{Q}.{name}": torch.ones(1)})
 
@@ -399,8 +393,6 @@ def beside(name: str) -> Callable[[Tensors], object]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (stored_as(torch.float8_e4m3fn), rf"tensor {Q}\.weight is F8_E4M3"),
-        (stored_as(torch.int8), rf"tensor {Q}\.weight is I8"),
         (beside("weight_scale"), rf"tensor {Q}\.weight_scale scales {Q}\.weight"),
         (beside("SCB"), rf"tensor {Q}\.SCB scales"),
         (beside("scales"), rf"tensor {Q}\.scales scales"),
@@ -409,7 +401,7 @@ def beside(name: str) -> Callable[[Tensors], object]:
 )
 def test_a_checkpoint_without_a_quantization_config(change, said, copied):
     folder = with_tensors(copied("llama3"), change)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         words = f"{said}.* no quantization_config: give a dequantised copy"
         with pytest.raises(WorkError, match=words) as refused:
             opener(folder)
@@ -426,13 +418,8 @@ def test_a_pruned_model_s_own_names_are_no_exception(checkpoint, copied):
         weights["h.0.attn.masked_bias"] = torch.tensor(-1e4)
         weights["logit_scale"] = torch.ones(())
 
-    def wrong(weights: Tensors) -> None:
-        weights["h.0.attn.c_attn.bias"] = weights["h.0.attn.c_attn.bias"].to(torch.int8)
-
     folder = with_tensors(copied("gpt2"), old)
     assert spectra(open_model(folder)).heads.equals(spectra(open_model(checkpoint("gpt2"))).heads)
-    with pytest.raises(WorkError, match=r"tensor h\.0\.attn\.c_attn\.bias is I8"):
-        open_model(with_tensors(folder, wrong))
 
 
 def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(copied):
@@ -453,6 +440,6 @@ def test_eight_bits_with_blocks_of_scales_are_read_by_transformers(copied):
         open_model(folder)
     method = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
     edited(folder, quantization_config=method)
-    for opener in (open_model, open_weights):
+    for opener in (open_model, open_streamed):
         read = opener(folder).head_weights(1).w_q.mT.flatten(0, 1)
         torch.testing.assert_close(read, blocks[f"{Q}.weight"].double(), rtol=1e-6, atol=1e-9)

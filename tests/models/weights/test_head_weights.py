@@ -92,6 +92,13 @@ def test_attention_that_takes_no_single_token():
         torch.testing.assert_close(model.output_weights(layer), weight.T.reshape(4, -1, 32))
 
 
+@pytest.mark.parametrize("family", ["xglm", "ibert"])
+def test_an_output_that_takes_no_other_heads_is_named(family):
+    """XGLM's mask overflows in float64; I-BERT's modules return pairs."""
+    with pytest.raises(WorkError, match="layer 1: its W_O cannot be read: "):
+        open_model(checkpoints.build(family)).output_weights(1)
+
+
 def test_weights_are_kept_until_the_parameters_change(anew):
     """Oracle: the parameters by name, before and after an optimizer's kind of step."""
     model = anew("bert")

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,7 +30,7 @@ OF_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "ne
 class Logits:
     """`cap(scaling · query keyᵀ) + bias` where `mask` lets a query see a key, or with `weights` their softmax.
 
-    What broadcasts does so over `lead`. `products` are those of queries and keys that it is made of.
+    What broadcasts does so over `lead`. `product` is that of queries and keys that it is made of.
     """
 
     lead: Shape
@@ -42,7 +41,7 @@ class Logits:
     mask: Tensor | None = None
     softcap: float | None = None
     weights: bool = False
-    products: frozenset[object] = field(default_factory=lambda: frozenset({object()}))
+    product: object = field(default_factory=object)
 
     def times(self, factor: float) -> Logits:
         """Multiply all of it by a number."""
@@ -61,20 +60,6 @@ class Logits:
         if not bias.any():
             return self
         return replace(self, bias=bias if self.bias is None else self.bias + bias)
-
-    def joined_with(self, other: Logits) -> Logits | None:
-        """Add other logits: one product of queries and keys side by side. None where either is capped or masked."""
-        done = [(of.softcap, of.mask) for of in (self, other)]
-        if done != [(None, None)] * 2 or self.lead != other.lead or not self.scaling:
-            return None
-        scaled = other.query * (other.scaling / self.scaling)
-        joined = replace(
-            self,
-            query=_side_by_side(self.query, scaled),
-            key=_side_by_side(self.key, other.key),
-            products=self.products | other.products,
-        )
-        return joined if other.bias is None else joined.plus(other.bias)
 
     def hiding(self, hidden: Tensor) -> Logits:
         """Hide keys."""
@@ -115,7 +100,7 @@ class NotFollowed:
     """What an operation without a rule makes of logits or weights, and whether a softmax came before."""
 
     operation: str
-    products: frozenset[object]
+    product: object
     weights: bool
 
 
@@ -203,7 +188,7 @@ class ByHand:
             return None
         source = next((of for of in known if isinstance(of, NotFollowed)), known[0])
         operation = source.operation if isinstance(source, NotFollowed) else name
-        return NotFollowed(operation, source.products, source.weights or name == "softmax")
+        return NotFollowed(operation, source.product, source.weights or name == "softmax")
 
     def _of(self, tensor: Any) -> Any:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
@@ -253,11 +238,6 @@ def _laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:
         if letter not in letters:
             tensor = tensor.unsqueeze(place)
     return tensor
-
-
-def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
-    lead = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
-    return torch.cat([t.expand(*lead, t.shape[-1]) for t in (first, second)], dim=-1)
 
 
 def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
@@ -343,9 +323,7 @@ def _sum(of: Lookup, result: Tensor, first: Any, other: Any, *, alpha: float = 1
     if logits is None or not isinstance(other, Tensor):
         return logits  # one number more for all keys is none
     added = of(other)
-    if _logits(added) is not None:
-        return logits.joined_with(added.times(float(alpha))) if result.shape == other.shape else None
-    if isinstance(added, Logits) or (isinstance(added, NotFollowed) and added.products & logits.products):
+    if isinstance(added, Logits) or (isinstance(added, NotFollowed) and added.product is logits.product):
         return None  # what depends on the logits themselves is no bias
     return logits.plus(float(alpha) * other) if result.shape[:-2] == logits.lead else None
 

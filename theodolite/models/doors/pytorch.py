@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -251,7 +250,7 @@ def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any
 
 
 FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
-"""Options that ask it for more than the output: of each in turn."""
+"""Options that ask it for more than the output, which is not given."""
 
 FLEX = "flex_attention"
 """The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
@@ -259,7 +258,7 @@ FLEX = "flex_attention"
 
 def _intercept_flex_attention(
     mode: _Interception,
-    func: Any,
+    _func: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -267,15 +266,15 @@ def _intercept_flex_attention(
     block_mask: tuple[Any, ...],
     scale: float,
     kernel_options: dict[str, Any],
-    *rest: Any,
-    **kwargs: Any,
+    *_rest: Any,
+    **_kwargs: Any,
 ) -> Any:
-    shape = (*query.shape[:3], key.shape[2])
-    outputs = [kernel_options[name] for name in FLEX_OUTPUTS if name in kernel_options]
-    statistics: list[Any] = [None] * len(outputs)
-    if any(outputs):
-        _, *statistics = func(
-            query, key, value, score_mod, block_mask, scale, kernel_options, *rest, **kwargs
+    from torch.nn.attention.flex_attention import _identity
+
+    if score_mod is not _identity:
+        raise UsageError(
+            f"{type(mode.owner).__name__} gives flex_attention a score_mod, which is not read: hide keys by its "
+            "block_mask"
         )
     inputs = AttentionInputs(
         query=query,
@@ -283,14 +282,15 @@ def _intercept_flex_attention(
         value=value,
         scaling=float(scale),
         causal=False,
-        mask=_mask_of(block_mask, shape, query.device, mode.masks),
-        bias=_added_by(score_mod, mode.owner, shape, query),
+        mask=_mask_of(block_mask, query.shape[2], key.shape[2], query.device, mode.masks),
     )
-    return answered(mode.owner, inputs).transpose(1, 2), *statistics
+    return answered(mode.owner, inputs).transpose(1, 2), *(
+        None for name in FLEX_OUTPUTS if name in kernel_options
+    )
 
 
 def _mask_of(
-    block_mask: tuple[Any, ...], shape: Sequence[int], device: torch.device, known: dict[Any, Any]
+    block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.device, known: dict[Any, Any]
 ) -> Tensor | None:
     """Build the dense mask of a block mask; once a pass where all layers are given the same."""
     from torch.nn.attention.flex_attention import create_mask, noop_mask
@@ -299,44 +299,13 @@ def _mask_of(
     if mask_mod is noop_mask:
         return None
     blocks = next(part for part in block_mask if isinstance(part, Tensor))
-    contexts, heads, (queries, keys) = *blocks.shape[:2], shape[2:]
+    contexts, heads = blocks.shape[:2]
     place = id(mask_mod), id(blocks), queries, keys
     if place not in known:
         # It has one of contexts or heads where it is that of all.
         mask = create_mask(mask_mod, contexts, heads, queries, keys, device=device)
         known[place] = mask, block_mask  # which must not be freed before: another might have its id
     return known[place][0]
-
-
-PROBED = (2.5, -3.0, 60.0, -60.0)
-"""Logits to which a `score_mod` must add what it adds to 0, at `PLACES` places of all."""
-
-PLACES = 4096
-
-
-def _added_by(score_mod: Callable[..., Tensor], owner: nn.Module, shape: Any, like: Tensor) -> Tensor | None:
-    """Return the bias that a `score_mod` adds (−∞ hides a key) or None; `UsageError` where it does something else."""
-    from torch.nn.attention.flex_attention import _identity
-
-    if score_mod is _identity:
-        return None
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    number = math.prod(shape)
-
-    def modified(score: float, places: Tensor) -> Tensor:
-        scores = torch.full(places.shape, score, dtype=dtype, device=like.device)
-        return torch.vmap(score_mod)(scores, *torch.unravel_index(places, shape))
-
-    bias = modified(0.0, torch.arange(number, device=like.device))
-    some = torch.arange(0, number, max(1, number // PLACES | 1), device=like.device)
-    for score in PROBED:
-        expected = bias[some] + score
-        if not torch.allclose(modified(score, some), expected, rtol=1e-5, atol=1e-4):
-            raise UsageError(
-                f"{type(owner).__name__} gives flex_attention a score_mod that does more than add a bias to the "
-                "logits: it cannot be read"
-            )
-    return bias.view(*shape)
 
 
 _INTERCEPTED: dict[Any, Callable[..., Any]] = {

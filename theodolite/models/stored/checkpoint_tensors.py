@@ -29,7 +29,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from theodolite.errors import WorkError
 from theodolite.models.stored import loading
-from theodolite.models.stored.dequantised import FLOATS, kinds_of, refuse_quantised_files
+from theodolite.models.stored.dequantised import FLOATS
 from theodolite.models.stored.factored import is_factored
 from theodolite.models.structure import Structure
 from theodolite.system.checkpoint_folders import adapter_in, is_gguf
@@ -104,17 +104,16 @@ def checkpoint_tensors(
     if loading.has_adapter(source, revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
-    files = _files(source, config, revision)
-    for path in files:
-        kinds |= {name: (path, kind) for name, kind in kinds_of(path).items()}
+    for path in _files(source, config, revision):
+        with safe_open(path, framework="pt") as file:
+            kinds |= {name: (path, file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     auto = config.dtype or next((FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS), torch.float32)
     wanted = loading.dtype_named(dtype, auto)
     architecture = loading.architecture_of(source, config)
     model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
-    refuse_quantised_files(source, model, files)
     changes = get_model_conversion_mapping(model)
     names = _renamed(model, list(kinds), changes)
-    loading.refuse_more_layers(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    loading.refuse_left_over(source, model, sorted(set(names.values()) - model.state_dict().keys()))
     return CheckpointTensors(model, kinds, names, changes)
 
 
@@ -207,7 +206,7 @@ class StreamedBlocks:
     def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
-        if structure.free or len(set(structure.blocks)) < len(structure.blocks):
+        if len(set(structure.blocks)) < len(structure.blocks):
             raise CannotReadLazily("its layers are no modules of their own")
         self.names = [name_of[block] for block in structure.blocks]
         self.readings = [0] * len(self.names)

@@ -44,22 +44,17 @@ BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeErr
 
 ANEW = "download it again, or convert the model anew"
 
-FAMILIES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""What `transformers` calls the architectures that llama.cpp calls otherwise."""
-
-EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
+FAMILIES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
+FAMILIES |= {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""Architectures that are read, and what `transformers` calls them."""
 
 SETTINGS = {
-    **dict.fromkeys(EPSILONS, ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")),
-    "context_length": ("max_position_embeddings",),
-    "feed_forward_length": ("n_inner", "ffn_hidden_size"),
-    "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-    "expert_weights_norm": ("norm_topk_prob",),
-    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.sliding_window": ("sliding_window",),
-    "attention.sliding_window_pattern": ("layer_types",),
-    **{name: (name,) for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale")},
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "layer_types",
+    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
@@ -75,7 +70,7 @@ NEEDS_NO_SETTING |= {
     "rope.scaling.finetuned",
 }
 NEEDS_NO_SETTING |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
-NEEDS_NO_SETTING |= {"use_parallel_residual", "tensor_data_layout", "pooling_type"}
+NEEDS_NO_SETTING |= {"tensor_data_layout", "pooling_type"}
 """Keys that are read here, that tensors show, too, or that change no logits."""
 
 NEUTRAL = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1}
@@ -88,18 +83,10 @@ LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """Of Gemma's models, those of 27B divide queries by √(width / heads) and the others by √(width of a head). No key says
 so: llama.cpp goes by the number of layers, too."""
 
-_GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = GGUF_PRE_TOKENIZER_SPLITS["llama3"]
-SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum"), _GPT2),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", *_GPT2)
-    ),
-    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (r" ?[^(\s|[.,!?…。，、।۔،])]+",)),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, "[0-9][0-9][0-9]"),
-    "stablelm2": (GGUF_PRE_TOKENIZER_SPLITS["qwen2"],),
-}
-"""At what llama.cpp splits a text, one after the other, where `transformers` splits as GPT-2 does."""
+SPLITS = {"gpt-2": (_GPT2,), "smollm": (r"\p{N}", _GPT2)}
+"""At what llama.cpp splits a text, one after the other, where `transformers` splits in one other way."""
 
 LIKE_LLAMA3 = {name for name, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == _LLAMA3}
 LIKE_LLAMA3 = LIKE_LLAMA3 - {"dbrx", "smaug-bpe"} | {"tekken"}
@@ -228,26 +215,21 @@ def gguf_config(path: Path) -> Any:
 
 def _settings(file: GgufFile) -> dict[str, Any]:
     metadata, tensors = file.own(), file.tensors
-    family = FAMILIES.get(file.architecture, file.architecture)
-    mapped: Any = GGUF_CONFIG_MAPPING.get(family.removesuffix("_text"))
-    in_gguf = file.architecture in gguf.MODEL_ARCH_NAMES.values()
-    # Of Gemma 4's widths, rotary positions and shared keys the map leaves most to the defaults of one model, and of T5
-    # its feed-forward layers.
-    if mapped is None or family in ("gemma4", "t5") or family not in CONFIG_MAPPING or not in_gguf:
+    family = FAMILIES.get(file.architecture)
+    if family is None:
         raise file.refused(
-            f"transformers has no map for GGUF files of the architecture {file.architecture}: open its safetensors"
+            f"GGUF files of the architecture {file.architecture} are not read: open its safetensors"
         )
+    mapped: Any = GGUF_CONFIG_MAPPING[family.removesuffix("_text")]
     # Else some defaults warn of their own tokens.
     no_tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     default = CONFIG_MAPPING[family](**no_tokens)
     known = default.to_dict().keys() | default.attribute_map.keys()
     places = {key: name for key, name in mapped.items() if name in known}
-    needed = places.keys() - OPTIONAL - EPSILONS
-    if "expert_count" in places:  # a file may have no dense layers
-        needed -= {"feed_forward_length"}
-    if not metadata.keys() & EPSILONS:
-        needed |= {max(sorted(EPSILONS), key=places.__contains__)}
-    for key in sorted(needed):
+    # A file of experts may have no dense layers.
+    for key in sorted(
+        places.keys() - OPTIONAL - ({"feed_forward_length"} if "expert_count" in places else set())
+    ):
         if not isinstance(metadata.get(key), int | float) or metadata[key] <= 0:
             raise file.unusable(key)
     layers = metadata["block_count"]
@@ -257,15 +239,15 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     settings |= {"sliding_window": None} if "sliding_window" in known else {}
     needless = NEEDS_NO_SETTING | {key for key, name in mapped.items() if name is None}
     for key, value in metadata.items():
-        names = {places[key]} if key in places else known & set(SETTINGS.get(key, ()))
-        settings |= dict.fromkeys(names, value)
-        if not (names or key in needless or value == NEUTRAL.get(key, 0)):
+        name = places.get(key, SETTINGS.get(key))
+        if name in known:
+            settings[name] = value
+        elif key not in needless and value != NEUTRAL.get(key, 0):
             raise file.refused(
                 f"it says {file.architecture}.{key} = {value}, and transformers has no setting for that in "
                 f"{type(default).__name__}"
             )
-    if "num_key_value_heads" in known:
-        settings.setdefault("num_key_value_heads", settings.get("num_attention_heads"))
+    settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     if "head_dim" in known and mapped.get("attention.key_length") in (None, "head_dim"):
         width = settings["hidden_size"] // settings["num_attention_heads"]
         settings["head_dim"] = metadata.get("attention.key_length", width)
@@ -274,18 +256,9 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     settings["tie_word_embeddings"] = "output.weight" not in tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
-    for name in {"attention_bias", "use_bias", "use_qkv_bias"} & known:
-        settings[name] = "blk.0.attn_q.bias" in tensors
-    if "mlp_bias" in known:
-        settings["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    if "use_parallel_residual" in known:
-        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
-    if family == "lfm2":
-        heads = metadata.get("attention.head_count_kv")
-        if not isinstance(heads, list):
-            raise file.unusable("attention.head_count_kv")
-        settings |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
-        settings["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+    for name, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up")):
+        if name in known:
+            settings[name] = f"blk.0.{tensor}.bias" in tensors
     if family in ("gemma2", "gemma3_text"):
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
         is_27b = layers == LAYERS_OF_27B[file.architecture]
@@ -298,16 +271,13 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         if isinstance(pattern, int):
             pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    settings["architectures"] = [architecture] if isinstance(architecture, str) else None
+    settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     return settings | _rotary(file, metadata, settings, default)
 
 
 def _rotary(
     file: GgufFile, metadata: dict[str, Any], settings: dict[str, Any], default: Any
 ) -> dict[str, Any]:
-    if getattr(default, "rope_parameters", None) is None:
-        return {}
     rotary: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 1e4)}
     if "rope.freq_base_swa" in metadata:
         rotary["rope_local_base_freq"] = metadata["rope.freq_base_swa"]

@@ -1,8 +1,7 @@
 """Open a checkpoint to read it in parts from its files; one that cannot be is opened whole, with the reason.
 
-Opened for its weights only, the skeleton (`checkpoint_tensors.py`) has the tensors of one attention module while that
-layer's heads are looked at. Opened to be run, it has what lies outside the blocks for good, and a block's tensors while
-that runs or is asked for: the memory of a block and of its activations, on one device.
+The skeleton (`checkpoint_tensors.py`) has what lies outside the blocks for good, and a block's tensors while that runs
+or is asked for: the memory of a block and of its activations, on one device.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import WorkError
 from theodolite.models.calls import capture_calls, capture_current_calls, run_until_tap, stop_at_tap
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
@@ -29,7 +27,6 @@ from theodolite.models.stored.checkpoint_tensors import (
     StreamedBlocks,
     checkpoint_tensors,
     filled_with_rows,
-    put_back,
 )
 from theodolite.models.structure import first_output
 from theodolite.models.structure_search import find_structure
@@ -43,61 +40,24 @@ OTHER_WEIGHTS = 2**-6
 
 
 @known_state()
-def open_weights(
-    path_or_id: str | Path | None = None,
-    *,
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    attention: Attention | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    show_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> OpenModel:
-    """Open a checkpoint for its weights only, for `OpenModel.head_weights` and `spectra`, on the CPU.
-
-    Memory is that of one attention module, whatever the size of the model. Every attention module is verified as it is
-    read: its output on random hidden states, recomputed from its queries, keys and values, is its own. A checkpoint
-    that cannot be read so is opened whole.
-
-    Args:
-        path_or_id, dtype, revision, attention: as in `open_model`.
-        say: told in a line why the model was opened whole, if it was.
-        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
-
-    Raises:
-        UsageError, WorkError: as `open_model` does.
-    """
-    check_dtype(dtype)
-    try:
-        checkpoint = loading.Checkpoint.at(path_or_id, revision)
-        with _read_in_parts():
-            checkpoint = checkpoint.of_one_commit()
-            reader = Reader(checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision), attention)
-            reader.verify_ends()
-        reader.source.trunk.register_forward_pre_hook(_refuse_to_run)
-        return reader.opened(block_present=reader.loaded, **checkpoint.identity(show_progress))
-    except CannotReadLazily as reason:
-        model = open_model(path_or_id, dtype=dtype, device="cpu", revision=revision, attention=attention)
-        say(f"opened whole, since {reason}")
-        return model
-
-
-@known_state()
 def open_streamed(
     path_or_id: str | Path | None = None,
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     revision: str | None = None,
+    attention: Attention | None = None,
     say: Callable[[str], None] = lambda line: None,
     show_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OpenModel:
-    """Open a checkpoint whose blocks are read from its files as they run, for `survey` and `prune_model`.
+    """Open a checkpoint whose blocks are read from its files as they run, for `survey`, `spectra` and `prune_model`.
 
-    The attention of the first and the last block that attend is verified on opening, as `open_weights` does. That its
-    weights are finite is seen when a block is first read. A checkpoint that cannot be read so is opened whole.
+    The attention of the first and the last block that attend is verified on opening: its output on random hidden
+    states, recomputed from its queries, keys and values, is its own. That its weights are finite is seen when a block
+    is first read. A checkpoint that cannot be read so is opened whole.
 
     Args:
-        path_or_id, dtype, device, revision: as in `open_model`.
+        path_or_id, dtype, device, revision, attention: as in `open_model`.
         say: told in a line why the model was opened whole, if it was, and of a dtype in which this processor is slow.
         show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
 
@@ -112,22 +72,29 @@ def open_streamed(
             tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
             if tensors.model.config.is_encoder_decoder:
                 raise CannotReadLazily("encoder and decoder read each other")
-            reader = Reader(tensors, None)
+            reader = Reader(tensors, attention)
             blocks = StreamedBlocks(tensors, reader.structure, target)
             blocks.unswept = reader.why_not_swept()
             blocks.load_rest()
-            reader.verify_ends()
+            for layer in (reader.structure.attending[0], reader.structure.attending[-1]):
+                with blocks.present(layer):
+                    reader.verify(layer)
+            blocks.readings = [0] * len(blocks.names)
             blocks.read_as_they_run()
             for layer, call in reader.calls.items():
                 reader.calls[layer] = call.with_hidden(call.hidden.to(target))
-            model = reader.opened(
+            model = OpenModel.of(
+                reader.source,
+                reader.structure,
+                reader.calls,
+                reader.inputs,
                 tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
                 **checkpoint.identity(show_progress),
                 streamed=blocks,
-                block_present=blocks.present,
             )
     except CannotReadLazily as reason:
-        model = open_model(path_or_id, dtype=dtype, device=device, revision=revision, say=say)
+        how: dict[str, Any] = {"device": device, "revision": revision, "attention": attention}
+        model = open_model(path_or_id, dtype=dtype, say=say, **how)
         say(f"opened whole, since {reason}")
         return model
     say_if_slow(model.hf.dtype, target, say)
@@ -148,14 +115,8 @@ def _read_in_parts() -> Iterator[None]:
         raise CannotReadLazily(loading.reason_of(error)) from error
 
 
-def _refuse_to_run(module: nn.Module, _args: Any) -> None:
-    raise UsageError(
-        f"this {type(module).__name__} was opened for its weights only, and cannot read a text: use open_model"
-    )
-
-
 class Reader:
-    """Reads the attention modules of a skeleton, one at a time.
+    """Finds and verifies the attention modules of a skeleton.
 
     Attributes:
         calls: how each attention module is called, with one token at position 0.
@@ -175,10 +136,6 @@ class Reader:
         with filled_with_rows(model, OTHER_WEIGHTS), recorded_inputs(model, self.structure) as self.inputs:
             self.other_calls = capture_current_calls(self.structure, several_tokens)
 
-    def opened(self, **rest: Any) -> OpenModel:
-        """Open the model, with other attributes."""
-        return OpenModel.of(self.source, self.structure, self.calls, self.inputs, **rest)
-
     def why_not_swept(self) -> str | None:
         """Say why passes through one block at a time differ from a whole pass; None where they agree."""
         run, sweep = self.source.small_pass(VERIFIED_LENGTH), Sweep(self.structure.blocks)
@@ -193,22 +150,6 @@ class Reader:
         return (
             None if torch.equal(swept, whole) else "its blocks need more than what the ones before them leave"
         )
-
-    def verify_ends(self) -> None:
-        """Verify the first and the last attention module; errors are those of `loaded`."""
-        for layer in (self.structure.attending[0], self.structure.attending[-1]):
-            with self.loaded(layer):
-                pass
-
-    @contextmanager
-    def loaded(self, layer: int) -> Iterator[None]:
-        """Load the weights of one attention module while open; `WorkError` unless they are finite and verified."""
-        module, name = self.structure.attention_at(layer), self.structure.names[layer]
-        with put_back(module):
-            self.tensors.load(lambda of: of.startswith(name + "."), name)
-            loading.refuse_nonfinite_weights(module, name + ".")
-            self.verify(layer)
-            yield
 
     def verify(self, layer: int) -> None:
         """Verify an attention module that has its weights; `CannotReadLazily` where other weights matter, too."""

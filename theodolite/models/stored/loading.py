@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import json
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,16 +22,15 @@ from typing import Any, Literal, Protocol
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file, is_peft_available
 from transformers.utils.hub import extract_commit_hash
 
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.guard import MAKING
-from theodolite.models.stored.dequantised import FLOATS, has_own_class, kind_of_name, refuse_quantised_files
+from theodolite.models.stored.dequantised import FLOATS, SCALE, WHAT_TO_DO, has_own_class
 from theodolite.models.stored.factored import is_factored, load_factored
 from theodolite.models.training.adapters import with_adapter_merged
 from theodolite.system import embedded
@@ -59,16 +58,7 @@ LOADING_ERRORS = (
 )
 """What the loaders of transformers raise on broken or unknown checkpoints."""
 
-ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-"""How `transformers` can turn queries and keys."""
-
-MOST_LABELS = 10**7
-
 SUMMED_AT_ONCE = 2**22
-
-MOST_TENSORS = 500_000
-"""Of a checkpoint: four times as many as the largest mixtures of experts with the scales of a quantiser."""
-
 
 Tower = Literal["text", "vision"]
 """Of a checkpoint with two encoders beside each other, of text and of images (CLIP, SigLIP)."""
@@ -156,8 +146,7 @@ def file_of(source: str | Path, name: str, revision: str | None, **options: Any)
 
 
 def architecture_of(source: str | Path, config: Any) -> Any:
-    """Return the model class that a config names, or None; `UsageError` for an unknown one, or sizes that cannot be."""
-    _refuse_impossible(source, config)
+    """Return the model class that a config names, or None; `UsageError` for an unknown one."""
     names = getattr(config, "architectures", None) or []
     architecture = getattr(transformers, str(names[0]), None) if names else None
     if names and not (isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)):
@@ -168,52 +157,10 @@ def architecture_of(source: str | Path, config: Any) -> Any:
     return architecture
 
 
-def _refuse_impossible(source: str | Path, config: Any) -> None:
-    """Refuse sizes that no file holds before a model is built: modules for a billion layers would take hours."""
-    text = config.get_text_config()
-    for what in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        try:
-            size = getattr(text, what, 1)
-        except RuntimeError:
-            continue  # it is another one from layer to layer
-        if isinstance(size, int) and size < 1:
-            raise UsageError(f"cannot open {source}: its config.json says {what} = {size}")
-    rope_parameters = getattr(text, "rope_parameters", None)
-    of_all = rope_parameters if isinstance(rope_parameters, dict) else {}
-    for rope in [of_kind for of_kind in of_all.values() if isinstance(of_kind, dict)] or [of_all]:
-        if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
-            raise UsageError(
-                f"cannot open {source}: its config.json says rope_type = {kind!r}; transformers "
-                f"{transformers.__version__} knows {', '.join(ROPE_TYPES)}"
-            )
-    folder, layers = Path(source), getattr(text, "num_hidden_layers", 0)
-    if not folder.is_dir() or not isinstance(layers, int):
-        return
-    held = 0
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                held += len(file.keys())
-        except SafetensorError:
-            return  # who loads it says which file is damaged
-    if held > MOST_TENSORS:
-        raise UsageError(f"cannot open {source}: its files hold {held:,} tensors")
-    if layers > held:
-        raise UsageError(
-            f"cannot open {source}: its config.json says {layers} layers, its files hold {held} tensors"
-        )
-
-
 def config_of(source: str | Path, revision: str | None) -> Any:
     """Read the config of a checkpoint without the name of an attention kernel, which may be a download."""
     if is_gguf(source):
         return gguf_module().gguf_config(Path(source))
-    path = Path(source) / CONFIG_NAME
-    # The one number for which a config takes memory as soon as it is made: a name for each label.
-    with suppress(OSError, ValueError, AttributeError, RecursionError):  # `AutoConfig` says what is wrong
-        labels = json.loads(path.read_text(encoding="utf-8")).get("num_labels")
-        if isinstance(labels, int) and labels > MOST_LABELS:
-            raise UsageError(f"cannot open {path.parent}: its config.json says {labels} labels")
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     config._attn_implementation = None
     return config
@@ -293,10 +240,7 @@ def load(
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
-    # Refuses what is larger than its files, before it is read.
-    skeleton = on_meta(source, architecture, config)
-    if folder.is_dir():
-        refuse_quantised_files(source, skeleton, weight_files(folder))
+    on_meta(source, architecture, config)  # refuses what is larger than its files, before it is read
     if is_factored(folder):
         factored: Any = load_factored(architecture, config, folder)
         return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
@@ -318,10 +262,7 @@ def load(
                 output_loading_info=True,
             )
         weakref.finalize(model, stack.pop_all().close)
-    if not folder.is_dir():  # they lie in the cache now
-        cached = Path(str(cached_file(source, CONFIG_NAME, revision=revision))).parent
-        refuse_quantised_files(source, skeleton, weight_files(cached))
-    refuse_more_layers(source, model, sorted(info["unexpected_keys"]))
+    refuse_left_over(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
     if missing:
         raise WorkError(
@@ -359,9 +300,20 @@ def has_adapter(source: str | Path, revision: str | None) -> bool:
     return file_of(source, "adapter_config.json", revision) is not None
 
 
-def refuse_more_layers(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
-    """Raise `WorkError` for left-over tensors of layers like the model's own; others (old buffers) may be left."""
+def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
+    """Raise `WorkError` for tensors of more layers, or scales whose quantiser is not named; old buffers may be left."""
+
+    def kind_of_name(name: str) -> str:
+        """Strip the numbers of layers and experts from a name."""
+        return re.sub(r"\.\d+(?=\.)", ".#", name)
+
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
+    for name in [] if getattr(model.config, "quantization_config", None) else unexpected:
+        weight = SCALE.sub("", name)
+        if weight != name and not known.isdisjoint({kind_of_name(weight + end) for end in ("", ".weight")}):
+            raise WorkError(
+                f"{source}: tensor {name} scales {weight}, and config.json has no quantization_config: {WHAT_TO_DO}"
+            )
     extra = [name for name in unexpected if kind_of_name(name) in known]
     if extra:
         raise WorkError(
