@@ -84,7 +84,6 @@ def _calls() -> list[tuple[str, str]]:
         ("evaluate {llama2} --task few-shot --shots 0-90", "takes up to"),
         ("evaluate {llama2} --tasks {tasks}", "holds no task of lm-eval"),
         ("evaluate {llama2} --tasks {none}", "there is no folder"),
-        ("evaluate {llama2} --tasks {tasks} --batch 0", "batch is 0: use 1 or more"),
         (evaluate + " --batch 0", "a batch of 0"),
         (prune + " --sparsity 0.5,0.5", "2 sparsities for 3 blocks"),
         (prune + " --pattern 2:5", "needs a multiple of 5 inputs"),
