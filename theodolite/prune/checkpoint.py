@@ -12,11 +12,10 @@ Nothing is pruned here.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from io import BytesIO
@@ -44,7 +43,7 @@ from theodolite.models.stored.factored import (
     read_matrices,
     unpacked_block,
 )
-from theodolite.models.stored.loading import load_tokenizer, without_progress_bars
+from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
 from theodolite.system import embedded
@@ -65,9 +64,6 @@ TABLE = "pruning.parquet"
 
 LOW_RANK = "low_rank/" + BLOCK
 """In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
-
-WEIGHTS = "weights"
-"""Beside the checksums of single files: that of the weights and the adapter together."""
 
 SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
@@ -98,7 +94,7 @@ OF_TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken"),
 )
-"""And for these where another tokenizer was opened with the model, or its own was changed."""
+"""And for these where another tokenizer was opened with the model."""
 
 LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -267,11 +263,6 @@ class UnfinishedPruning(Unfinished):
                 f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
                 "another --out or remove it"
             )
-        if (provenance.get(CHECKSUMS) or {}).get(WEIGHTS) not in (None, _weights_digest(self.out)):
-            raise UsageError(
-                f"{self.out} is incomplete or damaged (its weights are not those that were written): remove it, and "
-                "prune again"
-            )
         self.remove()
         return written
 
@@ -326,7 +317,7 @@ class UnfinishedPruning(Unfinished):
     def finish(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
     ) -> Pruned:
-        """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
+        """Write `OUT` atomically, remove the progress, and read the record with folder and sizes."""
         sums: dict[str, str] = {}
         with folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
@@ -344,7 +335,7 @@ class UnfinishedPruning(Unfinished):
                         save_model(model.hf, folder)
                     else:
                         model.streamed.save(folder)
-                for layer in sorted({layer for layer, _ in pruned.low_rank}):
+                for layer in pruned.table.query("rank > 0")["layer"].unique():
                     name = LOW_RANK.format(layer)
                     (folder / name).parent.mkdir(exist_ok=True)
                     factors = {
@@ -357,22 +348,20 @@ class UnfinishedPruning(Unfinished):
                 blocks = map(self.matrices, range(model.layers))
                 _write_adapter(folder / ADAPTER, model, blocks, self.out)
             _copy_companions(model, folder)
+            weights = [*folder.glob("*.safetensors"), *(folder / ADAPTER).glob("*.safetensors")]
             sizes = {
                 "format": form,
-                "bytes": sum(path.stat().st_size for path in _weight_files(folder)),
+                "bytes": sum(path.stat().st_size for path in weights),
                 "dense_bytes": sum(p.numel() * p.element_size() for p in model.hf.parameters()),
             }
             provenance = pruned.provenance | {"pruning": pruned.provenance["pruning"] | sizes}
-            pruned = replace(pruned, provenance=provenance)
             pruned.table.to_parquet(folder / TABLE, index=False)
             sums[TABLE] = bytes_digest((folder / TABLE).read_bytes())
-            sums[WEIGHTS] = _weights_digest(folder)
             write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
         self.remove()
-        low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
-        return replace(pruned, low_rank=low_rank, folder=self.out)
+        return Pruned.load(self.out)
 
 
 def _copy_companions(model: OpenModel, folder: Path) -> None:
@@ -390,21 +379,13 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     left, tokenizer = REWRITTEN, model.tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-        place = source if model.revision is None else model.id
-        if not paths or _content_of(load_tokenizer(place, model.revision)) != _content_of(tokenizer):
+        if getattr(tokenizer, "name_or_path", "") not in (str(source), model.id):
             left += OF_TOKENIZER
     for path in paths:
         name = path.relative_to(source)
         if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in left):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-
-
-def _content_of(tokenizer: Any) -> tuple[Any, ...]:
-    """Return all that a tokenizer is made of: equal for equal tokenizers."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    settings = (getattr(tokenizer, name, None) for name in ("chat_template", "padding_side"))
-    return repr(tokenizer), *settings, None if backend is None else backend.to_str()
 
 
 def _name(layer: int) -> str:
@@ -414,19 +395,6 @@ def _name(layer: int) -> str:
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return a fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """List the files of the model and its adapter, in order."""
-    return [*sorted(folder.glob("*.safetensors")), *sorted((folder / ADAPTER).glob("*.safetensors"))]
-
-
-def _weights_digest(folder: Path) -> str:
-    digests = []
-    for path in _weight_files(folder):
-        with path.open("rb") as file:
-            digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _in_adapter(matrix: PrunedMatrix) -> bool:
