@@ -24,7 +24,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model
 from theodolite.models.stored.factored import packed_block, read_matrices
 from theodolite.models.weights.block_matrices import block_matrices
-from theodolite.prune import Pruned, load_factored, oats, prune_model
+from theodolite.prune import Pruned, oats, prune_model
 from theodolite.report.content import text_line
 from theodolite.sinks import interventions
 from theodolite.system.files import write_checked
@@ -378,9 +378,7 @@ def test_a_pruned_model_is_refused(tmp_path, anew):
         prune_model(model, corpus_of(), "wanda", 0.5)
 
 
-def test_only_factored_folders_are_opened_as_such(checkpoint):
-    with pytest.raises(UsageError, match="gpt2 is not a factored checkpoint"):
-        load_factored(checkpoint("gpt2"))
+def test_a_folder_that_holds_no_pruning_is_refused(checkpoint):
     with pytest.raises(UsageError, match="no pruned checkpoint at"):
         Pruned.load(checkpoint("gpt2"))
 

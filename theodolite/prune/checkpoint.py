@@ -31,7 +31,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel
 from theodolite.models.stored.checkpoint_tensors import save_config, save_model
 from theodolite.models.stored.factored import (
     BLOCK,
@@ -154,20 +154,6 @@ class Pruned:
                 f"{folder} is incomplete or damaged ({error}): remove it, then prune again"
             ) from error
         return cls(table, provenance, LowRankOfFiles(keys, read), folder)
-
-
-def load_factored(folder: str | Path, **options: Any) -> OpenModel:
-    """Open a factored checkpoint, with the `options` of `open_model`.
-
-    Raises:
-        UsageError: the checkpoint is not factored, or as `open_model`.
-        WorkError: as `open_model`.
-    """
-    if not is_factored(Path(folder)):
-        raise UsageError(
-            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
-        )
-    return open_model(folder, **options)
 
 
 class LowRankOfFiles(LowRank):
