@@ -185,15 +185,6 @@ def test_the_table_shows_values_and_differences():
 
 
 @pytest.mark.slow
-def test_the_embedded_model_has_a_name(text):
-    """As in `compare`; oracle: the model that is meant where none is named."""
-    options = ("--corpus", text, "--length", 32, "--contexts", 4, "--json")
-    named, unnamed = (call(*names, *options) for names in (("embedded",), ()))
-    assert named[0] == 0
-    assert json.loads(named[1])["scores"] == json.loads(unnamed[1])["scores"]
-
-
-@pytest.mark.slow
 def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_path):
     """Oracle: the function on the tokens of the whole text; other windows are other questions."""
     model, out = opened("llama3"), tmp_path / "scores.json"
@@ -242,7 +233,6 @@ NOTHING = "nothing has such an option: leave out "
         ("--corpus TEXT --stride 16 --per-label 4", "leave out --per-label"),
         ("--shots 0-5", "there are no examples: leave out --shots"),
         ("--prompts 8", "without --task few-shot nothing has such an option: leave out --prompts"),
-        ("--task piqa --prompts 8", NOTHING + "--prompts"),
         ("--limit 10", NOTHING + "--limit"),
         ("--task few-shot --download", NOTHING + "--download"),
     ],

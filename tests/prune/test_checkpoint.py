@@ -162,15 +162,6 @@ def test_a_folder_that_exists_is_refused_but_for_an_empty_one_or_a_link_to_one(t
     assert (tmp_path / "disk" / "pruning.json").is_file()
 
 
-def test_a_damaged_block_is_refused(tmp_path, pruned):
-    with pytest.raises(KeyboardInterrupt):
-        pruned("gpt2", tmp_path / "out", show_progress=stop_after(13))
-    block = tmp_path / "out.partial" / "block-001.safetensors"
-    block.write_bytes(block.read_bytes()[:1000])
-    with pytest.raises(UsageError, match=r"block-001\.safetensors is damaged: remove it"):
-        pruned("gpt2", tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "bytes_digest", 5)]
 )

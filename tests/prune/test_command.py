@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import time
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tests.calls import call, error_of
-from tests.cli.test_cli import wait_for
-from tests.processes import Started, command
 from theodolite.prune import prune_model
 from theodolite.prune.checkpoint import UnfinishedPruning
 from theodolite.prune.options import PruningOptions
@@ -129,22 +124,18 @@ def test_bad_calls_get_one_line_and_leave_nothing(tmp_path, text, checkpoint):
         assert sorted(tmp_path.rglob("*")) == before, words
 
 
-def _prune_slowly(*words: Any) -> None:
-    """Each block waits when it is kept, so that a signal finds the command at work."""
-    own = UnfinishedPruning.save_block
-    UnfinishedPruning.save_block = lambda *a: (own(*a), time.sleep(0.5))
-    command(*words)
-
-
-def test_a_stopped_pruning_goes_on_to_the_same_bytes(tmp_path, text, checkpoint):
+def test_a_stopped_pruning_goes_on_to_the_same_bytes(tmp_path, text, checkpoint, monkeypatch):
     """Oracle: the weights and the table of a pruning that was not stopped."""
     model, whole, parts = checkpoint("llama3"), tmp_path / "whole", tmp_path / "parts"
     assert call(*_arguments(model, text, whole))[0] == 0
-    process = Started(_prune_slowly, *_arguments(model, text, parts), folder=tmp_path)
-    wait_for(tmp_path / "parts.partial" / "block-000.safetensors", process)
-    os.kill(process.pid, signal.SIGINT)
-    status, _, stderr = process.end()
+    own = UnfinishedPruning.save_block
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            UnfinishedPruning, "save_block", lambda *of: (own(*of), signal.raise_signal(signal.SIGINT))
+        )
+        status, _, stderr = call(*_arguments(model, text, parts))
     assert status == 130, stderr
+    assert (tmp_path / "parts.partial" / "block-000.safetensors").is_file()
     assert not parts.exists()
     assert "error: interrupted; rerun the command to resume" in stderr
     assert call(*_arguments(model, text, parts))[0] == 0

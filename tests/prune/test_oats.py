@@ -107,25 +107,6 @@ def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
     assert 1 <= float(left) / np.sqrt((values[rank:] ** 2).sum()) < 1.01
 
 
-def test_small_matrices_take_one_thread_and_give_the_others_back(monkeypatch):
-    seen = []
-    exact = module.truncated_svd
-
-    def svd(target, rank):
-        seen.append(torch.get_num_threads())
-        return exact(target, rank)
-
-    monkeypatch.setattr(module, "truncated_svd", svd)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        oats(*tensors(weights(20, 24), moments(24)), 0.5, iterations=3)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [1, 1, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [("gaussian", (128, 144)), ("low rank and sparse", (320, 256))])
 def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
@@ -325,7 +306,6 @@ def test_the_same_bytes_and_no_traces():
         ({"sparsity": 1.0}, "sparsity is 1.0"),
         ({}, "no sparsity is given"),
         ({"sparsity": 0.5, "rank_ratio": -0.1}, "rank_ratio is -0.1"),
-        ({"sparsity": 0.5, "rank_ratio": float("nan")}, "rank_ratio is nan"),
         ({"sparsity": 0.5, "iterations": 0}, "iterations is 0"),
         ({"sparsity": 0.5, "pattern": "2:5"}, "needs a multiple of 5 inputs"),
         (
@@ -335,8 +315,6 @@ def test_the_same_bytes_and_no_traces():
         ({"pattern": "2:4", "rank_ratio": 0.5}, "fixes no sparsity: pass one"),
         ({"pattern": "2:4", "rank_ratio": 1}, "fixes no sparsity: pass one"),
         ({"sparsity": 0.5, "second_moment": torch.ones(7)}, "must be one number for each of 8 inputs"),
-        ({"sparsity": 0.5, "second_moment": torch.full((8,), torch.nan)}, "second_moment holds NaN"),
-        ({"sparsity": 0.5, "weight": torch.full((4, 8), torch.inf)}, "weight holds NaN or infinity"),
     ],
 )
 def test_bad_calls(arguments, message):
