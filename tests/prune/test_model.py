@@ -242,14 +242,11 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path, anew):
         open_model(out)
     (out / "dense.safetensors").write_bytes(dense)
     pieces, notes = read_matrices(out / "block-001.safetensors")
-    for rows in ([31, *range(31)], [*range(31), 30], [*range(31), 96]):
-        broken = [replace(piece, rows=torch.tensor(rows)) if piece.key == "q" else piece for piece in pieces]
-        write_checked(out / "block-001.safetensors", *packed_block(broken, notes))
-        if sorted(rows) == list(range(32)):
-            assert open_model(out).layers == 3
-            continue
-        with pytest.raises(WorkError, match=r"out is damaged: transformer\.h\.1\.attn\.c_attn\.weight: "):
-            open_model(out)
+    rows = torch.tensor([*range(31), 30])
+    broken = [replace(piece, rows=rows) if piece.key == "q" else piece for piece in pieces]
+    write_checked(out / "block-001.safetensors", *packed_block(broken, notes))
+    with pytest.raises(WorkError, match=r"out is damaged: transformer\.h\.1\.attn\.c_attn\.weight: "):
+        open_model(out)
     (out / "block-001.safetensors").unlink()
     with pytest.raises(WorkError, match=r"lacks 4 of the model's tensors \(first: transformer\.h\.1\.attn"):
         open_model(out)

@@ -257,8 +257,9 @@ def _offline(download: bool) -> Iterator[None]:
     import datasets
     import huggingface_hub
 
+    owners: tuple[Any, ...] = () if download else (datasets.config, huggingface_hub.constants)
     with contextlib.ExitStack() as undo:
-        for owner in () if download else (datasets.config, huggingface_hub.constants):
+        for owner in owners:
             undo.callback(setattr, owner, "HF_HUB_OFFLINE", owner.HF_HUB_OFFLINE)
             owner.HF_HUB_OFFLINE = True
         yield

@@ -86,15 +86,15 @@ COMPANIONS = (
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
-REWRITTEN: tuple[str, ...] = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", SETTINGS)
-REWRITTEN += ("trainer_state.json", "*_results.json")
-"""But for these, which are of the weights that they lie beside, or of their training."""
-
-OF_TOKENIZER = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken"),
+LEFT = (
+    "config.json",
+    "*.index.json",
+    "adapter_*.json",
+    "*quant*.json",
+    "trainer_state.json",
+    "*_results.json",
 )
-"""And for these where another tokenizer was opened with the model."""
+"""But for these, which are of the weights that they lie beside, or of their training."""
 
 LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -351,7 +351,7 @@ class UnfinishedPruning(Unfinished):
 
 
 def _copy_companions(model: OpenModel, folder: Path) -> None:
-    """Copy what the model's checkpoint has beside its weights, byte for byte; a tokenizer of its own is saved instead.
+    """Copy what the model's checkpoint has beside its weights, byte for byte, and save the tokenizer.
 
     A GGUF file has nothing beside it that is known to be of its model. No code is copied, since none is run.
     """
@@ -361,17 +361,13 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     of_files = (
         model.sha256 is not None or model.revision is not None
     )  # else its name may be that of any folder
-    paths = [path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)]
-    left, tokenizer = REWRITTEN, model.tokenizer
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        if getattr(tokenizer, "name_or_path", "") not in (str(source), model.id):
-            left += OF_TOKENIZER
-    for path in paths:
+    for path in (path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)):
         name = path.relative_to(source)
-        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in left):
+        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
 
 
 def _name(layer: int) -> str:
