@@ -227,6 +227,8 @@ NOTHING = "nothing has such an option: leave out "
         ),
         ("--tasks FOLDER --text-column body", NO_TEXT + "--text-column"),
         ("--corpus TEXT --stride 16 --per-label 4", "leave out --per-label"),
+        ("--corpus TEXT --as-published", "begin as it does: leave out --as-published"),
+        ("--corpus TEXT --stride 16 --as-published --no-special-tokens", "give --as-published or"),
         ("--shots 0-5", "there are no examples: leave out --shots"),
         ("--prompts 8", "without --task few-shot nothing has such an option: leave out --prompts"),
         ("--limit 10", NOTHING + "--limit"),

@@ -115,8 +115,8 @@ def test_bytes_are_the_text_s(normalizer, words):
     assert (apart.text_bytes.sum(1)[1:-1] == (32 if words else 16)).all()
 
 
-def test_the_first_window_alone_begins_as_a_text_does(opened, tmp_path):
-    """Oracle: the model on each window by itself; of no special token is the loss."""
+def test_windows_begin_as_a_text_does_where_they_are_not_as_published(opened, tmp_path):
+    """Oracle: the model on each window by itself; the same tokens are predicted, and of no special one the loss."""
     model = opened("llama3")
     before = [model.tokenizer.eos_token_id, 5]
     tokenizer = byte_tokenizer()
@@ -138,10 +138,12 @@ def test_the_first_window_alone_begins_as_a_text_does(opened, tmp_path):
         ]
         return [float(of.mean()) for of in found]
 
-    windows, skipped = [ids[at : at + 12] for at in range(0, 42, 12)], [2, 1, 1, 1]
-    found = perplexity(model, stream, stride=12, length=12)
-    np.testing.assert_allclose(found.losses, wanted(windows, skipped), rtol=1e-5)
-    assert found.tokens.tolist() == [len(of) - skip for of, skip in zip(windows, skipped, strict=True)]
+    windows = [ids[at : at + 12] for at in range(0, 42, 12)]
+    framed = [torch.cat([torch.tensor(before), of[2:]]) for of in windows]
+    for as_published, read, skipped in ((False, framed, [2] * 4), (True, windows, [2, 1, 1, 1])):
+        found = perplexity(model, stream, stride=12, length=12, as_published=as_published)
+        np.testing.assert_allclose(found.losses, wanted(read, skipped), rtol=1e-5)
+        assert found.tokens.tolist() == [len(of) - skip for of, skip in zip(read, skipped, strict=True)]
     overlapping = perplexity(model, stream, stride=5, length=12)
     assert overlapping.tokens.sum() == 40
     contexts = Corpus.from_texts(["abcdefgh" * 5], tokenizer, 12)

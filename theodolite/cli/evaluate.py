@@ -16,6 +16,7 @@ from rich.console import Console
 
 from theodolite.cli.options import AsJson, Opening, Text
 from theodolite.cli.screen import bars, print_json, stoppable
+from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, locked
@@ -62,6 +63,18 @@ def evaluate_command(
             "that begin so many tokens apart, and count of each what is new in it; beside --task, as well as the tasks."
         ),
     ] = None,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="With --stride: begin as a text of the model begins (<bos>) only where the text does, not in each "
+            "window; so GPTQ, SparseGPT and Wanda do.",
+        ),
+    ] = False,
+    no_special_tokens: Annotated[
+        bool,
+        typer.Option("--no-special-tokens", help="With --stride: read the text without <bos> or the like."),
+    ] = False,
     batch: Annotated[
         int | None,
         typer.Option(help="Prompts per forward pass [default: 4096 tokens; 8 prompts for lm-eval]."),
@@ -88,8 +101,8 @@ def evaluate_command(
 
     Without --task and --tasks: perplexity and bits per byte, by default on topics of Python's
     documentation that the embedded model was not trained on; with them, only if --corpus or --stride
-    asks for a text as well. With --stride, as GPTQ, SparseGPT and Wanda print perplexities of
-    WikiText-2 (--corpus wikitext-2, a name for the hub's test part).
+    asks for a text as well. With --stride, as published perplexities of WikiText-2 are
+    (--corpus wikitext-2, a name for the hub's test part).
 
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
@@ -101,6 +114,13 @@ def evaluate_command(
         check_target(out)
         reads = text.corpus is not None or stride is not None or not (task or tasks)
         read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
+        if as_published and no_special_tokens:
+            raise UsageError(
+                "published perplexities have special tokens: give --as-published or --no-special-tokens"
+            )
+        if stride is None:
+            beginnings = {"--as-published": as_published, "--no-special-tokens": no_special_tokens}
+            refuse_unread("without --stride the text is read in contexts, which begin as it does", beginnings)
         if stride is not None:
             read.check_stream()
         elif reads:
@@ -139,6 +159,7 @@ def evaluate_command(
             download,
             stride,
             text.length,
+            "none" if no_special_tokens else "text" if as_published else "windows",
             chat_template,
             system,
         )
@@ -146,14 +167,15 @@ def evaluate_command(
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []
+        how: dict[str, Any] = {"stride": stride, "special_tokens": not no_special_tokens}
         for name in names:
             corpus = opening.read_first(
-                name, read if reads else None, stopped, check=asked.check_model, stride=stride
+                name, read if reads else None, stopped, check=asked.check_model, **how
             )
             model = opening.open(name)
             described.append(describe_model(model)["model"])
             if reads and corpus is None:
-                corpus = read.read(model, stopped, stride=stride)
+                corpus = read.read(model, stopped, **how)
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
         evaluation.finish()

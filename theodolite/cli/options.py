@@ -147,12 +147,12 @@ class Opening:
         stopped: Callable[[], bool] = lambda: False,
         batch: int | None = None,
         check: Callable[[OpenModel, Corpus | None], object] = lambda model, corpus: None,
-        stride: int | None = None,
+        **how: Any,
     ) -> Corpus | None:
         """Read the text by configuration and tokenizer alone, to tell before weights are read what does not fit.
 
-        `check` gets a model that cannot run; `stride` as of `Text.read`. None: no text, or one (images, say) for the
-        opened model to read.
+        `check` gets a model that cannot run, `how` is what `Text.read` takes. None: no text, or one (images, say) for
+        the opened model to read.
         """
         from theodolite.models.open import before_weights
         from theodolite.passes.corpus_pass import batch_of, check_fit
@@ -164,8 +164,8 @@ class Opening:
             return None
         corpus = None
         if text is not None and known.vocabulary is not None:
-            corpus = text.read(known, stopped, stride=stride)
-            if stride is None:
+            corpus = text.read(known, stopped, **how)
+            if how.get("stride") is None:
                 check_fit(known, corpus, least_contexts=1)
                 batch_of(corpus, batch)
         check(known, corpus)
@@ -333,6 +333,7 @@ class Text:
         stopped: Callable[[], bool],
         *,
         stride: int | None = None,
+        special_tokens: bool = True,
     ) -> Corpus:
         """Read the text for this model, saying so on the screen; for windows by a stride, as one stream.
 
@@ -358,7 +359,7 @@ class Text:
             if stride is not None and not of_images:
                 window = window_length(model, self.length)
                 tokens = None if self.contexts is None else window + (self.contexts - 1) * stride
-                corpus = make_stream(self.corpus, reader, self.columns, tokens)
+                corpus = make_stream(self.corpus, reader, self.columns, tokens, special_tokens=special_tokens)
             else:
                 corpus = self._read(model, reader, show)
         if "tokens_read" in corpus.selection:

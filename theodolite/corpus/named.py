@@ -84,6 +84,8 @@ def make_stream(
     tokenizer: Tokenizer,
     columns: documents.Columns = documents.TEXT_COLUMN,
     tokens: int | None = None,
+    *,
+    special_tokens: bool = True,
 ) -> Corpus:
     """Read a text as one context of all its tokens (1, tokens), as for the perplexities of WikiText-2.
 
@@ -96,6 +98,7 @@ def make_stream(
         tokenizer: the model's own.
         columns: the text column of tables.
         tokens: at most so many, from the beginning; no more is read than they need.
+        special_tokens: begin as the tokenizer begins a text (with its beginning-of-sequence token, if it has one).
 
     Raises:
         UsageError: there is no such text, or it is none of rows, files or documents.
@@ -107,7 +110,7 @@ def make_stream(
     columns = replace(columns, tokenizer=tokenizer, notes=documents.Notes())
     pieces = _pieces(name, columns)
     text = "".join(pieces) if tokens is None else _beginning(pieces, tokenizer, tokens)
-    before = no_text(frame_of(tokenizer).before)
+    before = no_text(frame_of(tokenizer).before if special_tokens else [])
     whole = torch.from_numpy(np.concatenate([before, tokenized(tokenizer, text)], axis=1))
     ids, sizes = whole[:, :tokens]
     if len(ids) < LEAST_LENGTH:

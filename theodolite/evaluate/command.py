@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
 from theodolite.evaluate.harness import BATCH, check_asked, harness, task_manager
@@ -56,6 +57,7 @@ class Questions:
         prompts, seed: of each word task.
         batch: of a forward pass; None: the default of each task.
         stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
+        beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
     """
 
     tasks: tuple[str, ...]
@@ -68,6 +70,7 @@ class Questions:
     download: bool
     stride: int | None = None
     length: int | None = None
+    beginnings: str = "windows"
     chat_template: bool = False
     system: str | None = None
 
@@ -94,10 +97,19 @@ class Questions:
         if self.of_lm_eval or self.folder:
             check_asked(model, self.lm_eval_batch, self.limit, self.chat_template)
         if corpus is not None:
-            length = None if self.stride is None else self.length
-            loss_rows(model, corpus, stride=self.stride, length=length, batch=self.batch)
+            length = None if self.stride is None else window_length(model, self.length)
+            how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
+            loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
+
+
+BEGINNINGS = {
+    "windows": ", each after {}",
+    "text": ", {} before the text alone",
+    "none": ", without {}",
+}
+"""What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 
 def parse_shots(given: str) -> tuple[int, ...]:
@@ -136,6 +148,11 @@ def evaluate(
         if questions.stride is not None:
             windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
             window_text = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+            tokenizer: Any = model.tokenizer
+            if begin := tokenizer and frame_of(tokenizer).before:
+                tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
+                window_text += BEGINNINGS[questions.beginnings].format(tokens)
+                windows["as_published"] = questions.beginnings != "windows"
         scores += measured(
             "predicting",
             "windows" if window_text else "contexts",

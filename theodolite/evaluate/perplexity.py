@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.sampling import check_length
-from theodolite.corpus.special_tokens import special_ends
+from theodolite.corpus.special_tokens import frame_of, special_ends
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.scores import Score, mean_and_error
 from theodolite.jobs.job import Rows
@@ -103,6 +103,7 @@ def perplexity(
     *,
     stride: int | None = None,
     length: int | None = None,
+    as_published: bool = False,
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
@@ -113,14 +114,16 @@ def perplexity(
     With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
     `stride` tokens apart; of each window only the tokens count that no earlier one had, so that a token is predicted
     from length − stride others at least, after the first window. At stride = length windows do not overlap, and the
-    first token of each is not predicted: so are the perplexities of GPTQ, SparseGPT and Wanda, without the shorter
-    window at the end. As there, a special token that begins a text is before the first window alone.
+    first token of each is not predicted. Each window begins as the tokenizer begins a text: where that is with a
+    special token, it takes the place of the window's first one. The perplexities of GPTQ, SparseGPT and Wanda are at
+    stride = length of windows as they stand in the stream (`as_published`), without the shorter one at the end.
 
     Args:
         model: a causal model with an output head.
         corpus: from a `Corpus` constructor, with the model's own tokenizer.
         stride: tokens from the beginning of a window to that of the next; None: the contexts are read as they are.
         length: tokens of a window; None: 2,048, or as many as the model has positions for.
+        as_published: leave windows as they are, so that only the stream's own beginning is a text's.
         batch: contexts or windows per forward pass; None: 4096 tokens' worth.
         show_progress: told (done, total) contexts before each batch and at the end; it may raise to stop.
 
@@ -129,18 +132,24 @@ def perplexity(
             windows.
         WorkError: a loss is not finite.
     """
-    rows = loss_rows(model, corpus, stride=stride, length=length, batch=batch)
+    rows = loss_rows(model, corpus, stride=stride, length=length, as_published=as_published, batch=batch)
     return perplexity_in(rows.read_all(show_progress), rows.notes)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Contexts or windows that one pass reads; the tokens `known … end − 1` of each count."""
+    """Contexts or windows that one pass reads, which `begin` alike; the tokens `known … end − 1` of each count."""
 
     ids: Int[Tensor, "contexts length"]
     sizes: Tensor | None
     known: int
     end: int
+    begin: Int[Tensor, " special"]
+
+    @property
+    def read(self) -> Int[Tensor, "contexts length"]:
+        """The tokens as the model reads them."""
+        return torch.cat([self.begin.expand(len(self.ids), -1), self.ids[:, len(self.begin) :]], dim=1)
 
 
 def loss_rows(
@@ -149,21 +158,22 @@ def loss_rows(
     *,
     stride: int | None,
     length: int | None,
+    as_published: bool = False,
     batch: int | None,
 ) -> Rows[_Batch]:
     """Return the steps of `perplexity`, a context or window each; arguments and errors are its own."""
     check_predicts(model)
     if stride is None:
-        if length is not None:
-            raise UsageError("length is of strided windows: give a stride, too")
+        if length is not None or as_published:
+            raise UsageError("length and as_published are of strided windows: give a stride, too")
         check_fit(model, corpus, least_contexts=1, text_alone="perplexity")
         batch = batch_of(corpus, batch)
         parts = list(_contexts(model, corpus, batch))
     else:
-        parts, batch = _windows(model, corpus, stride, length, batch)
+        parts, batch = _windows(model, corpus, stride, length, as_published, batch)
 
     def read(part: _Batch) -> dict[str, Tensor]:
-        ids = part.ids
+        ids = part.read
         losses = next_token_losses(model.logits(ids), ids)[:, part.known - 1 : part.end - 1].mean(dim=1)
         if not losses.isfinite().all():
             raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
@@ -193,7 +203,7 @@ def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Batch]:
         ids = corpus.ids(rows)
         end = ids.shape[1]
         sizes = None if corpus.text_bytes is None else corpus.text_bytes[rows, :end]
-        yield _Batch(ids, sizes, max(before, 1), end - after)
+        yield _Batch(ids, sizes, max(before, 1), end - after, ids[0, :0])
 
 
 def _windows(
@@ -201,6 +211,7 @@ def _windows(
     corpus: Corpus,
     stride: int,
     length: int | None,
+    as_published: bool,
     batch: int | None,
 ) -> tuple[list[_Batch], int]:
     """Cut a stream into batches of windows; return these, and how many windows a forward pass reads."""
@@ -221,6 +232,11 @@ def _windows(
     check_fit(model, first_window, least_contexts=1)
     model.check_tokens(stream)
     batch = batch_of(first_window, batch)
+    tokenizer: Any = model.tokenizer
+    special = [] if as_published or tokenizer is None else frame_of(tokenizer, window).before
+    begin = torch.tensor(special, dtype=stream.dtype, device="cpu")
+    before, _ = special_ends(tokenizer, first)
+    known = max(window - stride, len(begin), 1)
 
     def cut(of: Int[Tensor, " tokens"]) -> list[Int[Tensor, "windows length"]]:
         """Cut the first window, all whole ones, and what is left: a window of its own, that ends with the text."""
@@ -233,15 +249,12 @@ def _windows(
             *([left.unsqueeze(0)] if more else []),
         ]
 
-    known = max(window - stride, 1)
-    before, _ = special_ends(model.tokenizer, first)
     windows = cut(stream)
     sizes = [None] * len(windows) if corpus.text_bytes is None else cut(corpus.text_bytes[0])
-    parts = [
-        _Batch(of, size, known if number else max(before, 1), of.shape[1])
-        for number, (of, size) in enumerate(zip(windows, sizes, strict=True))
-    ]
-    return parts, batch
+    opening, *later = (
+        _Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
+    )
+    return [replace(opening, known=max(len(begin), before, 1)), *later], batch
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
