@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,6 @@ from theodolite.comparison.outputs import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_corpus
 from theodolite.evaluate.few_shot import few_shot_answers
-from theodolite.evaluate.harness import harness
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.explore.panels import view_head
 from theodolite.explore.subject import Subject
@@ -83,21 +78,6 @@ def looked(model: OpenModel) -> list[Any]:
     return [look.heads, look.layers]
 
 
-@functools.cache
-def tasks() -> Path:
-    """A folder with a task of lm-eval, whose data are cached where it is; None where lm-eval is not installed."""
-    import datasets.config
-
-    from tests.evaluate.test_harness import DEV, TEST, YAML, write
-
-    folder = Path(tempfile.mkdtemp(prefix="chaos-tasks-"))
-    datasets.config.HF_DATASETS_CACHE = folder / "cache"
-    write(folder / "dev.jsonl", DEV)
-    write(folder / "sums.jsonl", TEST[:4])
-    (folder / "sums.yaml").write_text(YAML.format(name="sums", test="sums.jsonl"))
-    return folder
-
-
 def cut(model: OpenModel) -> list[Any]:
     """Every way to make a corpus; the model lends its tokenizer only."""
     tokenizer: Any = model.tokenizer
@@ -134,8 +114,6 @@ ENTRIES: dict[str, Callable[[OpenModel], Any]] = {
     "monitor": looked,
     "corpora": cut,
 }
-if importlib.util.find_spec("lm_eval"):
-    ENTRIES["harness"] = lambda model: harness(model, ["sums"], [1], folder=tasks(), batch=2)
 
 
 def difference(ours: Any, expected: Any, tolerance: float = 0.0) -> str:

@@ -218,10 +218,7 @@ def test_models_and_windows_that_cannot_be_are_refused(opened):
         (stream, {"stride": 13, "length": 12}, "give 1 to 12"),
         (long, {"stride": 64, "length": 129}, "longer than the 128"),
         (stream, {"stride": 2, "length": 3}, "too short"),
-        (stream, {"stride": 2, "length": 0}, "0 tokens are too short"),
         (stream, {"stride": 64.0}, "stride is 64.0: give a whole number"),
-        (stream, {"stride": True}, "stride is True"),
-        (stream, {"stride": 2, "length": "12"}, "length is '12'"),
         (stream, {"length": 12}, "give a stride"),
         (corpus_of(model, 2, 40), {"stride": 4, "length": 12}, "one stream"),
     ):

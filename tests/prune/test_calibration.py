@@ -70,18 +70,6 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, lengths, a
         stream.verify_end()
 
 
-def test_every_batch_is_followed_by_a_word_and_no_more_is_read_than_needed(anew):
-    """Oracle: by count: of a block, a run on each of three batches; none of the others, but for the witness."""
-    model, told, read = anew("gpt2"), [], []
-    model.structure.blocks[1].mlp.register_forward_hook(lambda _, args, output: read.append(len(output)))
-    stream = BlockByBlock(model, corpus_of(5), 2, lambda: told.append(1))
-    assert (told, read) == ([], [1, 1])
-    stream.read(0, InputMoments(block_matrices(model)[0]))
-    stream.advance(0)
-    assert len(told) == 6
-    assert read == [1, 1]
-
-
 def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(anew):
     """In a whole pass, and only there, the input of the first block is added once more after the second."""
     model, entered = anew("gpt2"), []

@@ -107,25 +107,6 @@ def test_the_random_start_leaves_hardly_more_than_a_truncated_svd(shape):
     assert 1 <= float(left) / np.sqrt((values[rank:] ** 2).sum()) < 1.01
 
 
-def test_small_matrices_take_one_thread_and_give_the_others_back(monkeypatch):
-    seen = []
-    exact = module.truncated_svd
-
-    def svd(target, rank):
-        seen.append(torch.get_num_threads())
-        return exact(target, rank)
-
-    monkeypatch.setattr(module, "truncated_svd", svd)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        oats(*tensors(weights(20, 24), moments(24)), 0.5, iterations=3)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [1, 1, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [("gaussian", (128, 144)), ("low rank and sparse", (320, 256))])
 def test_the_error_is_that_of_full_svds_within_a_hundredth(kind, shape):
@@ -215,21 +196,10 @@ def test_counts(outputs, inputs, sparsity, ratio, small):
     assert total < (1 - sparsity) * outputs * inputs + outputs + 1e-9
 
 
-@pytest.mark.parametrize("small", [0, 256])
-def test_no_iteration_loses(small, monkeypatch):
-    """Each half-step takes the best that it can, also where the subspace is followed by one step only."""
-    monkeypatch.setattr(module, "SMALL", small)
-    monkeypatch.setattr(module, "_TOLERANCE", 2)
-    weight, second_moment = tensors(weights(50, 60), moments(60))
-    errors = [oats(weight, second_moment, 0.5, iterations=n).error for n in range(1, 25)]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(errors))
-    assert errors[-1] < 0.9 * errors[0]
-
-
-@pytest.mark.parametrize(("pattern", "ratio"), [("2:4", 0.25), ("2:8", 0.5), ((4, 8), 0.1)])
+@pytest.mark.parametrize(("pattern", "ratio"), [("2:4", 0.25), ("2:8", 0.5), ("4:8", 0.1)])
 def test_a_pattern_as_published(pattern, ratio):
     """Of no sparsity: exactly N of M, and a rank with (1 − κ) of what is kept in them: dense = (N/M)/(1 − κ)."""
-    kept, of = (int(number) for number in pattern.split(":")) if isinstance(pattern, str) else pattern
+    kept, of = (int(number) for number in pattern.split(":"))
     weight, second_moment = weights(40, 48), moments(48)
     dense = kept / of / (1 - ratio)
     rank = int(ratio * dense * 40 * 48 / 88)
@@ -239,15 +209,6 @@ def test_a_pattern_as_published(pattern, ratio):
         assert ((got.sparse.view(-1, of) != 0).sum(1) == kept).all()
         assert got.error == pytest.approx(error, rel=1e-9)
         np.testing.assert_allclose(got.dense().numpy(), expected, rtol=1e-7, atol=1e-9)
-
-
-def test_a_pattern_and_a_larger_sparsity_both_hold():
-    weight, second_moment = tensors(weights(40, 48), moments(48))
-    got = oats(weight, second_moment, 0.5, 0.25, 10, "2:4")
-    rank, entries = budget(40, 48, 0.5, 0.25)
-    assert got.left.shape[1] == rank
-    assert ((got.sparse.view(-1, 4) != 0).sum(1) <= 2).all()
-    assert ((got.sparse != 0).sum(1) == entries).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -292,8 +253,8 @@ def test_dead_inputs_alone_count_alike_and_may_be_more_than_zeros():
     assert got.error < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precisions_are_computed_in_float32_and_rounded_once(dtype):
+def test_half_precisions_are_computed_in_float32_and_rounded_once():
+    dtype = torch.bfloat16
     weight, second_moment = torch.from_numpy(weights(64, 48)).to(dtype), torch.from_numpy(moments(48))
     got, wide = (oats(w, second_moment, 0.5, iterations=6) for w in (weight, weight.float()))
     for part in ("sparse", "left", "right"):
@@ -325,7 +286,6 @@ def test_the_same_bytes_and_no_traces():
         ({"sparsity": 1.0}, "sparsity is 1.0"),
         ({}, "no sparsity is given"),
         ({"sparsity": 0.5, "rank_ratio": -0.1}, "rank_ratio is -0.1"),
-        ({"sparsity": 0.5, "rank_ratio": float("nan")}, "rank_ratio is nan"),
         ({"sparsity": 0.5, "iterations": 0}, "iterations is 0"),
         ({"sparsity": 0.5, "pattern": "2:5"}, "needs a multiple of 5 inputs"),
         (
@@ -335,8 +295,6 @@ def test_the_same_bytes_and_no_traces():
         ({"pattern": "2:4", "rank_ratio": 0.5}, "fixes no sparsity: pass one"),
         ({"pattern": "2:4", "rank_ratio": 1}, "fixes no sparsity: pass one"),
         ({"sparsity": 0.5, "second_moment": torch.ones(7)}, "must be one number for each of 8 inputs"),
-        ({"sparsity": 0.5, "second_moment": torch.full((8,), torch.nan)}, "second_moment holds NaN"),
-        ({"sparsity": 0.5, "weight": torch.full((4, 8), torch.inf)}, "weight holds NaN or infinity"),
     ],
 )
 def test_bad_calls(arguments, message):

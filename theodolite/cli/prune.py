@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.options import AsJson, Model, Opening, Stream, Text, contexts_help, one_of, say_where
-from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
+from theodolite.cli.screen import bars, print_json, say_dimly, stoppable
 from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, TOKENS_A_BATCH, PruningOptions
 from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refuse_inside
-from theodolite.system.choices import refuse_unread
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -95,19 +94,12 @@ class _Pruning:
             autocompletion=one_of(FORMS),
         ),
     ] = "merged"
-    errors: Annotated[
-        bool,
-        typer.Option("--errors", help="magnitude only: run the text too, for the errors of outputs."),
-    ] = False
 
     def options(self, *, streamed: bool, **others: Any) -> PruningOptions:
         """Return all options of the pruning, checked; `others` are those from elsewhere on the command line."""
         given = {name: value for name, value in vars(self).items() if not (value is None or value is False)}
-        given |= {"sparsity": self._sparsity(), "skip": _names(self.skip)}
-        options = PruningOptions(**given, **others).checked(streamed=streamed, given=given)
-        if options.weighs_inputs:
-            refuse_unread(f"{self.method} reads the text anyway", {"--errors": self.errors})
-        return options
+        given |= {"sparsity": self._sparsity(), "skip": self.skip.split(",") if self.skip else ()}
+        return PruningOptions(**given, **others).checked(streamed=streamed)
 
     def _sparsity(self) -> float | list[float] | None:
         if self.sparsity is None:
@@ -149,15 +141,11 @@ def prune_command(
         is_done = (out / SETTINGS).is_file()  # or it is refused, once the model and the text are known
 
         from theodolite.prune import prune_model
-        from theodolite.prune.methods import pattern_of
         from theodolite.prune.model import check_shares
         from theodolite.report.pruned_model import page_at, write_page
 
         def check(known: OpenModel, _: Corpus | None) -> None:
             check_shares(options.sparsity, options.rank_ratio, known.layers)
-            config = known.hf.config.get_text_config()
-            for width in ("hidden_size", "intermediate_size"):
-                pattern_of(options.pattern, 0 if options.skip else getattr(config, width, 0))
 
         corpus = opening.read_first(model, text, stopped, batch, check)
         opened = opening.open_streamed(model, stopped) if stream else opening.open(model)
@@ -180,13 +168,6 @@ def prune_command(
         _finish(pruned, out, page_at(out / "report"), as_json)
 
 
-def _names(text: str | None) -> list[str]:
-    names = [name.strip() for name in text.split(",")] if text else []
-    if "" in names:
-        raise UsageError(f"{text!r} has no name before or after one of its commas: give names alone")
-    return names
-
-
 def _refuse_existing(out: Path, model: str | None) -> None:
     """Fail before the model is opened; `prune_model` checks again with the folder locked."""
     refuse_inside(out, model)
@@ -196,30 +177,14 @@ def _refuse_existing(out: Path, model: str | None) -> None:
 
 def _finish(pruned: Pruned, out: Path, page: Path, as_json: bool) -> None:
     """Show the result or print it as JSON, and say where the checkpoint and the report are."""
-    from theodolite.report.pruned_model import PRUNING, pruned_outcome, short_of_tokens
+    from theodolite.report.pruned_model import PRUNING, pruned_outcome
     from theodolite.report.terminal import show_outcome
     from theodolite.system.files import read_json_checked
-    from theodolite.system.wording import counted, listed
 
-    left = pruned.provenance["pruning"]["left_dense"]
-    if left:
-        entries = int((pruned.table["outputs"] * pruned.table["inputs"]).sum())
-        share = sum(left.values()) / (sum(left.values()) + entries)
-        screen.print(
-            f"left dense: {share:.1%} of the blocks' weights, {counted(len(left), 'tensor')} such as "
-            f"{next(iter(left))}",
-            highlight=False,
-        )
     if as_json:
         print_json(read_json_checked(page.with_name("result.json")))
     else:
         console = Console(soft_wrap=True)
         show_outcome(PRUNING, pruned_outcome(pruned), console)
         console.print(f"Checkpoint: {out}", highlight=False)
-    short = short_of_tokens(pruned)
-    if short:
-        screen.print(
-            f"fewer tokens than inputs reached {listed(short, 3)}: give more --contexts",
-            highlight=False,
-        )
     say_where(page, as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,11 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.corpus.corpus import Corpus
-from theodolite.corpus.spec import CODE, DOCS, HELD_OUT
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
 from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
-from theodolite.evaluate.harness import BATCH, check_chat_template, check_tasks, harness, template_sha256
+from theodolite.evaluate.harness import BATCH, check_asked, harness, task_manager
 from theodolite.evaluate.perplexity import (
     check_predicts,
     loss_rows,
@@ -32,12 +32,12 @@ from theodolite.evaluate.perplexity import (
     window_length,
 )
 from theodolite.evaluate.scores import Evaluation, Score, score_as_json, score_of_json
-from theodolite.jobs.job import Steps
+from theodolite.jobs.job import Rows, Steps
 from theodolite.jobs.unfinished import Notes, Tensors
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.system.progress import Progress, ShowStage
+from theodolite.system.progress import ENDING, ShowStage, handling
 from theodolite.system.wording import counted, model_name, visible, with_error
 
 Bars = Callable[..., AbstractContextManager[ShowStage]]
@@ -74,19 +74,28 @@ class Questions:
     chat_template: bool = False
     system: str | None = None
 
+    @property
+    def of_lm_eval(self) -> list[str]:
+        """The tasks of lm-eval; none of them: all of the folder, if there is one."""
+        return [task for task in self.tasks if task != NAME]
+
+    @property
+    def lm_eval_batch(self) -> int:
+        """Requests per forward pass of lm-eval."""
+        return BATCH if self.batch is None else self.batch
+
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
         if NAME in self.tasks and max(self.shots) > MOST_SHOTS:
             raise UsageError(f"{NAME} takes up to {MOST_SHOTS} examples: use --shots 0-{MOST_SHOTS}")
-        of_lm_eval = [task for task in self.tasks if task != NAME]
-        if of_lm_eval or self.folder:
-            check_tasks(of_lm_eval, self.shots, self.folder, self.batch, self.limit)
+        if self.of_lm_eval or self.folder:
+            task_manager(self.of_lm_eval, self.folder)
 
     def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
         check_predicts(model)
-        if self.chat_template and model.tokenizer is not None:
-            check_chat_template(model.id, model.tokenizer, self.system)
+        if self.of_lm_eval or self.folder:
+            check_asked(model, self.lm_eval_batch, self.limit, self.chat_template)
         if corpus is not None:
             length = None if self.stride is None else window_length(model, self.length)
             how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
@@ -102,8 +111,6 @@ BEGINNINGS = {
 }
 """What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
-MOST_EXAMPLES = 100_000
-
 
 def parse_shots(given: str) -> tuple[int, ...]:
     """Parse `3`, `0-5` or `0,2,5` as numbers of examples, in order; `UsageError` where it has another form."""
@@ -112,8 +119,6 @@ def parse_shots(given: str) -> tuple[int, ...]:
         ends = part.split("-")
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
             raise UsageError(f"'{given}' is not a number of examples: give one, several as 0,2,5, or 0-5")
-        if int(ends[-1]) > MOST_EXAMPLES:
-            raise UsageError(f"no prompt holds {ends[-1]} examples: give {MOST_EXAMPLES} at most")
         shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
     if not shots:
         raise UsageError(f"'{given}' is not a number of examples: give the smaller one first")
@@ -173,57 +178,52 @@ def evaluate(
             **asked,
         )
         scores += [score for score in answers if score.shots in questions.shots]
-    of_lm_eval, folder = [task for task in questions.tasks if task != NAME], questions.folder
-    if of_lm_eval or folder:
-        how: dict[str, Any] = {"batch": BATCH if batch is None else batch, "limit": questions.limit}
+    folder = questions.folder
+    if questions.of_lm_eval or folder:
         key: dict[str, Any] = {
-            "tasks": sorted(of_lm_eval),
+            "tasks": sorted(questions.of_lm_eval),
             "folder": folder and _folder_hash(folder),
             "limit": questions.limit,
+            "lm_eval": lm_eval_version(),
+            **({"system": questions.system} if questions.system is not None else {}),
         }
         if questions.chat_template:
-            how["chat_template"] = True
-            key["chat_template"] = template_sha256(model.required_tokenizer())
-        if questions.system is not None:
-            how["system"] = key["system"] = questions.system
-        ask = partial(harness, model, of_lm_eval, folder=folder, download=questions.download, **how)
+            key["chat_template"] = model.required_tokenizer().chat_template
+        ask = partial(
+            harness,
+            model,
+            questions.of_lm_eval,
+            folder=folder,
+            batch=questions.lm_eval_batch,
+            limit=questions.limit,
+            download=questions.download,
+            chat_template=questions.chat_template,
+            system=questions.system,
+        )
         for shots in questions.shots:  # each saved as soon as it is measured
-            scores += measured(
+            scores += evaluation.scores(
+                of_model | key | {"shots": shots},
                 f"lm-eval, {counted(shots, 'example')}",
-                "requests",
-                lambda: LmEvalSteps(partial(ask, shots=[shots])),  # noqa: B023 (called at once)
+                lambda: _asked_of_lm_eval(partial(ask, shots=[shots])),  # noqa: B023 (called at once)
                 lambda _, notes: [score_of_json(score) for score in notes["scores"]],
-                **key,
-                shots=shots,
-                lm_eval=lm_eval_version(),
             )
     return [replace(score, model=model.id) for score in scores]
 
 
-class LmEvalSteps:
-    """All requests of lm-eval as one step: it does not stop between them; notes: the scores."""
+def _asked_of_lm_eval(ask: Callable[[], list[Score]]) -> Steps:
+    """Return all requests of lm-eval as one step, whose notes are the scores.
 
-    total = 0
+    lm-eval draws its own bars. Nothing of it is saved before its end, so Ctrl-C stops it at once.
+    """
 
-    def __init__(self, ask: Callable[..., list[Score]]) -> None:
-        self._ask = ask
-        self.notes: dict[str, Any] = {}
-
-    def run(self, progress: Progress) -> None:
-        """Ask lm-eval, which counts its requests as it makes them."""
-
-        def show(done: int, total: int) -> None:
-            progress.total = total
-            progress.report(done)
-
-        self.notes["scores"] = [score_as_json(score) for score in self._ask(show_progress=show)]
-
-    def state(self) -> Tensors:
-        """Return nothing: the scores are notes."""
+    def read(_: int) -> Tensors:
+        handled = [number for number in ENDING if callable(signal.getsignal(number))]
+        with handling(handled, signal.default_int_handler):
+            steps.notes["scores"] = [score_as_json(score) for score in ask()]
         return {}
 
-    def restore(self, state: Tensors) -> None:
-        """Begin anew."""
+    steps = Rows([0], read)
+    return steps
 
 
 def _folder_hash(folder: Path) -> str:
@@ -244,14 +244,6 @@ def lm_eval_version() -> str | None:
         return None
 
 
-READ_BY_EMBEDDED = {
-    HELD_OUT: "text that the embedded model was not trained on",
-    DOCS: "the embedded model's own training text, for the most part: see --corpus held-out",
-    CODE: "the embedded model's own training text, for the most part: see --corpus held-out",
-}
-"""What is to be said of a corpus under its scores."""
-
-
 def tables(scores: pd.DataFrame) -> list[Table]:
     """Tabulate each task and metric for the terminal, with a row for each number of shots and model."""
     apart = scores.groupby(["task", "metric"], sort=False)
@@ -269,8 +261,6 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
         caption += "; in conversations, by each model's chat template"
     if rows["system"].any():
         caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
-    if (text := READ_BY_EMBEDDED.get(task.partition(", windows of ")[0])) is not None:
-        caption += f"; {text}"
     title = escape(visible(f"{task}: {metric}"))
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")

@@ -45,7 +45,7 @@ class Score:
         questions: hash of the questions; models are comparable where it is equal.
         each: (count,) numbers whose mean is the value, or None.
         version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
-        chat_template: hash of the one that made conversations of the prompts; `system`: its text in these.
+        chat_template: whether the tokenizer's made conversations of the prompts; `system`: the text of its turn.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Score:
     each: Float[np.ndarray, " count"] | None = None
     version: str = ""
     cut: int = 0
-    chat_template: str = ""
+    chat_template: bool = False
     system: str = ""
 
 

@@ -11,7 +11,6 @@ from theodolite.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from theodolite.prune.checkpoint import Pruned as Pruned
-    from theodolite.prune.checkpoint import load_factored as load_factored
     from theodolite.prune.methods import magnitude as magnitude
     from theodolite.prune.methods import sparsegpt as sparsegpt
     from theodolite.prune.methods import wanda as wanda

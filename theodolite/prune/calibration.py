@@ -20,7 +20,7 @@ from torch import Tensor
 
 from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import WorkError, first_line
+from theodolite.errors import WorkError
 from theodolite.models import OpenModel
 from theodolite.models.guard import without_autocast
 from theodolite.models.stored.loading import RUNNING_ERRORS, reason_of
@@ -84,7 +84,6 @@ class BlockByBlock:
             ) from error
         self._compare(dense)
         self._witness.others = self._sweep.others = dense.others
-        self._refuse_if_not_rounded()
 
     def read(self, layer: int, moments: InputMoments) -> None:
         """Run a block on all contexts for the moments of what enters its matrices."""
@@ -121,18 +120,6 @@ class BlockByBlock:
 
     def _rounding(self) -> AbstractContextManager[object]:
         return torch.autocast(self._model.device.type, torch.bfloat16, enabled=self._rounded)
-
-    def _refuse_if_not_rounded(self) -> None:
-        """Raise `WorkError` where the blocks cannot take their products in bfloat16, as they are asked to."""
-        if not self._rounded:
-            return
-        try:
-            with self._model.block_present(0), self._witness.block(0, self._rounding, keep=False):
-                self._model.forward(self._witness_ids)
-        except RuntimeError as error:
-            raise WorkError(
-                f"{self._model.source.name} does not run with products in bfloat16: use --exact ({first_line(error)})"
-            ) from error
 
     def _compare(self, sweep: Sweep) -> None:
         """Raise `WorkError` where a sweep left the witness with another output than a pass of the whole model."""

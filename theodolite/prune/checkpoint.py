@@ -12,11 +12,10 @@ Nothing is pruned here.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from io import BytesIO
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
-from theodolite.models import OpenModel, open_model
+from theodolite.models import OpenModel
 from theodolite.models.stored.checkpoint_tensors import save_config, save_model
 from theodolite.models.stored.factored import (
     BLOCK,
@@ -44,7 +43,7 @@ from theodolite.models.stored.factored import (
     read_matrices,
     unpacked_block,
 )
-from theodolite.models.stored.loading import load_tokenizer, without_progress_bars
+from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
 from theodolite.system import embedded
@@ -65,9 +64,6 @@ TABLE = "pruning.parquet"
 
 LOW_RANK = "low_rank/" + BLOCK
 """In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
-
-WEIGHTS = "weights"
-"""Beside the checksums of single files: that of the weights and the adapter together."""
 
 SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
@@ -90,15 +86,15 @@ COMPANIONS = (
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
-REWRITTEN: tuple[str, ...] = ("config.json", "*.index.json", "adapter_*.json", "*quant*.json", SETTINGS)
-REWRITTEN += ("trainer_state.json", "*_results.json")
-"""But for these, which are of the weights that they lie beside, or of their training."""
-
-OF_TOKENIZER = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template*", "*_chat_templates/*", "*.model", "*.tiktoken"),
+LEFT = (
+    "config.json",
+    "*.index.json",
+    "adapter_*.json",
+    "*quant*.json",
+    "trainer_state.json",
+    "*_results.json",
 )
-"""And for these where another tokenizer was opened with the model, or its own was changed."""
+"""But for these, which are of the weights that they lie beside, or of their training."""
 
 LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
@@ -158,20 +154,6 @@ class Pruned:
                 f"{folder} is incomplete or damaged ({error}): remove it, then prune again"
             ) from error
         return cls(table, provenance, LowRankOfFiles(keys, read), folder)
-
-
-def load_factored(folder: str | Path, **options: Any) -> OpenModel:
-    """Open a factored checkpoint, with the `options` of `open_model`.
-
-    Raises:
-        UsageError: the checkpoint is not factored, or as `open_model`.
-        WorkError: as `open_model`.
-    """
-    if not is_factored(Path(folder)):
-        raise UsageError(
-            f"{folder} is not a factored checkpoint: write one with `theodolite prune --format factored`"
-        )
-    return open_model(folder, **options)
 
 
 class LowRankOfFiles(LowRank):
@@ -267,11 +249,6 @@ class UnfinishedPruning(Unfinished):
                 f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
                 "another --out or remove it"
             )
-        if (provenance.get(CHECKSUMS) or {}).get(WEIGHTS) not in (None, _weights_digest(self.out)):
-            raise UsageError(
-                f"{self.out} is incomplete or damaged (its weights are not those that were written): remove it, and "
-                "prune again"
-            )
         self.remove()
         return written
 
@@ -326,7 +303,7 @@ class UnfinishedPruning(Unfinished):
     def finish(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
     ) -> Pruned:
-        """Write `OUT` atomically and remove the progress; returns the record with folder and sizes."""
+        """Write `OUT` atomically, remove the progress, and read the record with folder and sizes."""
         sums: dict[str, str] = {}
         with folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
@@ -344,7 +321,7 @@ class UnfinishedPruning(Unfinished):
                         save_model(model.hf, folder)
                     else:
                         model.streamed.save(folder)
-                for layer in sorted({layer for layer, _ in pruned.low_rank}):
+                for layer in pruned.table.query("rank > 0")["layer"].unique():
                     name = LOW_RANK.format(layer)
                     (folder / name).parent.mkdir(exist_ok=True)
                     factors = {
@@ -357,26 +334,24 @@ class UnfinishedPruning(Unfinished):
                 blocks = map(self.matrices, range(model.layers))
                 _write_adapter(folder / ADAPTER, model, blocks, self.out)
             _copy_companions(model, folder)
+            weights = [*folder.glob("*.safetensors"), *(folder / ADAPTER).glob("*.safetensors")]
             sizes = {
                 "format": form,
-                "bytes": sum(path.stat().st_size for path in _weight_files(folder)),
+                "bytes": sum(path.stat().st_size for path in weights),
                 "dense_bytes": sum(p.numel() * p.element_size() for p in model.hf.parameters()),
             }
             provenance = pruned.provenance | {"pruning": pruned.provenance["pruning"] | sizes}
-            pruned = replace(pruned, provenance=provenance)
             pruned.table.to_parquet(folder / TABLE, index=False)
             sums[TABLE] = bytes_digest((folder / TABLE).read_bytes())
-            sums[WEIGHTS] = _weights_digest(folder)
             write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
         self.remove()
-        low_rank = LowRankOfFiles(pruned.low_rank, _reader_of_low_rank(self.out, sums))
-        return replace(pruned, low_rank=low_rank, folder=self.out)
+        return Pruned.load(self.out)
 
 
 def _copy_companions(model: OpenModel, folder: Path) -> None:
-    """Copy what the model's checkpoint has beside its weights, byte for byte; a tokenizer of its own is saved instead.
+    """Copy what the model's checkpoint has beside its weights, byte for byte, and save the tokenizer.
 
     A GGUF file has nothing beside it that is known to be of its model. No code is copied, since none is run.
     """
@@ -386,25 +361,13 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     of_files = (
         model.sha256 is not None or model.revision is not None
     )  # else its name may be that of any folder
-    paths = [path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)]
-    left, tokenizer = REWRITTEN, model.tokenizer
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        place = source if model.revision is None else model.id
-        if not paths or _content_of(load_tokenizer(place, model.revision)) != _content_of(tokenizer):
-            left += OF_TOKENIZER
-    for path in paths:
+    for path in (path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)):
         name = path.relative_to(source)
-        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in left):
+        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
-
-
-def _content_of(tokenizer: Any) -> tuple[Any, ...]:
-    """Return all that a tokenizer is made of: equal for equal tokenizers."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    settings = (getattr(tokenizer, name, None) for name in ("chat_template", "padding_side"))
-    return repr(tokenizer), *settings, None if backend is None else backend.to_str()
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
 
 
 def _name(layer: int) -> str:
@@ -414,19 +377,6 @@ def _name(layer: int) -> str:
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return a fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """List the files of the model and its adapter, in order."""
-    return [*sorted(folder.glob("*.safetensors")), *sorted((folder / ADAPTER).glob("*.safetensors"))]
-
-
-def _weights_digest(folder: Path) -> str:
-    digests = []
-    for path in _weight_files(folder):
-        with path.open("rb") as file:
-            digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _in_adapter(matrix: PrunedMatrix) -> bool:

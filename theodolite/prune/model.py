@@ -30,7 +30,6 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
 from theodolite.prune.checkpoint import (
-    LowRankOfFiles,
     Pruned,
     TableRows,
     UnfinishedPruning,
@@ -38,14 +37,13 @@ from theodolite.prune.checkpoint import (
     write_block,
 )
 from theodolite.prune.methods import (
-    INPUTS_AT_ONCE,
+    check_ratio,
     check_sparsity,
-    count_left,
-    factor_hessian,
     magnitude,
     pattern_of,
     precision_of,
     sparsegpt,
+    sparsity_of,
     wanda,
 )
 from theodolite.prune.options import (
@@ -59,14 +57,10 @@ from theodolite.prune.options import (
 )
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
-from theodolite.system.choices import ATTENTIONS, Attention, check_number
 from theodolite.system.processor import multiplies_bfloat16_faster
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
-
-PRUNED_SHARE = 0.3
-"""Share of exact zeros in its matrices above which a model counts as already pruned."""
 
 WIDE = 512
 """Width from which products are most of the time that it takes to read the text."""
@@ -94,7 +88,6 @@ def prune_model(
     out: str | Path | None = None,
     form: str = "merged",
     batch: int | None = None,
-    errors: bool = False,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
@@ -127,8 +120,6 @@ def prune_model(
         form: "merged" (`transformers` opens it), "factored" (smaller; `open_model` opens it), or "adapter"
             (`transformers` opens the sparse parts, PEFT the low-rank ones).
         batch: contexts per forward pass; None: 1024 tokens' worth.
-        errors: of "magnitude", which weighs no inputs: run the text all the same, for the errors of outputs in the
-            table; else these are of the weights alone.
         show_progress: told (done, total) matrices, also after every batch; it may raise to stop.
 
     Raises:
@@ -155,20 +146,13 @@ def prune_model(
 def check_shares(sparsity: Sparsity, rank_ratio: RankRatio, blocks: int) -> None:
     """Raise `UsageError` where shares are out of range, or of other blocks; those by a function are not asked."""
     if not callable(rank_ratio):
-        _check_ratio(rank_ratio)
+        check_ratio(rank_ratio)
     shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
     if len(shares) != blocks:
         raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
     for share in shares:
         if share is not None and not callable(share):
             check_sparsity(share)
-
-
-def _check_ratio(ratio: float, place: str = "") -> float:
-    check_number(rank_ratio=ratio)
-    if not 0 <= ratio <= 1:
-        raise UsageError(f"rank ratio {ratio:g}{place} is not between 0 and 1")
-    return float(ratio)
 
 
 class _Pruning:
@@ -217,46 +201,25 @@ class _Pruning:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
         check_shares(sparsity, rank_ratio, len(self.matrices))
+        ranks = []
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            ratio = rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio
-            self.rank_ratio[at] = _check_ratio(ratio, f" of {matrix.key} in block {layer}")
+            self.rank_ratio[at] = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
             self.sparsity[at] = None if share is None else check_sparsity(share)
-            pattern_of(options.pattern, matrix.shape[1])
-        # A tiny matrix is pruned by each of them, so that incompatible settings are refused before the real work.
-        pattern = pattern_of(options.pattern, 0)
-        ones = torch.ones(pattern.of if pattern else 1, dtype=torch.float64)
-        damping = options.moments_damping
-        factor = None if damping is None else factor_hessian(ones.diag(), damping)
-        for share, ratio in {(share, self.rank_ratio[at]) for at, share in self.sparsity.items()}:
-            self._approximated(torch.ones(1, len(ones)), Moments(1, ones, factor), share, ratio)
-        if not any(map(self._removes, self.every)):
-            largest = max(share or 0 for share in self.sparsity.values())
-            raise UsageError(f"a sparsity of {largest:g} removes no entry of any matrix: give a larger one")
+            if options.method == "oats":
+                shares = self.sparsity[at], self.rank_ratio[at]
+                ranks.append(rank_and_entries(matrix.shape, *shares, options.pattern).rank)
+            else:
+                sparsity_of(share, pattern_of(options.pattern, matrix.shape[1]))
         if options.form == ADAPTER and not any(
-            rank_and_entries(matrix.shape, self.sparsity[at], self.rank_ratio[at], options.pattern).rank
-            for matrix, at in zip(self.every, self.sparsity, strict=True)
-            if matrix.expert is None
+            rank for rank, matrix in zip(ranks, self.every, strict=True) if matrix.expert is None
         ):
             raise UsageError(
                 "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger "
                 "rank ratio, or another --format"
             )
-
-    def _removes(self, matrix: Matrix) -> bool:
-        """Tell whether the sparsity removes any entry of a matrix."""
-        share, (outputs, inputs) = self.sparsity[matrix.layer, matrix.key], matrix.shape
-        if self.options.pattern or share is None:
-            return True
-        among = {
-            "magnitude": outputs * inputs,
-            "wanda": inputs,
-            "sparsegpt": outputs * min(inputs, INPUTS_AT_ONCE),
-            "oats": outputs * inputs,
-        }[self.options.method]
-        return count_left(among, share) < among
 
     def _settings(self) -> dict[str, Any]:
         """Describe what decides the result, as plain values."""
@@ -270,15 +233,14 @@ class _Pruning:
             settings["damping"] = options.damping
         settings |= {"exact": True} if options.exact else {}
         settings |= {"products": "bfloat16"} if self.rounded else {}
-        settings |= {"skip": sorted(set(options.skip))} if options.skip else {}
-        return settings | ({"errors": True} if options.errors and not options.weighs_inputs else {})
+        return settings | ({"skip": sorted(set(options.skip))} if options.skip else {})
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         model = self.model
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
-        low_rank: dict[tuple[int, str], Any] = {}  # what no file has
+        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
         described = describe_model(model)
         folder = unfinished.folder if unfinished and model.streamed is not None else None
         with one_expert_at_a_time(model.root):
@@ -296,9 +258,9 @@ class _Pruning:
                     if unfinished and not done:
                         unfinished.save_block(layer, pruned, block_rows, time.monotonic() - started)
                     rows += block_rows
-                    parts = low_rank_of(layer, pruned)
-                    low_rank |= dict.fromkeys(parts) if unfinished else parts
-                    del done, pruned, parts  # a block's worth of memory, before the next one is read
+                    if not unfinished:
+                        low_rank |= low_rank_of(layer, pruned)
+                    del done, pruned  # a block's worth of memory, before the next one is read
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
             if text:
@@ -306,10 +268,7 @@ class _Pruning:
                     text.verify_end()
         self.show_progress(len(self.every), len(self.every))
         provenance = described | self._provenance() | {"wall_seconds": time.monotonic() - started}
-        if unfinished is None:
-            return Pruned(pd.DataFrame(rows), provenance, low_rank)
-        read = lambda layer: low_rank_of(layer, unfinished.matrices(layer))  # noqa: E731
-        return Pruned(pd.DataFrame(rows), provenance, LowRankOfFiles(low_rank, read))
+        return Pruned(pd.DataFrame(rows), provenance, low_rank)
 
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
@@ -331,7 +290,7 @@ class _Pruning:
     def prune(self, matrix: Matrix, moments: Moments) -> tuple[PrunedMatrix, dict[str, Any]]:
         """Return one matrix, pruned in its own dtype, and its row of the table; `WorkError` if nothing entered it."""
         options = self.options
-        if not moments.count and not matrix.is_of_expert and options.weighs_inputs:
+        if not moments.count and not matrix.is_of_expert and options.reads_text:
             raise WorkError(
                 f"{matrix.parameter} got no input while its block read the text, so {options.method} cannot weigh its "
                 "inputs: use --method magnitude, which weighs none"
@@ -370,7 +329,7 @@ class _Pruning:
             "error_scaled": error_scaled,
             "damping": damping,
             "tokens": moments.count,
-            "fallback": fallback if moments.count or not options.weighs_inputs else NO_TOKENS,
+            "fallback": fallback if moments.count or not options.reads_text else NO_TOKENS,
         }
 
     def _approximated(
@@ -397,9 +356,6 @@ class _Pruning:
         """Describe the text and the settings."""
         left = left_dense(self.model, self.every)
         pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left}
-        attention = _attention_of(self.model)
-        if attention is not None:  # the other half has its own blocks
-            pruning["half"] = "encoder" if attention == "encoder" else "decoder"
         seed = self.options.seed
         described: dict[str, Any] = {"seed": seed, "fingerprint": self.fingerprint}
         if self.options.reads_text:
@@ -408,8 +364,8 @@ class _Pruning:
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
-        source, attention = self.model.source, _attention_of(self.model)
-        opened = open_model(folder, dtype=source.dtype, device="cpu", attention=attention)
+        source: Any = self.model.source
+        opened = open_model(folder, dtype=source.dtype, device="cpu", attention=source.attention)
         theirs = {(matrix.layer, matrix.key): matrix for matrix in chain(*block_matrices(opened))}
         for matrix in self.every:
             matrix.write(theirs[matrix.layer, matrix.key].read())
@@ -430,22 +386,9 @@ def _dense_matrices(model: OpenModel) -> Matrices:
         raise UsageError(
             f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
         )
-    entries = zeros = 0
-
-    def count(matrices: list[Matrix]) -> None:
-        nonlocal entries, zeros
-        for holder in {matrix.holder.data_ptr(): matrix.holder for matrix in matrices}.values():
-            entries += holder.numel()
-            zeros += holder.numel() - int(holder.count_nonzero())
-
-    matrices = block_matrices(model, count)
-    if not entries:
+    matrices = block_matrices(model)
+    if not any(matrices):
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
-    share = zeros / entries
-    if share > PRUNED_SHARE:
-        raise UsageError(
-            f"{share:.0%} of the weights of {model.id} are 0, as if it had been pruned: give the dense model"
-        )
     return matrices
 
 
@@ -460,19 +403,17 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
     """
     name_of = {module: name for name, module in model.root.named_modules()}
     blocks = [name_of[block] for block in model.structure.blocks]
-    inside = tuple(f"{block}." for block in blocks)
-    outside = [name for name in name_of.values() if not f"{name}.".startswith(inside)]
-    names: dict[int, set[str]] = {}
-    for matrix in chain(*matrices):
-        module = matrix.parameter.removesuffix(".weight")
-        inner = module.removeprefix(f"{blocks[matrix.layer]}.")
-        whole = {matrix.key, f"{matrix.layer}.{matrix.key}", module, inner}
-        above = {name[:at] for name in whole for at, letter in enumerate(name) if letter == "."}
-        names[id(matrix)] = {*whole, *above, matrix.name, f"{matrix.layer}.{matrix.name}", matrix.parameter}
     skipped: set[int] = set()
     for glob in options.skip:
-        fitting = {at for at, each in names.items() if any(fnmatchcase(name, glob) for name in each)}
-        if not fitting and not any(fnmatchcase(name, glob) for name in outside):
+        fitting = set()
+        for matrix in chain(*matrices):
+            path = matrix.parameter
+            names = [path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name]
+            names += [f"{matrix.layer}.{name}" for name in names[2:]]
+            parts = (f"{name}." for name in names)
+            if any(fnmatchcase(part, f"{glob}.*") for part in parts):
+                fitting.add(id(matrix))
+        if not fitting:
             known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
             raise UsageError(
                 f"--skip {glob}: no matrix of {model.id} is called so, and none is in a module of that name; "
@@ -502,10 +443,3 @@ def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
     if list(by_block) == list(range(len(by_block))) and all(len(shares) == 1 for shares in by_block.values()):
         return [shares.pop() for shares in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}
-
-
-def _attention_of(model: OpenModel) -> Attention | None:
-    """Name the attention that is measured of an encoder-decoder of transformers; None of any other model."""
-    if not getattr(getattr(model.root, "config", None), "is_encoder_decoder", False):
-        return None
-    return next((each for each in ATTENTIONS if each == model.source.attention), None)

@@ -5,7 +5,7 @@ What only the model or the text can refuse is in `model.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,24 +59,18 @@ class PruningOptions:
     out: str | Path | None = None
     form: str = "merged"
     batch: int | None = None
-    errors: bool = False
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> PruningOptions:
         """Pick the options from a function's arguments."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
-    def checked(self, *, streamed: bool, given: Collection[str] = ()) -> PruningOptions:
-        """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`.
-
-        given: the names of those that were chosen, though it be as they are by default.
-        """
+    def checked(self, *, streamed: bool) -> PruningOptions:
+        """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`."""
         if self.method not in METHODS:
             raise UsageError(f"unknown method {self.method}: use {', '.join(METHODS)}")
         for name, methods in OF_METHOD.items():
-            if self.method not in methods and (
-                name in given or getattr(self, name) != getattr(PruningOptions, name)
-            ):
+            if self.method not in methods and getattr(self, name) != getattr(PruningOptions, name):
                 raise UsageError(f"{self.method} has no such option: leave out --{name.replace('_', '-')}")
         if self.form not in FORMS:
             raise UsageError(f"unknown format {self.form}: use one of {', '.join(FORMS)}")
@@ -91,13 +85,8 @@ class PruningOptions:
                 )
             if find_spec("peft") is None:
                 raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
-        if isinstance(self.sparsity, str):
-            raise UsageError("sparsity is a number, or one a block: give no text")
-        names: object = self.skip
-        if isinstance(names, str) or not (
-            isinstance(names, Collection) and all(isinstance(name, str) for name in names)
-        ):
-            raise UsageError(f"skip is {names!r}: give a list of names")
+        if isinstance(self.skip, str):
+            raise UsageError(f"skip is {self.skip!r}: give a list of names")
         check_whole(iterations=self.iterations, seed=self.seed)
         check_number(damping=self.damping)
         return replace(
@@ -105,14 +94,9 @@ class PruningOptions:
         )
 
     @property
-    def weighs_inputs(self) -> bool:
-        """True if what enters a matrix decides how it is pruned."""
-        return self.method != "magnitude"
-
-    @property
     def reads_text(self) -> bool:
-        """True if blocks are run on the text."""
-        return self.weighs_inputs or self.errors
+        """True if what enters a matrix decides how it is pruned, so that blocks are run on the text."""
+        return self.method != "magnitude"
 
     @property
     def moments_damping(self) -> float | None:

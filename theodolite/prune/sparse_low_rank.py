@@ -26,9 +26,9 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.prune.methods import (
     AGREEMENT,
-    GivenPattern,
     Pattern,
     ThresholdTracker,
+    check_ratio,
     check_sparsity,
     checked_inputs,
     checked_weight,
@@ -104,7 +104,7 @@ def oats(
     sparsity: float | None = None,
     rank_ratio: float = RANK_RATIO,
     iterations: int = ITERATIONS,
-    pattern: GivenPattern = None,
+    pattern: str | None = None,
     *,
     seed: int = 0,
     exact: bool = False,
@@ -180,13 +180,12 @@ def oats(
 
 
 def rank_and_entries(
-    shape: Sequence[int], sparsity: float | None, rank_ratio: float, given: GivenPattern
+    shape: Sequence[int], sparsity: float | None, rank_ratio: float, given: str | None
 ) -> Budget:
     """Compute what `oats` keeps of a matrix (outputs, inputs) by its arguments, checked as there."""
     outputs, inputs = shape
     pattern = pattern_of(given, inputs)
-    if not 0 <= rank_ratio <= 1:
-        raise UsageError(f"rank_ratio is {rank_ratio}: give the share of the low-rank part, from 0 to 1")
+    check_ratio(rank_ratio)
     if pattern is None:
         density = 1 - check_sparsity(sparsity)
     else:

@@ -34,10 +34,6 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     exact = ["exact"] if pruning.get("exact") else []
     outcome.read("method", ", ".join([pruning["method"], *pattern, *exact]))
     outcome.read("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}")
-    if half := pruning.get("half"):  # of an encoder-decoder
-        other = {"encoder": "decoder", "decoder": "encoder"}[half]
-        text = f"{half} alone; the {other} is dense (--attention {other} prunes it instead)"
-        outcome.read("pruned half", text)
     removed = float((table["sparsity"] * entries).sum() / entries.sum())
     outcome.read("share of entries removed, of pruned matrices", percent(removed))
     of = "outputs, scaled norm" if read_text else "weights"
@@ -47,10 +43,12 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         outcome.read("weights that are loaded", f"{written} MB ({pruning['format']}), dense {dense} MB")
-    if short := short_of_tokens(pruned):
-        outcome.read("matrices with fewer tokens than inputs", f"{len(short)}: {listed(short, 3)}")
-    if pruning["left_dense"]:
-        outcome.read("left dense", listed(list(pruning["left_dense"]), 3))
+    if short := _short_of_tokens(pruned):
+        few = f"{len(short)}: {listed(short, 3)}; give more --contexts"
+        outcome.read("matrices with fewer tokens than inputs", few)
+    if left := pruning["left_dense"]:
+        share = sum(left.values()) / (sum(left.values()) + int(entries.sum()))
+        outcome.read("left dense", f"{percent(share)} of the blocks' weights: {listed(list(left), 3)}")
     fallbacks = list(table.loc[table["fallback"] != "", "fallback"].unique())
     if fallbacks:
         outcome.read("fallbacks", listed(fallbacks))
@@ -61,7 +59,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     return outcome
 
 
-def short_of_tokens(pruned: Pruned) -> list[str]:
+def _short_of_tokens(pruned: Pruned) -> list[str]:
     """List matrices whose full moments are of fewer tokens than inputs, so that damping decides in part."""
     table = pruned.table
     if "damping" not in pruned.provenance["pruning"]:  # no method that reads full moments
