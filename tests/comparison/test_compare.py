@@ -16,12 +16,10 @@ from tests.comparison.conftest import CORPUS, IDS
 from tests.report.synthetic import make_survey, weights_only, with_groups
 from theodolite import compare
 from theodolite.comparison import read_outputs
-from theodolite.comparison.audit import most_lost
 from theodolite.comparison.parts import overlap
 from theodolite.errors import UsageError
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
-from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite.system.wording import with_error
@@ -79,22 +77,6 @@ def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
     assert audit.part("sinks").sentence.startswith(
         "3 of 5 sinks survive (60\u00a0% by weight); sinks per context 5 → 3; at the same place"
     )
-    assert most_lost([audit])[0] == DESTROYED
-    assert most_lost([audit], layer=1)[0] == (1, 3)  # nothing is lost there: the head that tags most
-
-
-def test_the_head_that_lost_most_is_not_the_one_that_has_most(pair):
-    """L0H1 has one sink, L0H2 and L1H3 have two each; the one of L0H1 is taken away."""
-    run = pair().run
-    others = ~((run.sinks["layer"] == 0) & (run.sinks["head"] == 1))
-
-    def with_sinks(kept: pd.Series) -> Run:
-        shares = {"sinks.share.without": run.arrays["sinks.share.without"][:, torch.tensor(kept.tolist())]}
-        return replace(run, sinks=run.sinks[kept].reset_index(drop=True), arrays=run.arrays | shares)
-
-    assert most_lost([compare(run, with_sinks(others))])[0] == (0, 1)
-    assert most_lost([compare(run, run)])[0] in {(0, 2), (1, 3)}
-    assert most_lost([compare(with_sinks(others & False), with_sinks(others & False))]) == []
 
 
 def test_of_a_random_model_nothing_survives(pair):
@@ -411,19 +393,25 @@ def test_refusals(pair):
         corpus = run.provenance["corpus"] | changes
         return replace(run, provenance=run.provenance | {"corpus": corpus})
 
-    other = of_text(name="another")
-    other.provenance["model"] = run.provenance["model"] | {"layers": 7}
+    deeper = replace(run, provenance=run.provenance | {"model": run.provenance["model"] | {"layers": 7}})
+    its_trace, its_outputs = (
+        f"its {noun} must be of the model and text of the survey"
+        for noun in ("trace of sinks", "outputs of heads")
+    )
     cases = [
-        ((run, other), {}, "did not read the same text"),
-        ((run, of_text(sha256="another")), {}, "did not read the same tokens"),
-        ((run, trace), {}, "this is a trace of sinks; give the survey"),
-        ((run, weights_only(run)), {}, "spectra of weights only; give a survey of a text"),
+        (
+            (run, deeper),
+            {},
+            "has 7 layers, .* 4: only models of one shape and one tokenizer can be compared$",
+        ),
+        ((run, of_text(sha256="another")), {}, "did not read the same tokens: only models of one shape and"),
+        ((run, trace), {}, "this is no survey of a text"),
+        ((run, weights_only(run)), {}, "this is no survey of a text"),
         ((run, run, trace), {}, "give both or neither"),
-        ((run, run, trace, run), {}, "this is not a trace of sinks"),
-        ((run, run, trace, noisy.trace), {}, "its trace is of another model than the survey"),
-        ((run, written), {}, "these are outputs of heads; give the survey"),
-        ((run, run), {"outputs_of": (written, run)}, "these are not outputs of heads"),
-        ((run, run), {"outputs_of": (written, noisy.outputs)}, "its outputs are of another model"),
+        ((run, run, trace, run), {}, its_trace),
+        ((run, run, trace, noisy.trace), {}, its_trace),
+        ((run, run), {"outputs_of": (written, run)}, its_outputs),
+        ((run, run), {"outputs_of": (written, noisy.outputs)}, its_outputs),
     ]
     for arguments, options, words in cases:
         with pytest.raises(UsageError, match=words):
@@ -485,5 +473,5 @@ def test_an_intervention_is_named(damaged, pair):
     assert "under attention_knockout(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
     assert audit.part("spectra").exact
-    with pytest.raises(UsageError, match="its trace is of another model than the survey"):
+    with pytest.raises(UsageError, match="its trace of sinks must be of the model"):
         compare(pair().run, run, pair().trace, pair().trace)  # this trace is without the intervention

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.inputs import softmax
-from theodolite.comparison.audit import SHAPE
+from theodolite.comparison.audit import refuse_unlike, shape_of
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.corpus.special_tokens import refuse_growth
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
@@ -328,13 +328,7 @@ def check_pair(models: Named) -> None:
     """Raise `UsageError` where models differ in shape or tokens, before they are surveyed to be shown side by side."""
     (name, model), *others = models
     for other_name, other in others:
-        for key, noun in SHAPE.items():
-            first, second = getattr(model, key), getattr(other, key)
-            if first != second:
-                raise UsageError(
-                    f"{other_name} has {second} {noun}, {name} {first}: only models of one shape can be shown side by "
-                    "side"
-                )
+        refuse_unlike((name, other_name), shape_of(model), shape_of(other))
     _same_ids(models, "\n".join(map(shipped_prompt, PROMPTS)))
 
 
