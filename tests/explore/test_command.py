@@ -59,7 +59,7 @@ def test_a_port_that_is_taken_and_a_page_without_gradio(monkeypatch):
         port = taken.getsockname()[1]
         status, _, stderr = call("explore", "--no-browser", "--port", port)
     assert status == 2
-    assert f"port {port} cannot be used (Address already in use)" in stderr
+    assert f"port {port} cannot be used" in stderr
     assert call("explore", "--no-browser", "--port", 70000)[0] == 2
     monkeypatch.setitem(sys.modules, "gradio", None)
     status, _, stderr = call("explore")
