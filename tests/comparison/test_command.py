@@ -39,7 +39,7 @@ def test_run_folders(folders, tmp_path, monkeypatch):
         "in part",
         "Next-token loss: ",
         "destroyed, heads write nearly the same: ",
-        "destroyed predicts the text as well: ",
+        "destroyed, the text is predicted as well: ",
     ):
         assert said in stdout
     page = out / "sinks-compare"

@@ -416,7 +416,7 @@ def test_refusals(pair):
     for arguments, options, words in cases:
         with pytest.raises(UsageError, match=words):
             compare(*arguments, **options)
-    with pytest.raises(UsageError, match="no part 'heads': did you mean head types"):
+    with pytest.raises(UsageError, match="no part 'heads': there are sinks"):
         compare(run, run).part("heads")
 
 

@@ -27,7 +27,7 @@ from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
-from theodolite.system.wording import head_name, listed, nearest, percent, with_error
+from theodolite.system.wording import head_name, listed, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
@@ -55,7 +55,7 @@ class Audit:
             head outputs (where they were given), entropies, head types, spectra.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
-        means: means of all heads or layers, with the verdict on their change, by what they are of.
+        numbers: of the whole model, with the verdict on their change: localization, context, and the loss.
     """
 
     reference: str
@@ -63,7 +63,7 @@ class Audit:
     parts: tuple[Survival, ...]
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
-    means: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
+    numbers: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
 
     @property
     def answer(self) -> Answer:
@@ -99,9 +99,8 @@ class Audit:
     def further(self) -> list[Verdict]:
         """Verdicts beside what survives: on head outputs, localization, context, and the loss."""
         more = [verdict for part in self.parts for verdict in part.further]
-        more += [verdict for _, verdict in self.means.values()]
-        named = [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
-        return named + ([self.loss.verdict(f"{self.other} predicts the text as well")] if self.loss else [])
+        more += [verdict for _, verdict in self.numbers.values()]
+        return [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -117,9 +116,7 @@ class Audit:
         """
         parts = {part.name: part for part in self.parts}
         if name not in parts:
-            raise UsageError(
-                f"no part {name!r}: {nearest(name, parts, f'there are {listed(list(parts), 9)}')}"
-            )
+            raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
         return parts[name]
 
     @property
@@ -151,11 +148,8 @@ class Audit:
             )
             for part in self.parts
         }
-        for name, (change, verdict) in self.means.items():
+        for name, (change, verdict) in self.numbers.items():
             rows[name] = (*_cells(change), verdict.answer, "", math.nan)
-        if self.loss is not None:
-            of_loss = Change("next-token loss in nats", self.loss.before, self.loss.after, self.loss.se)
-            rows["loss"] = (*_cells(of_loss), self.loss.verdict("").answer, "", math.nan)
         names = dict.fromkeys([*(name for name in ORDER if name in rows), *rows])
         columns = ["part", "measure", "before", "after", "change", "verdict", "survived", "left"]
         return pd.DataFrame([(name, *rows[name]) for name in names], columns=columns)
@@ -238,7 +232,12 @@ def compare(
     )
     if _read(reference) == _read(other):
         parts = tuple(part.of_one_model() for part in parts)
-    return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
+    loss = outputs.loss(*written) if written else None
+    numbers = _means(*runs)
+    if loss is not None:
+        of_loss = Change("next-token loss in nats", loss.before, loss.after, loss.se)
+        numbers["loss"] = of_loss, loss.verdict("the text is predicted as well")
+    return Audit(*names, parts, of_names, loss, numbers)
 
 
 def compare_folders(folders: Sequence[str]) -> list[Audit]:
