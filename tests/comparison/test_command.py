@@ -131,4 +131,5 @@ def test_what_cannot_be_compared_is_said_in_one_line_before_anything_is_read(two
 
 
 def test_models_called_alike_are_numbered():
-    assert names_of(["a/model", "b/model", "model", "other"]) == ["model", "model-2", "model-3", "other"]
+    named = names_of(["a/model/", "b/model", "model", "org/model@step1"])
+    assert named == ["model", "model-2", "model-3", "model-step1"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests import planted
-from tests.comparison.conftest import CORPUS, IDS
+from tests.comparison.conftest import CORPUS
 from tests.report.synthetic import make_survey, weights_only, with_groups
 from theodolite import compare
 from theodolite.comparison import read_outputs
@@ -90,32 +90,6 @@ def test_of_a_random_model_nothing_survives(pair):
     assert audit.part("sinks").answer == audit.answer == UNDECIDED
     assert "ot decided: sinks (0\u00a0% at the same places)" in audit.summary
     assert compare(pair().run, pair("random").run).part("sinks").answer == UNDECIDED
-
-
-def test_sinks_from_the_files_by_loops(pair):
-    """Those of a noisy copy, in plain Python from parquet."""
-    first, second = pair(), pair("noisy")
-    audit = of(second, first)
-    contexts = len(IDS)
-    shares: list[dict[tuple[int, int, str, int], float]] = []
-    for one in (first, second):
-        found: dict[tuple[int, int, str, int], float] = {}
-        for row in pd.read_parquet(one.run.folder / "sinks.parquet").to_dict("records"):
-            token = -1 if row["first"] else row["token_id"]
-            key = (row["layer"], row["head"], "first" if row["first"] else "later", token)
-            found[key] = found.get(key, 0) + row["contexts"] / contexts
-        shares.append(found)
-    expected = {}
-    for key in {*shares[0], *shares[1]}:
-        before, after = (found.get(key, 0.0) for found in shares)
-        assert {before, after} == {1.0}  # planted: in every context, so that nothing is uncertain
-        expected[key] = (before, after, 0.0, "survived")
-    table = audit.part("sinks").table
-    assert len(table) == len(expected)
-    for row in table.to_dict("records"):
-        before, after, error, status = expected[row["layer"], row["head"], row["kind"], row["token_id"]]
-        assert (row["before"], row["after"], row["se"]) == pytest.approx((before, after, error))
-        assert row["status"] == status
 
 
 def test_tags_from_the_files_by_loops(pair):
@@ -217,14 +191,6 @@ def test_a_rare_sink_that_is_gone_is_no_loss(pair):
     assert "rarer ones 0.0625 → 0 per context" in audit.part("sinks").sentence
 
 
-def test_sinks_of_too_few_contexts_for_an_error_are_undecided(pair):
-    run = pair().run
-    unknown = {"sinks.share.without": torch.full_like(run.arrays["sinks.share.without"], torch.nan)}
-    few = replace(run, arrays=run.arrays | unknown)
-    fewer_sinks = replace(few, sinks=run.sinks.assign(share=0.4 * run.sinks["share"]))
-    assert set(compare(few, fewer_sinks).part("sinks").table["status"]) == {"undecided"}
-
-
 def test_outlier_dimensions_by_hand():
     """Sizes over that of the layer's median dimension, by layer and dimension; elsewhere there are none."""
     planted_there = {
@@ -253,11 +219,6 @@ def test_outlier_dimensions_by_hand():
     found = {(row["layer"], row["dimension"]): row["status"] for row in part.table.to_dict("records")}
     assert found == {place: status for place, (_, _, status) in planted_there.items() if status}
     assert f"by the published rule (|x| ≥ 6) 0 → {4 * width}" in part.sentence
-    unknown = {
-        "typical_magnitude.without": torch.full((8, 4, width), torch.nan)
-    }  # as of fewer than eight contexts
-    few = [replace(run, arrays=run.arrays | unknown) for run in runs]
-    assert set(compare(*few).part("outlier dimensions").table["status"]) == {"undecided"}
 
 
 def test_massive_activations_are_counted_by_place():

@@ -202,18 +202,6 @@ def test_models_that_cannot_stand_side_by_side(opened, tmp_path):
         prompt_ids(both, PROMPT)
 
 
-def test_what_was_computed_is_kept(sharp, monkeypatch):
-    ids = prompt_ids([sharp], "keep what was computed")
-    first = sharp.read(ids)
-    assert sharp.read(ids) is first
-    split = sharp.constituents(ids, 0)
-    assert sharp.constituents(ids, 0) is split
-    assert sharp.constituents(ids, 1) is not split
-    for text in ("two other", "prompts pass"):
-        sharp.read(prompt_ids([sharp], text))
-    assert sharp.read(ids) is not first  # only the last prompts are
-
-
 def test_two_models_share_their_scales(subject):
     both = [subject("gpt2"), subject("llama3")]
     at = shown(both, PROMPT, 1, 0)

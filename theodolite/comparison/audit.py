@@ -264,10 +264,13 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
 
 
 def names_of(models: Sequence[str]) -> list[str]:
-    """Name each model or folder by the last part of its path, numbered where some share a name."""
-    shorts = [Path(model).name or model for model in models]
-    counts = [shorts[: place + 1].count(short) for place, short in enumerate(shorts)]
-    return [f"{short}-{count}" if count > 1 else short for short, count in zip(shorts, counts, strict=True)]
+    """Name each model by the last part of its path or hub name, revision included, numbered where some share it."""
+    names: list[str] = []
+    for model in models:
+        short = (Path(model).name or model).replace("@", "-")
+        numbered = (f"{short}-{number}" for number in range(2, len(models) + 2))
+        names.append(next(name for name in (short, *numbered) if name not in names))
+    return names
 
 
 def _means(reference: Run, other: Run) -> dict[str, tuple[Change, Verdict]]:
