@@ -74,11 +74,12 @@ def compare_command(
 
         audits = compare_folders(folders)
         with screen.status("writing the page"):
-            written, told = page.write(audits, folder)
+            content = page.outcome(audits)
+            written, told = page.write(audits, content, folder)
         if as_json:
             print_json(told)
         else:
-            page.show(audits, Console(soft_wrap=True))
+            page.show(audits, content, Console(soft_wrap=True))
         say_where(written, as_json)
 
 

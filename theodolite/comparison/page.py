@@ -27,6 +27,7 @@ from theodolite.report.data import records
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.exhibit import by_name
 from theodolite.report.outcome import MARKS, Heading, Outcome, result, write_index, write_outcome
+from theodolite.report.terminal import show_outcome
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import harmless, listed, number, percent, visible
 
@@ -137,14 +138,13 @@ def _as_json(audits: Sequence[Audit], page: Mapping[str, Any]) -> dict[str, Any]
     return content | {name: page[name] for name in of_page}
 
 
-def write(audits: Sequence[Audit], out: Path) -> tuple[Path, dict[str, Any]]:
-    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the content.
+def write(audits: Sequence[Audit], content: Outcome, out: Path) -> tuple[Path, dict[str, Any]]:
+    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON.
 
     Raises:
         WorkError: the folder cannot be written.
     """
-    heading, content = experiment_of(audits), outcome(audits)
-    provenance = audits[0].runs[audits[0].reference]
+    heading, provenance = experiment_of(audits), audits[0].runs[audits[0].reference]
     page = write_outcome(heading, content, provenance, out)
     told = _as_json(audits, result(heading, content, provenance))
     with disk_errors(out):
@@ -153,27 +153,13 @@ def write(audits: Sequence[Audit], out: Path) -> tuple[Path, dict[str, Any]]:
     return page, told
 
 
-def show(audits: Sequence[Audit], console: Console) -> None:
-    """Print, for each pair, the summary, the loss and all parts in one table, a sentence on each part, and verdicts."""
-
+def show(audits: Sequence[Audit], content: Outcome, console: Console) -> None:
+    """Print all parts of each pair in one table, then the verdicts with their evidence."""
     for audit in audits:
-        pair, summary = (
-            escape(harmless(text)) for text in (f"{audit.reference} → {audit.other}", audit.summary)
-        )
-        console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]  {summary}", highlight=False)
+        pair = escape(harmless(f"{audit.reference} → {audit.other}"))
+        console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]", highlight=False)
         console.print(_overview(audit))
-        for part in audit.parts:
-            console.print(f"[bold]{part.name}[/bold]  {escape(harmless(part.sentence))}", highlight=False)
-        names = [part.name for part in audit.parts]
-        for name, ending in (("tags", "sinks"), (OUTPUTS, "outputs")):
-            if name not in names:
-                why = f"Not compared: not every survey has a run FOLDER-{ending}."
-                console.print(f"[bold]{name}[/bold]  {why}")
-        for verdict in audit.further:
-            line = (
-                f"{MARKS[verdict.answer]} {verdict.claim}: {verdict.answer}\n  {harmless(verdict.evidence)}"
-            )
-            console.print(f"\n{line}", markup=False, highlight=False)
+    show_outcome(experiment_of(audits), content, console)
 
 
 def _overview(audit: Audit) -> Table:
