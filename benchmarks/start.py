@@ -85,7 +85,7 @@ def first_answer(model: Path) -> float:
             address = process.stdout.readline().split()[1]
             dependencies = json.loads(_read(f"{address}/config"))["dependencies"]
             load = next(each["id"] for each in dependencies if each["api_name"] == "load")
-            values = ["The cat sat on the mat.", "L0H0", "prompt:entropy", False, False, 1]
+            values = ["The cat sat on the mat.", "L0H0", "prompt:entropy", False]
             body = {"fn_index": load, "session_hash": "first", "data": values, "event_data": None}
             _read(f"{address}/gradio_api/queue/join", json.dumps(body).encode())
             with urllib.request.urlopen(f"{address}/gradio_api/queue/data?session_hash=first") as answers:

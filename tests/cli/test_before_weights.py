@@ -83,9 +83,6 @@ def _calls() -> list[tuple[str, str]]:
         (evaluate + " --batch 0", "a batch of 0"),
         (prune + " --sparsity 0.5,0.5", "2 sparsities for 3 blocks"),
         (prune + " --batch 0", "a batch of 0"),
-        ("compare {llama2} {llama2} --layer 9 --head 0 --out {out}", "layer 9 does not exist"),
-        ("compare {llama2} {llama2} --layer 0 --head 9 --out {out}", "head 9 does not exist"),
-        ("compare {llama2} {llama2} --without-low-rank 9 --rank 2 --out {out}", "layer 9 does not exist"),
         ("survey {llama2} --batch 0", "a batch of 0"),
     ]
     return calls

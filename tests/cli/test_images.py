@@ -81,11 +81,6 @@ def test_models_are_compared_on_images(model, images, tmp_path):
     status, stdout, _ = call("compare", model, other, "--corpus", images, "--out", out, "--json")
     assert status == 0
     assert json.loads(stdout)
-    call_with_prompt = call(
-        "compare", model, other, "--corpus", images, "--prompt", "a", "--out", tmp_path / "b"
-    )
-    assert call_with_prompt[0] == 2
-    assert "images are no prompt to show a head on" in call_with_prompt[2]
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests import checkpoints
 from tests.calls import call
 from theodolite import Run, open_model
-from theodolite.comparison.series import names_of, step_of
-from theodolite.errors import UsageError
+from theodolite.comparison.series import step_of
 from theodolite.models.open import untrained
 
 SMALL = ["--corpus", "random", "--length", "16", "--contexts", "8"]
 
 
-def test_steps_in_names_and_names_that_cannot_be_told_apart():
+def test_steps_in_names():
     for name, step in (
         ("checkpoint-1000", 1000),
         ("ck-10", 10),
@@ -37,11 +36,6 @@ def test_steps_in_names_and_names_that_cannot_be_told_apart():
         ("final", None),
     ):
         assert step_of(name) == step
-    known = {"a/ck-1/": "ck-1", "b/ck-2": "ck-2", "org/m@step1": "m-step1"}
-    assert names_of(list(known)) == known
-    for alike in (["a/ck-1", "b/ck-1"], ["a/ck-1", "a/ck-1"]):
-        with pytest.raises(UsageError, match="called alike"):
-            names_of(alike)
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,12 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from tests import checkpoints
 from tests.calls import call
 from theodolite.corpus.corpus import Corpus
-from theodolite.models import open_model
 from theodolite.passes.survey import spectra, survey
 
 pytest.importorskip("gradio")
@@ -59,7 +57,7 @@ def test_a_port_that_is_taken_and_a_page_without_gradio(monkeypatch):
         port = taken.getsockname()[1]
         status, _, stderr = call("explore", "--no-browser", "--port", port)
     assert status == 2
-    assert f"port {port} cannot be used (Address already in use)" in stderr
+    assert f"port {port} cannot be used" in stderr
     assert call("explore", "--no-browser", "--port", 70000)[0] == 2
     monkeypatch.setitem(sys.modules, "gradio", None)
     status, _, stderr = call("explore")
@@ -79,11 +77,7 @@ def test_runs_and_models_that_do_not_fit(checkpoint, opened, tmp_path):
         ((folder, llama, "--run", tmp_path / "run"), "1 --run for 2 models: give one per model"),
         ((llama, "--run", tmp_path / "run"), "the run is of another model"),
         ((folder, "--run", tmp_path / "spectra"), "spectra only and no positional basis"),
-        ((folder, "--run", tmp_path / "none"), "no run at"),
-        ((folder, "--run", tmp_path / "run", "--corpus", "code"), "leave out --corpus"),
-        ((tmp_path / "nothing",), "no checkpoint at"),
         (("embedded", folder), "layers"),
-        ((_without_tokenizer(tmp_path / "bare"),), "has no tokenizer beside its weights"),
         ((checkpoints.write("vit", tmp_path / "vit"),), "reads pixel_values, not text"),
     ):
         status, stdout, stderr = call("explore", "--no-browser", *arguments)
@@ -91,9 +85,3 @@ def test_runs_and_models_that_do_not_fit(checkpoint, opened, tmp_path):
         assert said in stderr
         assert stderr.count("error: ") == 1
         assert "Explorer:" not in stdout
-
-
-def _without_tokenizer(folder: Path) -> Path:
-    checkpoints.build("gpt2").save_pretrained(folder)
-    assert open_model(folder).tokenizer is None
-    return folder

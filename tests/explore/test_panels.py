@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from tests import checkpoints
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, subject_of
@@ -17,9 +16,7 @@ from theodolite.explore.panels import (
     Selection,
     attention_map,
     evidence,
-    hidden_keys,
     roles_of,
-    spectrum_line,
 )
 from theodolite.explore.subject import (
     MOST_CHARACTERS,
@@ -27,7 +24,6 @@ from theodolite.explore.subject import (
     check_pair,
     offered_prompts,
     prompt_ids,
-    tag_colours,
 )
 from theodolite.models import open_model
 from theodolite.models.prompts import shipped_prompt
@@ -55,15 +51,7 @@ def test_the_attention_map_and_its_switches(sharp):
     np.testing.assert_allclose(trace.z, np.log10(np.maximum(view.attention, 1e-5)), atol=1e-5)
     assert trace.zmin == -5
 
-    trace = panels.attention(at._replace(hide_sinks=True))[0].data[0]
-    hidden = [sink.position for sink in view.sinks]
-    assert np.isnan(trace.z[:, hidden]).all()
-    others = [key for key in range(len(at.ids)) if key not in hidden]
-    np.testing.assert_allclose(trace.z[:, others], view.attention[:, others], atol=1e-7)
-    assert trace.zmax == pytest.approx(np.nanmax(view.attention[:, others]), rel=1e-5)
-
-    # Without a sink the first token is hidden; where all are, the map is empty, and there is one.
-    assert hidden_keys(replace(view, sinks=())) == [0]
+    # Where no key is seen, the map is empty, and there is one.
     drawn = attention_map(replace(view, attention=np.full((4, 4), np.nan), tokens=tuple("abcd"), sinks=()))
     assert np.isnan(drawn.data[0].z).all()
 
@@ -126,16 +114,6 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     assert "<td>0.4</td>" in said
 
 
-def test_what_is_said_of_a_spectrum(subject):
-    plain = subject("gpt2").run
-    row = plain.heads.iloc[0]
-    assert str(row["regime_data"]) in spectrum_line(plain, 0, 0)
-    assert "before the norm" in spectrum_line(subject("qwen3").run, 0, 0)
-    assert "no query-key matrix" in spectrum_line(
-        replace(plain, heads=plain.heads.assign(spectrum_of="none")), 0, 0
-    )
-
-
 def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp, subject):
     ids = prompt_ids([sharp], SINKS_PROMPT)
     views = [sharp.view(ids, layer, head) for layer in range(2) for head in range(2)]
@@ -148,7 +126,7 @@ def test_tokens_are_marked_without_colour_and_nothing_in_them_is_markup(sharp, s
     assert said.count("<sub>") == sum(sink.caught for sink in view.sinks)
     assert f"catches {view.sinks[0].caught} token" in said
     tags = sharp.tags(ids, view.layer, view.head)
-    tagged = panels.tags_html(replace(view, tokens=tokens), tags, tag_colours([tags])[0])
+    tagged = panels.tags_html(replace(view, tokens=tokens), tags)
     assert "<script>" not in tagged
     assert tagged.count("background:rgb(") == len(ids)
     assert panels.html("line", "why <not>") == "<p>why &lt;not&gt;</p>"
@@ -170,11 +148,6 @@ def test_constituents_are_drawn_or_refused_with_the_reason(subject):
     assert panels.constituents(long) == [None]
     (refused,) = panels.not_split(long)
     assert "the decomposition has 32 positions and the prompt 60" in refused
-    assert panels.windows(tuple(range(300))) == [
-        ("positions 1 to 128", 1),
-        ("positions 129 to 256", 129),
-        ("positions 257 to 299", 257),
-    ]
 
 
 def test_heads_and_prompts_that_cannot_be_shown(subject, sharp):
@@ -214,7 +187,7 @@ def test_models_that_cannot_stand_side_by_side(opened, tmp_path):
     gpt2 = opened("gpt2")
     check_pair([("a", gpt2), ("b", opened("llama3"))])
     fewer = {name: getattr(gpt2.structure, name)[:2] for name in ("attention", "blocks")}
-    with pytest.raises(UsageError, match="small has 2 layers, a 3"):
+    with pytest.raises(UsageError, match="small has 2 layers, a 3: only models of one shape"):
         check_pair([("a", gpt2), ("small", replace(gpt2, structure=replace(gpt2.structure, **fewer)))])
     folder = checkpoints.write("gpt2", tmp_path / "other")
     tokenizer = checkpoints.byte_tokenizer()
@@ -229,39 +202,15 @@ def test_models_that_cannot_stand_side_by_side(opened, tmp_path):
         prompt_ids(both, PROMPT)
 
 
-def test_what_was_computed_is_kept(sharp, monkeypatch):
-    ids = prompt_ids([sharp], "keep what was computed")
-    first = sharp.read(ids)
-    assert sharp.read(ids) is first
-    split = sharp.constituents(ids, 0)
-    assert sharp.constituents(ids, 0) is split
-    assert sharp.constituents(ids, 1) is not split
-    for text in ("two other", "prompts pass"):
-        sharp.read(prompt_ids([sharp], text))
-    assert sharp.read(ids) is not first  # only the last prompts are
-
-
 def test_two_models_share_their_scales(subject):
     both = [subject("gpt2"), subject("llama3")]
     at = shown(both, PROMPT, 1, 0)
     views = at.views
-    # Without sinks, since the first row has a 1 in any model.
-    drawn = [figure.data[0] for figure in panels.attention(at._replace(hide_sinks=True))]
-    most = [np.nanmax(np.delete(view.attention, hidden_keys(view), axis=1)) for view in views]
-    assert [trace.zmax for trace in drawn] == pytest.approx([max(most)] * 2, rel=1e-5)
-    assert abs(most[0] - most[1]) > 1e-3
-
-    for own, figure in zip(both, panels.spectrum(at), strict=True):
-        drawn = np.stack([figure.data[0].x, figure.data[0].y], axis=1)
-        np.testing.assert_allclose(drawn, own.run.arrays["spectrum_data"][1, 0], rtol=1e-6)
-    for ends in (
-        [figure.layout[axis].range for figure in panels.spectrum(at)] for axis in ("xaxis", "yaxis")
-    ):
-        assert ends[0] == ends[1]
-    values = np.concatenate([own.run.arrays["spectrum_data"][1, 0] for own in both])
-    (low, high), span = ends[0], np.ptp(values[:, 1])
-    assert values[:, 1].min() - low == pytest.approx(0.06 * span, rel=1e-3)
-    assert high - values[:, 1].max() == pytest.approx(0.06 * span, rel=1e-3)
+    # Entropies, since the first row of attention has a 1 in any model.
+    drawn = [figure.data[0] for figure in panels.head_map(at)]
+    most = [own.measured(at.ids).heads["entropy"].max() for own in both]
+    assert [trace.zmax for trace in drawn] == pytest.approx([drawn[0].zmax] * 2)
+    assert drawn[0].zmax >= max(most) - 1e-6
 
     parts = [figure.layout for figure in panels.constituents(at)]
     for axis in ("coloraxis", "coloraxis2"):
@@ -273,16 +222,3 @@ def test_two_models_share_their_scales(subject):
         np.testing.assert_allclose(
             (255 - red) / (255 - 197), own / np.concatenate(received).max(), atol=0.011
         )
-
-
-def test_tags_of_a_turned_model_keep_their_colours(sharp):
-    ids = prompt_ids([sharp], SINKS_PROMPT)
-    tags = sharp.tags(ids, 1, 0)
-    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(0)))
-    own, other = tag_colours([tags, replace(tags, scores=tags.scores @ turn)])
-    assert np.abs(own.astype(int) - other).max() <= 1
-    alone = tag_colours([replace(tags, scores=tags.scores @ turn)])[0]
-    assert np.abs(own.astype(int) - alone).max() > 20
-    missing, own = tag_colours([None, tags])
-    assert len(missing) == 0
-    np.testing.assert_array_equal(own, tag_colours([tags])[0])

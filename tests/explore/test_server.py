@@ -78,16 +78,9 @@ def test_another_origin_or_name_is_refused_and_none_or_its_own_is_not(address):
         )  # read, and found wanting
 
 
-def test_what_the_page_does_not_need_is_not_served(address):
-    for path in ("docs", "redoc", "openapi.json", "gradio_api/openapi.json", "gradio_api/openapi.json/"):
-        assert ask(f"{address}/{path}")[0] == 404, path
-    for path in ("gradio_api/run/predict", "gradio_api/call/read", "login", "gradio_api/vibe-code"):
-        assert ask(f"{address}/{path}", b"{}", **JSON)[0] == 404, path
-
-
 def test_a_click_without_a_prompt_is_a_line(address):
     """As where the page was open while the server was started anew: its session has no prompt."""
-    ((message, *others),) = event(address, "without", "show", None, "L0H0", "prompt:entropy", False, False, 1)
+    ((message, *others),) = event(address, "without", "show", None, "L0H0", "prompt:entropy", False)
     assert "no prompt has been run yet: run one first" in message
     # What was shown stays.
     assert not any(isinstance(each, str) or "value" in (each or {}) for each in others)

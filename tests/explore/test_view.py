@@ -14,7 +14,7 @@ import transformers
 from tests.explore.conftest import PROMPT, SINKS_PROMPT, SURVEYED
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
-from theodolite.explore.subject import prompt_ids, tag_colours
+from theodolite.explore.subject import prompt_ids
 from theodolite.models import open_model
 from theodolite.models.open import sharing_weights
 from theodolite.passes.survey import survey, survey_heads
@@ -141,7 +141,7 @@ def test_sinks_tags_and_their_colours(sharp):
         assert tags.chance == pytest.approx((len(groups) - 1) / (len(x) - 1))
         # A channel is a component, stretched to 0 … 255.
         scores = np.linalg.svd(x - x.mean(0), full_matrices=False)[0]
-        colours = tag_colours([tags])[0][kept].astype(float)
+        colours = tags.colours[kept].astype(float)
         for channel in range(3):
             assert abs(np.corrcoef(colours[:, channel], scores[:, channel])[0, 1]) > 0.999
         assert (colours.min(0) == 0).all()

@@ -26,7 +26,6 @@ def corpus() -> Corpus:
         (lambda model, corpus, run: find_outliers(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: survey(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: compare(model, model), "runs are compared, .* this is OpenModel"),
-        (lambda model, corpus, run: compare(run, run, names=("one",)), "names has 1: give two"),
         (lambda model, corpus, run: Exclusions.of(model), "not of OpenModel"),
         (lambda model, corpus, run: Corpus.python_docs(None, 16), "text needs a tokenizer"),
     ],

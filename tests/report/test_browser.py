@@ -34,9 +34,7 @@ def pages(run: Run, page: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     audit = compare(run, make_survey(seed=1), names=("before", "after"))
     return {
         "survey": page,
-        "comparison": write_outcome(
-            experiment_of([audit], compared([audit])), compared([audit]), run.provenance, place
-        ),
+        "comparison": write_outcome(experiment_of([audit]), compared([audit]), run.provenance, place),
         "experiment": write_outcome(
             EXPERIMENTS[name], Study(run).outcome(EXPERIMENTS[name]), run.provenance, place
         ),

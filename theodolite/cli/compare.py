@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +20,8 @@ from theodolite.system.run_folders import is_run
 from theodolite.system.wording import model_name
 
 if TYPE_CHECKING:
-    from theodolite.comparison.command import Candidate
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
-    from theodolite.passes.run import Run
 
 
 def compare_command(
@@ -38,26 +35,6 @@ def compare_command(
         ),
     ],
     text: Text,
-    prompt: Annotated[
-        str | None, typer.Option(help="Prompt of the attention maps [default: a reasoning question].")
-    ] = None,
-    layer: Annotated[
-        int | None,
-        typer.Option(help="Block, from 0, of the head in the maps [default: the head that lost most sinks]."),
-    ] = None,
-    head: Annotated[int | None, typer.Option(help="The head in that block, from 0.")] = None,
-    without_low_rank: Annotated[
-        int | None,
-        typer.Option(
-            metavar="LAYER",
-            help="Also ablate the low-rank term of W_Q, W_K, W_V of this block in the second model, with a "
-            "norm-matched random term as control.",
-        ),
-    ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(help="Rank of that term, by truncated SVD, in a model that was not pruned with one."),
-    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder to write [default: runs/FIRST-against-SECOND].")
     ] = None,
@@ -85,71 +62,62 @@ def compare_command(
                 f"{other} is not a run folder but others are: give run folders or models, not both"
             )
         if all(runs):
-            of_models = text.given() | {"--prompt": prompt, "--layer": layer, "--head": head, "--rank": rank}
-            of_models |= {"--without-low-rank": without_low_rank}
-            refuse_unread("run folders are compared without a model or a text", of_models)
+            refuse_unread("run folders are compared without a model or a text", text.given())
+            folders = models
         else:
             opening.check(*models)
             text.check()
+            folders = _measured(models, folder, text, batch, opening, stopped)
 
-        from theodolite.comparison import command, page
-        from theodolite.models.prompts import Focus
+        from theodolite.comparison import page
+        from theodolite.comparison.audit import compare_folders
 
-        if all(runs):
-            compared = command.compare_folders(models)
-        else:
-            places = ((layer, head or 0), (without_low_rank, 0))
-
-            corpora: dict[str, Corpus | None] = {}
-
-            def check(model: OpenModel, corpus: Corpus | None) -> None:
-                corpora[model.id] = corpus
-                for at_layer, at_head in places if model.source.attention is None else ():
-                    if at_layer is not None:
-                        model.check_place(at_layer, at_head)
-
-            for model in dict.fromkeys(models):
-                opening.read_first(model, text, stopped, batch, check)
-            work = _Passes(folder, text, batch, opening, stopped, corpora)
-            focus = Focus(prompt, layer, head)
-            compared = command.compare_models(models, work, focus, without_low_rank, rank)
+        audits = compare_folders(folders)
         with screen.status("writing the page"):
-            written = page.write(compared, folder)
+            content = page.outcome(audits)
+            written, told = page.write(audits, content, folder)
         if as_json:
-            print_json(page.as_json(compared))
+            print_json(told)
         else:
-            page.show(compared, Console(soft_wrap=True))
+            page.show(audits, content, Console(soft_wrap=True))
         say_where(written, as_json)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Open, survey and trace one model, with progress bars, in folders that can be resumed."""
+def _measured(
+    models: list[str], out: Path, text: Text, batch: int | None, opening: Opening, stopped: Callable[[], bool]
+) -> list[str]:
+    """Survey and trace each model and read what its heads write, in folders of `out` that can be resumed.
 
-    folder: Path
-    text: Text
-    batch: int | None
-    opening: Opening
-    stopped: Callable[[], bool]
-    corpora: dict[str, Corpus | None]
+    Models are opened one after another, so that no two are in memory at once.
+    """
+    from theodolite.comparison.audit import names_of, refuse_unlike, shape_of
+    from theodolite.comparison.outputs import read_outputs
+    from theodolite.passes.survey import survey
+    from theodolite.sinks.trace import trace_sinks
 
-    def opened(self, source: str) -> OpenModel:
-        if self.stopped():
-            raise KeyboardInterrupt
-        return self.opening.open(source, self.text)
+    described: dict[str, dict[str, object]] = {}
 
-    def read(self, model: OpenModel) -> Corpus:
-        return self.corpora.get(model.id) or self.text.read(model, self.stopped)
+    def check(name: str, model: OpenModel, corpus: Corpus | None) -> None:
+        if corpus is not None:
+            described[name] = {**shape_of(model), "tokens": corpus.sha256}
+            first = next(iter(described))
+            refuse_unlike((first, name), described[first], described[name])
 
-    def measured(self, candidate: Candidate, model: OpenModel, corpus: Corpus) -> tuple[Run, Run, Run]:
-        from theodolite.comparison.outputs import read_outputs
-        from theodolite.passes.survey import survey
-        from theodolite.sinks.trace import trace_sinks
+    def measure(source: str, name: str) -> str:
+        model = opening.open(source, text)
+        corpus = corpora[name] or text.read(model, stopped)
+        check(name, model, corpus)
+        for read, ending in (
+            (functools.partial(survey, seed=text.seed), ""),
+            (trace_sinks, "-sinks"),
+            (read_outputs, "-outputs"),
+        ):
+            with bars(stopped, of=name) as show:
+                read(model, corpus, out / f"{name}{ending}", batch=batch, show_progress=show)
+        return str(out / name)
 
-        def run(read: Callable[..., Run], ending: str) -> Run:
-            with bars(self.stopped, of=candidate.name) as show:
-                folder = self.folder / f"{candidate.folder}{ending}"
-                return read(model, corpus, folder, batch=self.batch, show_progress=show)
-
-        seeded = functools.partial(survey, seed=self.text.seed)
-        return run(seeded, ""), run(trace_sinks, "-sinks"), run(read_outputs, "-outputs")
+    corpora = {
+        name: opening.read_first(source, text, stopped, batch, functools.partial(check, name))
+        for name, source in zip(names_of(models), models, strict=True)
+    }
+    return [measure(source, name) for source, name in zip(models, corpora, strict=True)]

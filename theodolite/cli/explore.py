@@ -90,6 +90,7 @@ def explore_command(
             raise UsageError(f"the page needs gradio: {with_extra('explore')}")
         with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
+            from theodolite.comparison.audit import names_of
             from theodolite.explore.page import application, listen, serve
             from theodolite.explore.subject import Subject, check_pair
             from theodolite.logits.constituents import check_run as check_run_of
@@ -100,7 +101,7 @@ def explore_command(
                 finished = list(map(Run.load, runs or ()))
                 corpora = [opening.read_first(name, None if runs else text) for name in names]
                 opened = [opening.open(name) for name in names]
-                called = _display_names(opened)
+                called = names_of([each.id for each in opened])
                 check_pair(list(zip(called, opened, strict=True)))
                 surveys: list[Run] | list[PlannedSurvey]
                 if runs:
@@ -117,12 +118,6 @@ def explore_command(
                 serve(application(subjects), listening, lambda address: _say(address, browser), ended)
                 for subject in subjects:
                     subject.wait()
-
-
-def _display_names(opened: list[OpenModel]) -> list[str]:
-    """Shorten the names of the models; where short ones coincide, keep the full ones."""
-    short = [model_name(model.id) for model in opened]
-    return short if len(set(short)) == len(short) else [model.id for model in opened]
 
 
 def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event) -> PlannedSurvey:

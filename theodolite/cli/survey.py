@@ -161,11 +161,12 @@ def _survey_series(
     models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path] | None], as_json: bool
 ) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
-    from theodolite.comparison.series import names_of, write_series
+    from theodolite.comparison.audit import names_of
+    from theodolite.comparison.series import write_series
     from theodolite.report.data import records
 
     runs = {}
-    for model, name in names_of(models).items():
+    for model, name in zip(models, names_of(models), strict=True):
         surveyed = survey_one(model, out / name, of=name)
         assert surveyed is not None
         runs[name] = surveyed[0]

@@ -3,5 +3,4 @@
 from theodolite.comparison.audit import Audit as Audit
 from theodolite.comparison.audit import compare as compare
 from theodolite.comparison.outputs import read_outputs as read_outputs
-from theodolite.comparison.parts import matched_heads as matched_heads
 from theodolite.comparison.survival import Survival as Survival

@@ -1,7 +1,7 @@
 """`compare`: how much of one run's mechanism survives in another run on the same text, in tables and sentences.
 
-It reads runs and sees no model, so it works for any two models of one shape: pruned, retrained, quantised, or under
-an intervention. Of models that differ in shape or tokenizer it matches the heads.
+It reads runs and sees no model, so it works for any two models of one shape and one tokenizer: pruned, retrained,
+quantised, or under an intervention.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
@@ -16,17 +17,17 @@ import pandas as pd
 import theodolite.comparison.outputs as outputs
 import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss
-from theodolite.comparison.parts import MATCHED
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import Answer, Criterion, Verdict, combined, judge
+from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
-from theodolite.system.run_folders import OUTPUTS, TRACE
-from theodolite.system.wording import head_name, listed, nearest, percent, with_error
+from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
+from theodolite.system.wording import head_name, listed, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
@@ -39,9 +40,10 @@ SHAPE = {
     "layers": "layers",
     "heads": "heads per layer",
     "width": "dimensions of the residual stream",
-    "vocabulary": "tokens in the vocabulary",
 }
 """What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages."""
+
+COMPARED = "only models of one shape and one tokenizer can be compared"
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,11 +52,10 @@ class Audit:
 
     Attributes:
         parts: sinks, tags (where both traces were given), outlier dimensions, massive activations, positional basis,
-            head outputs (where they were given), entropies, head types, spectra. Of models that differ in shape or
-            tokenizer: matched heads alone.
+            head outputs (where they were given), entropies, head types, spectra.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
-        means: means of all heads or layers, with the verdict on their change, by what they are of.
+        numbers: of the whole model, with the verdict on their change: localization, context, and the loss.
     """
 
     reference: str
@@ -62,7 +63,7 @@ class Audit:
     parts: tuple[Survival, ...]
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: Loss | None = None
-    means: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
+    numbers: dict[str, tuple[Change, Verdict]] = field(default_factory=dict)
 
     @property
     def answer(self) -> Answer:
@@ -75,9 +76,6 @@ class Audit:
     @property
     def summary(self) -> str:
         """The verdict in a few sentences: what survived, the heads hit hardest, the loss; each part has its own."""
-        first = self.parts[0]
-        if first.name == MATCHED:
-            return f"{first.counts()}. The models differ in shape or tokenizer: only their heads are matched."
         groups: dict[Answer, list[str]] = {answer: [] for answer in get_args(Answer)}
         for part in self.parts:
             how_many = f" ({part.count(SURVIVED)} of {part.of_reference})"
@@ -101,9 +99,8 @@ class Audit:
     def further(self) -> list[Verdict]:
         """Verdicts beside what survives: on head outputs, localization, context, and the loss."""
         more = [verdict for part in self.parts for verdict in part.further]
-        more += [verdict for _, verdict in self.means.values()]
-        named = [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
-        return named + ([self.loss.verdict(f"{self.other} predicts the text as well")] if self.loss else [])
+        more += [verdict for _, verdict in self.numbers.values()]
+        return [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
 
     def __repr__(self) -> str:
         return f"Audit of {self.other} against {self.reference}: {self.summary}"
@@ -119,9 +116,7 @@ class Audit:
         """
         parts = {part.name: part for part in self.parts}
         if name not in parts:
-            raise UsageError(
-                f"no part {name!r}: {nearest(name, parts, f'there are {listed(list(parts), 9)}')}"
-            )
+            raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
         return parts[name]
 
     @property
@@ -153,11 +148,8 @@ class Audit:
             )
             for part in self.parts
         }
-        for name, (change, verdict) in self.means.items():
+        for name, (change, verdict) in self.numbers.items():
             rows[name] = (*_cells(change), verdict.answer, "", math.nan)
-        if self.loss is not None:
-            of_loss = Change("next-token loss in nats", self.loss.before, self.loss.after, self.loss.se)
-            rows["loss"] = (*_cells(of_loss), self.loss.verdict("").answer, "", math.nan)
         names = dict.fromkeys([*(name for name in ORDER if name in rows), *rows])
         columns = ["part", "measure", "before", "after", "change", "verdict", "survived", "left"]
         return pd.DataFrame([(name, *rows[name]) for name in names], columns=columns)
@@ -203,15 +195,11 @@ def compare(
 ) -> Audit:
     """Compare two models: which sinks, tags, outliers, positions, head outputs, entropies, roles and spectra survive.
 
-    Of models that differ in shape or tokenizer, heads are matched by what they do (`parts.matched_heads`), and
-    compared; nothing else is.
-
     A difference has the jackknife's standard error over the eight groups of contexts, the same ones in both runs: what
-    both owe to the text is in neither. Matched heads have the errors of both runs, √(a² + b²). `docs/comparison.md` has
-    the criteria.
+    both owe to the text is in neither. `docs/comparison.md` has the criteria.
 
     Args:
-        reference, other: from `survey` or `Run.load`, of the same text.
+        reference, other: from `survey` or `Run.load`, of the same tokens and of models of one shape.
         reference_trace, other_trace: from `trace_sinks` on that text, both or neither; without, tags are left out.
         outputs_of: both models, from `comparison.read_outputs` on that text; without, nothing is known of what heads
             write, nor of the loss.
@@ -225,16 +213,12 @@ def compare(
     if not_runs := [run for run in (*runs, *traces) if not isinstance(run, Run)]:
         what = type(not_runs[0]).__name__
         raise UsageError(f"runs are compared, from survey(…) or Run.load(FOLDER); this is {what}")
-    if names is not None and len(names) != 2:
-        raise UsageError(f"two models are compared, and names has {len(names)}: give two")
     if len(traces) == 1:
         raise UsageError("tags are compared between two traces: give both or neither")
     names = names or (_name_of(reference), _name_of(other))
     written = outputs_of or ()
     _check(names, runs, traces, written)
     of_names = dict(zip(names, (run.provenance for run in runs), strict=True))
-    if not same_shape_and_tokens(reference.provenance, other.provenance):
-        return Audit(*names, (parts_of.matched_heads(*runs),), of_names)
     parts = (
         parts_of.sinks(*runs, outputs_of),
         *([parts_of.tags(*traces)] if traces else []),
@@ -246,9 +230,47 @@ def compare(
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
     )
-    if _model_and_interventions(reference) == _model_and_interventions(other):
+    if _read(reference) == _read(other):
         parts = tuple(part.of_one_model() for part in parts)
-    return Audit(*names, parts, of_names, outputs.loss(*written) if written else None, _means(*runs))
+    loss = outputs.loss(*written) if written else None
+    numbers = _means(*runs)
+    if loss is not None:
+        of_loss = Change("next-token loss in nats", loss.before, loss.after, loss.se)
+        numbers["loss"] = of_loss, loss.verdict("the text is predicted as well")
+    return Audit(*names, parts, of_names, loss, numbers)
+
+
+def compare_folders(folders: Sequence[str]) -> list[Audit]:
+    """Compare surveys with the first of them.
+
+    Tags too, where each has a trace FOLDER-sinks; head outputs and the loss, where each has FOLDER-outputs.
+
+    Raises:
+        UsageError: two runs that cannot be compared, and why.
+    """
+    runs, traces, written = (
+        [Run.load(path) for path in paths] if all(map(is_run, paths)) else []
+        for paths in (
+            [f"{Path(folder)}{ending}" for folder in folders] for ending in ("", "-sinks", "-outputs")
+        )
+    )
+    first, *others = names_of(folders)
+    audits = []
+    for place, other in enumerate(others, 1):
+        traced = (traces[0], traces[place]) if traces else ()
+        outputs_of = (written[0], written[place]) if written else None
+        audits.append(compare(runs[0], runs[place], *traced, outputs_of=outputs_of, names=(first, other)))
+    return audits
+
+
+def names_of(models: Sequence[str]) -> list[str]:
+    """Name each model by the last part of its path or hub name, revision included, numbered where some share it."""
+    names: list[str] = []
+    for model in models:
+        short = (Path(model).name or model).replace("@", "-")
+        numbered = (f"{short}-{number}" for number in range(2, len(models) + 2))
+        names.append(next(name for name in (short, *numbered) if name not in names))
+    return names
 
 
 def _means(reference: Run, other: Run) -> dict[str, tuple[Change, Verdict]]:
@@ -275,77 +297,52 @@ def _check(
     names: tuple[str, str], surveys: Sequence[Run], traces: Sequence[Run], written: Sequence[Run]
 ) -> None:
     """Raise `UsageError` for runs that cannot be compared, and say why."""
-    first, second = (survey.provenance for survey in surveys)
-    pair = f"{names[1]} and {names[0]}"
-    no_survey = {
-        TRACE: "this is a trace of sinks; give the survey, with the trace as FOLDER-sinks",
-        OUTPUTS: "these are outputs of heads; give the survey, with the outputs as FOLDER-outputs",
-    }
     for name, run in zip(names, surveys, strict=True):
-        if run.kind in no_survey:
-            raise UsageError(f"{name}: {no_survey[run.kind]}")
-        if not run.provenance.get("corpus"):
-            raise UsageError(f"{name}: these are spectra of weights only; give a survey of a text")
-    if first["model"].get("chosen_layers") != second["model"].get("chosen_layers"):
-        raise UsageError(f"{pair} were not surveyed with the same --layers: survey both alike")
-    if _shape(first) == _shape(second) and not same_shape_and_tokens(first, second):
+        if run.kind in (TRACE, OUTPUTS) or not run.provenance.get("corpus"):
+            raise UsageError(
+                f"{name}: this is no survey of a text; give that, with its trace as FOLDER-sinks and the outputs of "
+                "its heads as FOLDER-outputs"
+            )
+    first, second = (
+        {**run.provenance["model"], "tokens": run.provenance["corpus"]["sha256"]} for run in surveys
+    )
+    if first.get("chosen_layers") != second.get("chosen_layers"):
         raise UsageError(
-            f"{pair} did not read the same tokens: survey both with the same --corpus, --length and --contexts "
-            "(where only their tokenizers differ, comparison.matched_heads compares them in Python)"
+            f"{names[1]} and {names[0]} were not surveyed with the same --layers: survey both alike"
         )
-    if first["corpus"]["name"] != second["corpus"]["name"]:
-        raise UsageError(f"{pair} did not read the same text: survey both with one --corpus")
-    check_lengths({name: each["corpus"]["length"] for name, each in zip(names, (first, second), strict=True)})
-    no_trace = "this is not a trace of sinks; `theodolite trace` makes one"
-    no_outputs = "these are not outputs of heads; `comparison.read_outputs` makes them"
-    for kind, companions, refusal, noun, verb in (
-        (TRACE, traces, no_trace, "trace", "is"),
-        (OUTPUTS, written, no_outputs, "outputs", "are"),
-    ):
+    refuse_unlike(names, first, second)
+    for kind, companions, noun in ((TRACE, traces, "trace of sinks"), (OUTPUTS, written, "outputs of heads")):
         for name, survey, run in zip(names, surveys, companions, strict=False):
-            if run.kind != kind:
-                raise UsageError(f"{name}: {refusal}")
-            same_model = _model_and_interventions(survey) == _model_and_interventions(run)
-            if not same_model or survey.provenance["corpus"]["sha256"] != run.provenance["corpus"]["sha256"]:
-                another = f"{verb} of another {'text' if same_model else 'model'} than the survey"
-                raise UsageError(f"{name}: its {noun} {another}: make the {noun} again")
+            if run.kind != kind or _read(run) != _read(survey):
+                raise UsageError(
+                    f"{name}: its {noun} must be of the model and text of the survey: make it again"
+                )
 
 
-def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Raise `UsageError` unless the contexts of all models, by name, have one length, on which heads depend."""
-    if len(set(lengths.values())) > 1:
-        each = listed([f"{name} {length}" for name, length in lengths.items()], 4)
+def shape_of(model: OpenModel) -> dict[str, object]:
+    """Describe a model by what `SHAPE` names."""
+    return {name: getattr(model, name) for name in SHAPE}
+
+
+def refuse_unlike(names: tuple[str, str], *described: Mapping[str, object]) -> None:
+    """Raise `UsageError` where two models differ in their `shape_of`, or in the hash of their `tokens`."""
+    for name, noun in SHAPE.items():
+        first, second = (each[name] for each in described)
+        if first != second:
+            raise UsageError(f"{names[1]} has {second} {noun}, {names[0]} {first}: {COMPARED}")
+    first, second = (each.get("tokens") for each in described)
+    if first != second:
         raise UsageError(
-            f"models are compared on contexts of one length, and these differ (tokens per context: {each}): give all "
-            f"the same --length, {min(lengths.values())} or less"
+            f"{names[1]} and {names[0]} did not read the same tokens: {COMPARED}, surveyed with the same --corpus, "
+            "--length and --contexts"
         )
 
 
-def _model_and_interventions(run: Run) -> tuple[object, object]:
-    return run.provenance["model"]["sha256"], provenance(run, "fingerprint", "interventions")
-
-
-def same_shape_and_tokens(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Tell whether two models, by provenance, have one shape and read the same tokens: else heads are matched."""
-    return _shape(first) == _shape(second) and first["corpus"]["sha256"] == second["corpus"]["sha256"]
-
-
-def _shape(provenance: Mapping[str, Any]) -> list[object]:
-    return [provenance["model"].get(key) for key in SHAPE]
-
-
-def most_lost(audits: Sequence[Audit], layer: int | None = None) -> list[tuple[int, int]]:
-    """Order the heads (layer, head) of one block or all: most lost sinks first, then by strength of tag, by sinks."""
-    heads: dict[tuple[int, int], None] = {}
-    orders = (("sinks", "before", True), ("tags", "tagged_before", False), ("sinks", "before", False))
-    for name, by, only_lost in orders:
-        parts = [part for audit in audits for part in audit.parts if part.name == name]
-        tables = [part.table for part in parts if len(part.table)]
-        if not tables:
-            continue
-        rows = pd.concat(tables)
-        rows = rows[(rows["status"] == LOST) | (not only_lost)]
-        sums = rows[(rows["layer"] == layer) | (layer is None)].groupby(["layer", "head"])[by].sum()
-        sums = sums[sums > 0].sort_values(ascending=False, kind="stable")
-        heads |= {(int(block), int(head)): None for block, head in sums.index}
-    return list(heads)
+def _read(run: Run) -> tuple[object, ...]:
+    """Identify the model that a run is of, the interventions that it was under, and the text."""
+    provenance_of = run.provenance
+    return (
+        provenance_of["model"]["sha256"],
+        provenance(run, "fingerprint", "interventions"),
+        provenance_of["corpus"]["sha256"],
+    )

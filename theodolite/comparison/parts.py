@@ -1,17 +1,16 @@
 """The parts of the mechanism that are compared: what each takes from two runs, and what counts as a unit of it.
 
-One function a part. All of them read runs on the same text, and judge by the rules of `survival.py`. Of models that
-differ in shape or tokenizer only heads are compared, matched by what they do.
+One function a part. All of them read runs on the same text, and judge by the rules of `survival.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from scipy.optimize import linear_sum_assignment
-from scipy.spatial.distance import cdist
 from torch import Tensor
 
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
@@ -20,7 +19,6 @@ from theodolite.comparison.survival import (
     BY_HALVES,
     ENDS,
     HALF,
-    LEFT,
     LOST,
     NEW,
     SIDES,
@@ -41,20 +39,17 @@ from theodolite.comparison.survival import (
     statuses,
 )
 from theodolite.corpus.groups import GROUPS
-from theodolite.corpus.patches import grid_described
-from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Criterion, judge
-from theodolite.logits.attribution import repeated_sequences
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.head_roles import INDUCTION, PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION, HeadRole
+from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.measure.position import DIRECTIONS
 from theodolite.passes.run import Run
-from theodolite.report.data import column, entropy_share, need, provenance, value_of
+from theodolite.report.data import column, entropy_share, grid_of, need, value_of
 from theodolite.report.findings import ENTROPY_COLLAPSE
 from theodolite.sinks.exclusions import LEAST_SHARE
-from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.system.wording import number, percent
 from theodolite.theory.outliers import Thresholds, outlier_features
 from theodolite.theory.outliers import outlier_dimensions as large_dimensions
 from theodolite.theory.unbiased import Jackknifed, combined, product, ratio, stacked
@@ -68,10 +63,8 @@ TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of 
 TENTH = 0.1  # an entropy survives that changes by at most this share of the maximum (ours)
 A_TENTH = Criterion("within", TENTH, "ours")
 ROLES = (*PATTERN_ROLES, *SINK_ROLES)
-OUTPUTS, MATCHED = "head outputs", "matched heads"
+OUTPUTS = "head outputs"
 ALIKE = Criterion("at most", 0.1**0.5, "a tenth of the squared length (ours)")
-ENTROPY = "entropy_share"  # of a head: its entropy over the maximum
-SHUFFLES = 20  # of what the other model's heads do, for what a matching finds by chance
 
 
 def mean_of(table: str, name: str) -> str:
@@ -98,6 +91,14 @@ def mean_change(reference: Run, other: Run, table: str, name: str) -> Change | N
         if known.any()
         else None
     )
+
+
+def _joined(
+    runs: tuple[Run, Run], table: str, key: list[str], numbers: Callable[[Run], dict[str, Jackknifed]]
+) -> Joined:
+    """Join the rows of a table of both runs, with numbers of each."""
+    before, after = (Units(getattr(run, table)[key], numbers(run)) for run in runs)
+    return join(before, after, key)
 
 
 def _contexts(run: Run) -> int:
@@ -145,8 +146,8 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     )
 
 
-def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimate | None:
-    """Estimate the share of the reference's sinks (of a layer, or all) that the other has at the same place.
+def kept_places(reference: Run, other: Run) -> Estimate | None:
+    """Estimate the share of the reference's sinks that the other has at the same place.
 
     With the jackknife's error over contexts, a few of which may be alike by chance
     (`Estimate.floored`). Exact where every head writes the very same. None: there are no sinks.
@@ -154,8 +155,6 @@ def kept_places(reference: Run, other: Run, layer: int | None = None) -> Estimat
     places, others = (
         pd.DataFrame(run.arrays[SINK_PLACES].numpy(), columns=PLACE) for run in (reference, other)
     )
-    if layer is not None:
-        places = places[places["layer"] == layer].reset_index(drop=True)
     if not len(places):
         return None
     if torch.equal(reference.arrays["written"], other.arrays["written"]):
@@ -327,11 +326,12 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
     names = {"rank": "rank", "value": "relative_norm", "pp_low_frequency_10": "pp_low_frequency_10"}
-    sides = [
-        Units(run.layers[["layer"]], {name: number_of(run, "layers", of) for name, of in names.items()})
-        for run in (reference, other)
-    ]
-    joined = join(sides[0], sides[1], ["layer"])
+    joined = _joined(
+        (reference, other),
+        "layers",
+        ["layer"],
+        lambda run: {name: number_of(run, "layers", of) for name, of in names.items()},
+    )
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
     overlaps, owed = overlap(reference, other, by_energy=True), overlap_bias(reference, other)
     kept, turned, margin = decided(A_HALF, overlaps, bias=owed)
@@ -371,10 +371,10 @@ def positions(reference: Run, other: Run) -> Survival:
 
 def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
     """Return positional bases without position 0, or without the tokens before an image's patches."""
-    grids = [grid_described(provenance(run, "corpus") or {}) for run in runs]
+    leading = [1 if (grid := grid_of(run)) is None else grid.leading for run in runs]
     return [
-        torch.from_numpy(need(run, "positional_basis")[:, 1 if grid is None else grid.leading :]).double()
-        for run, grid in zip(runs, grids, strict=True)
+        torch.from_numpy(need(run, "positional_basis")[:, first:]).double()
+        for run, first in zip(runs, leading, strict=True)
     ]
 
 
@@ -499,19 +499,26 @@ def head_outputs(reference: Run, other: Run) -> Survival:
 
 def entropies(reference: Run, other: Run) -> Survival:
     """Compare the mean attention entropy of every head, and its share of the maximum."""
-    heads = []
-    for run in (reference, other):
-        entropy, share = number_of(run, "heads", "entropy"), torch.tensor(_share(run))
-        shares = Jackknifed(share, entropy.without / (entropy.value / share))
-        heads.append(Units(run.heads[HEAD], {"value": entropy, "share": shares}))
-    joined = join(heads[0], heads[1], HEAD)
+
+    def numbers(run: Run) -> dict[str, Jackknifed]:
+        entropy, of_heads = number_of(run, "heads", "entropy"), entropy_share(run)
+        assert of_heads is not None  # a survey of a text has entropies
+        share = torch.from_numpy(of_heads)
+        return {"value": entropy, "share": Jackknifed(share, entropy.without / (entropy.value / share))}
+
+    joined = _joined((reference, other), "heads", HEAD, numbers)
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
     sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
     similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
-    kept, lost = same_range(
-        (similar, changed), first, second, *(margins(side.error, len(side.without)) for side in sides)
+    # The ranges that both are in, at either end of their intervals.
+    (low, high), (new_low, new_high) = (
+        [range_of(side.value.numpy() + sign * margins(side.error, GROUPS)) for sign in (-1, 1)]
+        for side in sides
     )
+    kept = similar & (low == new_high) & (high == new_low)
+    lost = changed | (high < new_low) | (new_high < low)
+    alike = A_TENTH.met(second - first[:, None]) & (range_of(first)[:, None] == range_of(second))
     table = joined.table().drop(columns=["share_difference", "share_se"])
     return Survival(
         "entropies",
@@ -522,52 +529,14 @@ def entropies(reference: Run, other: Run) -> Survival:
         table.assign(status=status_of(kept, lost)),
         Change.of(mean_of("heads", "entropy"), torch.mean, *joined.numbers["value"]),
         verb=("keeps its entropy", "keep their entropy"),
-        by_chance=expected_by_chance(_similar(first[:, None], second)),
+        by_chance=expected_by_chance(alike),
         contexts=_contexts(reference),
     )
-
-
-def same_range(
-    similar: tuple[Flags, Flags], before: Floats, after: Floats, error: Floats, error_after: Floats
-) -> tuple[Flags, Flags]:
-    """Decide whether entropies survive or are lost: by whether they are similar, and by `range_of`.
-
-    `error`, `error_after`: half the widths of the 95 % intervals of both; whole intervals decide.
-    """
-    kept, lost = similar
-    (low, high), (new_low, new_high) = (
-        (range_of(share - margin), range_of(share + margin))
-        for share, margin in ((before, error), (after, error_after))
-    )
-    return kept & (low == new_high) & (high == new_low), lost | (high < new_low) | (new_high < low)
-
-
-def _similar(before: Floats, after: Floats) -> Flags:
-    """Tell whether entropies are similar, without regard to errors."""
-    return A_TENTH.met(after - before) & (range_of(before) == range_of(after))
 
 
 def range_of(share: Floats) -> np.ndarray:
     """Classify entropies, as shares of the maximum: 0 collapsed, 2 uniform, 1 neither."""
     return np.digitize(share, [ENTROPY_COLLAPSE.limit, UNIFORM_ATTENTION.threshold])
-
-
-def entropy_share_error(run: Run) -> Floats:
-    """Return the standard error of each head's entropy as a share of the maximum."""
-    entropy, error = _values(run, "entropy"), _values(run, "entropy_se")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # A head whose entropy is 0 in every context has no error either, and no maximum that could be seen.
-        return np.where(entropy > 0, error * _share(run) / entropy, error)
-
-
-def _share(run: Run) -> Floats:
-    shares = entropy_share(run)
-    return np.full(len(run.heads), np.nan) if shares is None else shares
-
-
-def _values(run: Run, name: str) -> Floats:
-    values = column(run.heads, name)
-    return np.full(len(run.heads), np.nan) if values is None else values
 
 
 def head_types(reference: Run, other: Run) -> Survival:
@@ -576,10 +545,12 @@ def head_types(reference: Run, other: Run) -> Survival:
     for role in ROLES:
         if not any(role.column in run.heads for run in runs):
             continue
-        scores = [number_of(run, "heads", role.column) for run in runs]
-        known = [Jackknifed(score.value.nan_to_num(), score.without) for score in scores]
-        sides = [Units(run.heads[HEAD], {"value": of}) for run, of in zip(runs, known, strict=True)]
-        joined = join(sides[0], sides[1], HEAD)
+
+        def numbers(run: Run, name: str = role.column) -> dict[str, Jackknifed]:
+            score = number_of(run, "heads", name)
+            return {"value": Jackknifed(score.value.nan_to_num(), score.without)}
+
+        joined = _joined(runs, "heads", HEAD, numbers)
         units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
         of_role = by_halves(joined, role.threshold, _contexts(reference))
         of_role.insert(len(HEAD), "type", role.title)
@@ -596,11 +567,6 @@ def head_types(reference: Run, other: Run) -> Survival:
     )
 
 
-def independent_scores(run: Run, role: HeadRole) -> int:
-    """Return the number of groups of contexts, or of random sequences, that the error of a score rests on."""
-    return repeated_sequences(run.provenance["corpus"]["length"]) if role == INDUCTION else GROUPS
-
-
 def spectra(reference: Run, other: Run) -> Survival:
     """Compare W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
     runs = (reference, other)
@@ -608,7 +574,9 @@ def spectra(reference: Run, other: Run) -> Survival:
         name for name in ("trace", "r", "regime", "regime_data") if all(name in run.heads for run in runs)
     ]
     one, two = (
-        run.heads[[*HEAD, *columns]].assign(frobenius=np.sqrt(_values(run, "frobenius_squared")))
+        run.heads[[*HEAD, *columns]].assign(
+            frobenius=np.sqrt(number_of(run, "heads", "frobenius_squared").value.numpy())
+        )
         for run in runs
     )
     table = one.merge(two, on=HEAD, suffixes=("_before", "_after"))
@@ -630,127 +598,3 @@ def spectra(reference: Run, other: Run) -> Survival:
         by_chance=expected_by_chance(holds),
         certain=True,
     )
-
-
-def matched_heads(reference: Run, other: Run) -> Survival:
-    """Match each head of the reference with the head of the other model that does the most similar things.
-
-    Heads are described by shares between 0 and 1: their score in each role, their entropy over its maximum, and the
-    share of keys that propagate. The pairs, min(N, M) of them, are those with the least sum of squared distances
-    (`scipy.optimize.linear_sum_assignment`). A head without a partner is lost. By chance: as many as survive, in the
-    mean, where each of these shares is shuffled among the other model's heads and they are matched in the same way.
-
-    Args:
-        reference, other: surveys with N and M heads.
-
-    Raises:
-        UsageError: a run that lacks entropies.
-    """
-    runs = (reference, other)
-    first, second = _described(*runs)
-    places, partners = matches(first.to_numpy(), second.to_numpy())
-    before, after = (of_run.reset_index(drop=True) for of_run in (first.iloc[places], second.iloc[partners]))
-    # The runs may be of other tokens of the text, so that the errors of both add up.
-    roles = [role for role in ROLES if role.column in first]
-    independent = {role: min(independent_scores(run, role) for run in runs) for role in roles}
-    errors = [
-        pd.DataFrame(
-            {ENTROPY: margins(entropy_share_error(run), GROUPS)}
-            | {role.column: margins(_values(run, f"{role.column}_se"), n) for role, n in independent.items()}
-        ).iloc[of_run]
-        for run, of_run in zip(runs, (places, partners), strict=True)
-    ]
-    table = reference.heads[HEAD].reset_index(drop=True)
-    depths = [_depth(run) for run in runs]
-    table.loc[places, "match"] = [head_name(*of) for of in other.heads[HEAD].iloc[partners].to_numpy()]
-    table = table.fillna({"match": ""}).assign(depth_before=depths[0])
-    table.loc[places, "depth_after"] = depths[1][partners]
-    table.loc[places, "difference"] = np.linalg.norm(before - after, axis=1)
-    for name in first:
-        table[f"{name}_before"] = first[name]
-        table.loc[places, f"{name}_after"] = after[name].to_numpy()
-    table["status"] = LOST
-    table.loc[places, "status"] = status_of(*_do_the_same(before, after, *errors))
-    details = [f"{role.plural}: {listed(pairs, 4)}" for role in roles if (pairs := _partners_in(table, role))]
-    if unmatched := len(second) - len(partners):
-        details.insert(0, f"{counted(unmatched, 'head')} of the other model without a partner")
-    return Survival(
-        MATCHED,
-        "head",
-        "a head and its partner in the other model, matched by their roles, entropy and propagation: survives where at "
-        f"least half of the score is left in each role that the head has, and the entropy differs by at most "
-        f"{percent(TENTH)} of the maximum, and is lost where one of these is not so, each with the whole 95 % interval",
-        table,
-        Change("mean entropy over its maximum", first[ENTROPY].mean(), second[ENTROPY].mean()),
-        verb=("has a partner that does the same", "have a partner that does the same"),
-        details=tuple(details),
-        by_chance=_matched_by_chance(first, second),
-        contexts=_contexts(reference),
-    )
-
-
-def _described(*runs: Run) -> list[pd.DataFrame]:
-    """Return what the heads of each run do, by name: the shares that all of the runs have."""
-    measured = (*(role.column for role in ROLES), "propagation")
-    described = [
-        pd.DataFrame({ENTROPY: entropy_share(run)} | {name: column(run.heads, name) for name in measured})
-        for run in runs
-    ]
-    names = [name for name in described[0] if all(of_run[name].notna().any() for of_run in described)]
-    if ENTROPY not in names:
-        raise UsageError("heads are matched by entropy too, which one of these runs lacks: survey it again")
-    return [of_run[names].astype(np.float64) for of_run in described]
-
-
-def _depth(run: Run) -> np.ndarray:
-    """Return each head's depth: 0 before the first head of the first block, 1 after the last head of the last."""
-    layer, head = run.heads["layer"], run.heads["head"]
-    return ((layer + (head + 0.5) / (head.max() + 1)) / (layer.max() + 1)).to_numpy(np.float64)
-
-
-def _matched_by_chance(first: pd.DataFrame, second: pd.DataFrame) -> float:
-    """Return how many heads survive, in the mean, with each share shuffled among the heads of `second`."""
-    survivors, generator = [], np.random.default_rng(0)
-    for _ in range(SHUFFLES):
-        shuffled = generator.permuted(second.to_numpy(), axis=0)
-        rows, others = matches(first.to_numpy(), shuffled)
-        old, new = (
-            first.iloc[rows].reset_index(drop=True),
-            pd.DataFrame(shuffled[others], columns=first.columns),
-        )
-        survivors.append(_do_the_same(old, new, 0 * old.fillna(0), 0 * old.fillna(0))[0].sum())
-    return float(np.mean(survivors))
-
-
-def _partners_in(table: pd.DataFrame, role: HeadRole) -> list[str]:
-    """Describe the heads that have a role, the strongest first, and what their partners do of it."""
-    before, after = f"{role.column}_before", f"{role.column}_after"
-    heads = table[table[before] >= role.threshold].sort_values(before, ascending=False, kind="stable")
-    return [
-        f"{head_name(row['layer'], row['head'])} → {row['match'] or 'none'} "
-        f"({number(row[before], 2)} → {number(row[after], 2)})"
-        for _, row in heads.iterrows()
-    ]
-
-
-def matches(first: Floats, second: Floats) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of `first`, ascending, and those of their partners in `second`; NaN counts as 0."""
-    places, partners = linear_sum_assignment(
-        cdist(np.nan_to_num(first), np.nan_to_num(second), "sqeuclidean")
-    )
-    return places, partners
-
-
-def _do_the_same(before: pd.DataFrame, after: pd.DataFrame, *errors: pd.DataFrame) -> tuple[Flags, Flags]:
-    """Decide for which heads the partner has the same entropy and roles, and for which not.
-
-    `errors`: half the widths of the intervals of both.
-    """
-    old, new, *margins_of = (frame[ENTROPY].to_numpy() for frame in (before, after, *errors))
-    kept, lost = same_range(A_TENTH.decided(new - old, np.hypot(*margins_of)), old, new, *margins_of)
-    for role in (role for role in ROLES if role.column in before):
-        old, new, *margins_of = (frame[role.column].to_numpy() for frame in (before, after, *errors))
-        enough, too_little = LEFT.decided(new - HALF * old, np.hypot(*margins_of))
-        has = old >= role.threshold
-        kept, lost = kept & (enough | ~has), lost | (too_little & has)
-    return kept, lost

@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report.content import measures, summary_row
 from theodolite.report.drawing.compare import over_training
@@ -30,17 +29,6 @@ def step_of(name: str) -> int | None:
     """Read the training step from a checkpoint's name: `checkpoint-1000`, `step1000`, `ck_1000`, or its last number."""
     numbers = _STEP.findall(name) or re.findall(r"\d+", name)
     return int(numbers[-1]) if numbers else None
-
-
-def names_of(models: list[str]) -> dict[str, str]:
-    """Name a folder for each model: the last part of its path or hub name, revision included; none twice."""
-    names = {model: Path(model.rstrip("/")).name.replace("@", "-") for model in models}
-    doubled = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
-    if doubled or len(names) < len(models):
-        raise UsageError(
-            f"models called alike cannot be told apart: {listed(doubled or sorted(set(models)))}; rename a folder"
-        )
-    return names
 
 
 def series_table(runs: Mapping[str, Run]) -> pd.DataFrame:

@@ -1,15 +1,13 @@
 """The gradio page, its components, and which panels follow which click; and how it is served, to this machine only.
 
-Every panel's content is made in `panels`. Only the page itself is answered, with nothing fetched from another machine:
-nothing from another origin, and of what gradio offers besides only what the page needs. gradio's own `launch` has no
-such limits, and binds its port after the models were read.
+Every panel's content is made in `panels`. Only the page itself is answered, with nothing fetched from another machine,
+and no file is taken. gradio's own `launch` has no such limits, and binds its port after the models were read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.explore import panels
-from theodolite.explore.panels import Selection, html
+from theodolite.explore.panels import MEASURE, Selection, html
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
@@ -43,14 +41,39 @@ ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
     (panels.next_tokens, panels.block, panels.sinks, panels.tags),
 )
 WITH_TEXT: tuple[tuple[Draw, ...], ...] = (
-    (panels.head, panels.spectrum, panels.propagation),
+    (panels.head,),
     (panels.constituents, panels.not_split),
 )
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
 SURVEYING = "Reading a text, for the panels that need one."
 AGAIN = 1.0  # seconds after which it is asked how far the survey is
-PLOTS = ("head_map", "attention", "block", "spectrum", "propagation", "constituents")
+PLOTS = ("head_map", "attention", "block", "constituents")
+PANELS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (
+        ("Heads", "One cell per head; each row is a block. Click a head to show it.", "head_map", "head"),
+        (
+            "Attention",
+            "Each row is a query token, each column a key; ▼ marks the head's sinks.",
+            "attention",
+        ),
+    ),
+    (
+        (
+            "Next token",
+            "What the model says next, and what it would say without this head.",
+            "next_tokens",
+        ),
+        ("All heads of the block", "Their attention side by side. Click one to show it.", "block"),
+    ),
+    (
+        ("Sinks", "The attention that each token receives.", "sinks"),
+        ("Tags", "What the head writes at each token.", "tags"),
+    ),
+    (("Constituents of the logits", CONSTITUENTS, "not_split", "constituents"),),
+)
+"""Rows of panels of one model: title, what it shows, and its parts."""
+
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
 const maps = ":is(.head-map, .block) .js-plotly-plot:not([data-heard])";
@@ -60,7 +83,6 @@ new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
 })).observe(document.body, { childList: true, subtree: true });
 """
 _KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
-_COPY_ADDRESS = "() => { navigator.clipboard.writeText(location.href); }"
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 7860, 100
@@ -74,11 +96,6 @@ POLICY = (
 
 POSTED = ("/gradio_api/queue/join", "/gradio_api/cancel", "/gradio_api/reset")
 """Where the page posts to. What else gradio takes in (uploads of files, calls by name) has no use here."""
-
-NOT_SERVED = frozenset(
-    ["/docs", "/redoc", "/openapi.json", "/gradio_api/openapi.json", "/gradio_api/deep_link"]
-)
-"""Descriptions for programs, and copies of a session that gradio would keep on disk."""
 
 Update = dict[Any, Any]
 
@@ -96,28 +113,23 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             with gr.Column(scale=1, min_width=170):
                 preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
                 run_button = gr.Button("Run", variant="primary", elem_id="run")
-                copy_link = gr.Button("Copy link", size="sm", elem_id="copy-link")
         message, progress = gr.HTML(elem_id="message"), gr.HTML(elem_id="progress")
         with gr.Row():
             ids = prompt_ids(subjects, prompts[OPENING])
             start = head_name(*opening_head(subjects[0].measured(ids)))
             head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
-            measure = gr.Dropdown(measures, value="prompt:entropy", label="head map of", elem_id="measure")
+            measure = gr.Dropdown(measures, value=MEASURE, label="head map of", elem_id="measure")
             log = gr.Checkbox(label="logarithmic attention", elem_id="log")
-            hide = gr.Checkbox(label="hide sinks", elem_id="hide")
-            window = gr.Dropdown(
-                [("all", 1)], value=1, label="constituents of", elem_id="window", visible=False
-            )
         with gr.Row():
             sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
         clicks = gr.HTML(js_on_load=_CLICKS)
         address = gr.Textbox(visible="hidden")
         again = gr.Timer(AGAIN, active=False)
-        text = gr.State("")  # the prompt that is shown; another may have been typed since
+        text = gr.State()  # the prompt that is shown; another may have been typed since
 
-        def selected(prompt_text: str, name: str, *settings: Any) -> Selection:
-            if not prompt_text:  # as after the server was started anew under an open page
+        def selected(prompt_text: str | None, name: str, *settings: Any) -> Selection:
+            if prompt_text is None:  # as after the server was started anew under an open page
                 raise UsageError("no prompt has been run yet: run one first")
             return Selection(subjects, prompt_ids(subjects, prompt_text), *panels.parse_head(name), *settings)
 
@@ -134,8 +146,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
             def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
                 at = selected(prompt_text, *values)
-                waits = draw is panels.constituents and any(subject.is_pending for subject in subjects)
-                yield ({} if waits else drawn(at, draw)) | {address: _address(prompt_text, at)}
+                yield drawn(at, draw) | {address: _address(prompt_text, at)}
 
             return redraw
 
@@ -166,11 +177,9 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             yield from with_text(selected(prompt_text, name, *settings))
 
         def read(typed: str, name: str, *settings: Any) -> Iterator[Update]:
-            windows = panels.windows(prompt_ids(subjects, typed))
             picked = next((each for each, offered in prompts.items() if offered == typed), None)
-            updates = show(typed, name, *settings[:-1], 1)
-            window_picker = gr.Dropdown(choices=windows, value=1, visible=len(windows) > 1)
-            yield next(updates) | {text: typed, preset: picked, window: window_picker}
+            updates = show(typed, name, *settings)
+            yield next(updates) | {text: typed, preset: picked}
             yield from updates
 
         def load(request: gr.Request, typed: str, name: str, *settings: Any) -> Iterator[Update]:
@@ -184,11 +193,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 refused = html("refusal", visible(error))
             offered = panels.measures_of(subjects)
             chosen = asked["map"] if asked.get("map") in {value for _, value in offered} else settings[0]
-            switches = [switch in asked for switch in SWITCHES]
-            shown_as = gr.Dropdown(choices=offered, value=chosen), *switches
-            yield dict(zip((measure, log, hide), shown_as, strict=True))
-            settings = (chosen, *switches, *settings[3:])
-            for update in read(typed, name, *settings):
+            yield {measure: gr.Dropdown(choices=offered, value=chosen), log: "log" in asked}
+            for update in read(typed, name, chosen, "log" in asked):
                 yield update | ({message: refused} if refused else {})
 
         def choose(event: gr.EventData, prompt_text: str, _: str, *settings: Any) -> Iterator[Update]:
@@ -198,7 +204,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             yield {prompt: prompts[name]}
             yield from read(prompts[name], *settings)
 
-        settings = [head, measure, log, hide, window]
+        settings = [head, measure, log]
         components = [component for side in sides for component in side.values()]
         everything = [message, progress, text, prompt, preset, address, again, *settings, *components]
 
@@ -233,24 +239,16 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(clicks.select, choose, text)
         on(measure.input, only(panels.head_map), text)
         on(log.input, only(panels.attention), text)
-        on(hide.input, only(panels.attention), text)
-        on(window.input, only(panels.constituents), text)
         on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
-        copy_link.click(None, None, None, js=_COPY_ADDRESS)
     return page
-
-
-SWITCHES = ("log", "hide")
-"""What is switched on by its name in the address."""
 
 
 def _address(prompt_text: str, at: Selection) -> str:
     """Write what the page shows as its address."""
     query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
-    usual = Selection(at.subjects, at.ids, at.layer, at.head)
-    query |= {"map": at.measure} if at.measure != usual.measure else {}
-    query |= {name: 1 for name, is_on in zip(SWITCHES, (at.log, at.hide_sinks), strict=True) if is_on}
+    query |= {"map": at.measure} if at.measure != MEASURE else {}
+    query |= {"log": 1} if at.log else {}
     return f"?{urlencode(query)}"
 
 
@@ -270,54 +268,26 @@ def _title(subjects: Sequence[Subject]) -> str:
         f"{name}: {subtitle(subject.provenance)}, surveyed {text_line(subject.provenance)}"
         for name, subject in zip(names, subjects, strict=True)
     ]
-    shared = "Both models share all scales: a colour, shade or height means the same on either side."
+    shared = "Both models share all scales: a colour or shade means the same on either side."
     return html("title", names, [*about, shared] if len(names) > 1 else about)
 
 
 def _side(name: str) -> dict[str, Any]:
     """Build the panels of one model, under its name where there are two."""
     side: dict[str, Any] = {}
-
-    def panel(title: str, about: str, *parts: str) -> None:
-        with gr.Column(min_width=400):
-            gr.Markdown(f"### {title}\n{about}")
-            for part in parts:
-                classes = part.replace("_", "-")
-                is_plot = part in PLOTS
-                side[part] = (
-                    gr.Plot(show_label=False, elem_classes=classes)
-                    if is_plot
-                    else gr.HTML(elem_classes=classes)
-                )
-
     with gr.Column(min_width=420):
         if name:
             gr.HTML(html("heading", visible(name, 80)))
-        with gr.Row():
-            panel(
-                "Heads",
-                "One cell per head; each row is a block. Click a head to show it.",
-                "head_map",
-                "head",
-            )
-            marked = "Each row is a query token, each column a key; ▼ marks the head's sinks."
-            panel("Attention", marked, "attention")
-        with gr.Row():
-            panel(
-                "Next token",
-                "What the model says next, and what it would say without this head.",
-                "next_tokens",
-            )
-            panel("All heads of the block", "Their attention side by side. Click one to show it.", "block")
-        with gr.Row():
-            panel("Sinks", "The attention that each token receives.", "sinks")
-            panel("Tags", "What the head writes at each token.", "tags")
-        panel("Constituents of the logits", CONSTITUENTS, "not_split", "constituents")
-        with gr.Row():
-            with_text = "Eigenvalues of the head's query-key matrix, with the text's covariance Σ̂."
-            panel("Spectrum", with_text, "spectrum")
-            both = "ρ predicted from the spectrum and measured on the text."
-            panel("Signal propagation", both, "propagation")
+        for row in PANELS:
+            with gr.Row():
+                for title, about, *parts in row:
+                    with gr.Column(min_width=400):
+                        gr.Markdown(f"### {title}\n{about}")
+                        for part in parts:
+                            shown: Any = (
+                                functools.partial(gr.Plot, show_label=False) if part in PLOTS else gr.HTML
+                            )
+                            side[part] = shown(elem_classes=part.replace("_", "-"))
     return side
 
 
@@ -335,7 +305,7 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
         reads = request.method in ("GET", "HEAD")
         if origin not in (None, f"http://{request.headers.get('host')}"):
             response = fastapi.Response("only the page itself may ask", 403)
-        elif path in NOT_SERVED or not (reads or path in POSTED):
+        elif not (reads or path in POSTED):
             response = fastapi.Response("this is not served", 404)
         else:
             response = await call_next(request)
@@ -359,19 +329,10 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
 
 def listen(port: int | None) -> socket.socket:
     """Open a socket on this machine: at `port`, or the first free one from `FIRST_PORT` on; or raise `UsageError`."""
-    if port is not None and not 0 <= port <= 65535:
-        raise UsageError(f"{port} is not a port: use one from 1024 to 65535")
-    reason = ""
     for number in range(FIRST_PORT, FIRST_PORT + PORTS) if port is None else [port]:
-        try:
+        with contextlib.suppress(OSError, OverflowError):  # taken, kept for others, or no port
             return socket.create_server((HOST, number))
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-    if port is None:
-        raise UsageError(
-            f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free: name one with --port"
-        )
-    raise UsageError(f"port {port} cannot be used ({reason}): leave out --port, or name another")
+    raise UsageError(f"port {FIRST_PORT if port is None else port} cannot be used: name another with --port")
 
 
 class _Server(uvicorn.Server):

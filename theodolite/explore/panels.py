@@ -1,6 +1,6 @@
 """Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
 
-Models that stand side by side share their scales, so that a colour or a height means the same in both. Colour never
+Models that stand side by side share their scales, so that a colour means the same in both. Colour never
 stands alone: sinks are marked and numbered, and a caught token carries the number of its sink. gradio is not known
 here, so that all of it can be tested without.
 """
@@ -25,7 +25,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
-from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text, tag_colours
+from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text
 from theodolite.measure.head_matrices import MOST_POSITIONS
 from theodolite.measure.head_roles import (
     LEARNED_SINK,
@@ -37,7 +37,6 @@ from theodolite.measure.head_roles import (
 )
 from theodolite.models import OpenModel, continued
 from theodolite.models.guard import measures
-from theodolite.models.weights.head_weights import EXACT, NO_MATRIX
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.passes.run import Run
 from theodolite.report import style
@@ -46,17 +45,18 @@ from theodolite.report.data import columns_of, entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
-from theodolite.report.findings import measured_regimes
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
 from theodolite.system.wording import counted, head_name, number, percent, shown_token, visible
-from theodolite.theory.regimes import UNDEFINED
 
 _T = TypeVar("_T")
 Figures = list[go.Figure | None]
 
 PROMPT, TEXT = "prompt", "text"
+MEASURE = f"{PROMPT}:entropy"
+"""What the map is coloured by where nothing else is chosen: `prompt:` or `text:`, and a column of heads."""
+
 ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
@@ -66,7 +66,6 @@ LABELS: dict[str, Any] = {
 }  # of tokens: in a column of half a laptop's screen they do not touch
 TILE, TILES_ACROSS, TILE_HEIGHT = 48, 6, 150  # cells of a side of a small map; maps in a row; pixels
 ABOVE = {"xanchor": "left", "yanchor": "bottom"}  # a small map's name
-AXIS_MARGIN = 0.06  # of an axis, beyond its outermost points
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
 WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
@@ -74,17 +73,15 @@ WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 class Selection(NamedTuple):
     """The page's choices: a head of every model on a prompt, and how it is shown.
 
-    `measure`: of the map, as `prompt:entropy`. `first`: the first position of which constituents are drawn.
+    `measure`: of the map, as `MEASURE`.
     """
 
     subjects: Sequence[Subject]
     ids: tuple[int, ...]
     layer: int
     head: int
-    measure: str = "prompt:entropy"
+    measure: str = MEASURE
     log: bool = False
-    hide_sinks: bool = False
-    first: int = 1
 
     @property
     def views(self) -> list[HeadView]:
@@ -113,7 +110,7 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     Before the models are surveyed, that is the prompt's entropy.
     """
     if not all(subject.is_surveyed for subject in subjects):
-        return [("this prompt · entropy", f"{PROMPT}:entropy")]
+        return [("this prompt · entropy", MEASURE)]
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
     described = columns_of(subjects[0].run, "heads")
     on_text = [name for name in described if all(name in of_model for of_model in measured)]
@@ -122,14 +119,6 @@ def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
         (f"{label} · {described[name].title}", f"{where}:{name}")
         for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
         for name in names
-    ]
-
-
-def windows(ids: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return the windows of positions that constituents are drawn of: (label, first position)."""
-    return [
-        (f"positions {first} to {min(first + MOST_POSITIONS, len(ids)) - 1}", first)
-        for first in range(1, len(ids), MOST_POSITIONS)
     ]
 
 
@@ -157,21 +146,12 @@ def head(at: Selection) -> list[str]:
     ]
 
 
-def hidden_keys(view: HeadView) -> list[int]:
-    """Return the keys that the switch hides: the head's sinks, or where it has none the first token."""
-    return view.sink_positions or [0]
-
-
-def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False) -> go.Figure:
-    """Draw the head's attention, queries down and keys across; colours run to the largest weight that is shown.
-
-    `hide_sinks` leaves out the columns of `hidden_keys`; what is left is not made to sum to 1.
-    """
-    weights = view.attention.copy()
-    if hide_sinks:
-        weights[:, hidden_keys(view)] = np.nan
-    highest = float(np.nanmax(weights, initial=0.0)) or 1.0
-    drawn = prompt.attention(weights, view.tokens, view.sink_positions, highest=highest, log=log, **LABELS)
+def attention_map(view: HeadView, *, log: bool = False) -> go.Figure:
+    """Draw the head's attention, queries down and keys across; colours run to the largest weight that is shown."""
+    highest = float(np.nanmax(view.attention, initial=0.0)) or 1.0
+    drawn = prompt.attention(
+        view.attention, view.tokens, view.sink_positions, highest=highest, log=log, **LABELS
+    )
     place = {"constrain": "domain", "automargin": False}  # the map stays where it is when a switch is turned
     drawn.update_xaxes(place, constraintoward="left")
     drawn.update_yaxes(place, constraintoward="top", scaleanchor="x")
@@ -180,7 +160,7 @@ def attention_map(view: HeadView, *, log: bool = False, hide_sinks: bool = False
 
 def attention(at: Selection) -> Figures:
     """Draw the head's attention map."""
-    return share_scales([attention_map(view, log=at.log, hide_sinks=at.hide_sinks) for view in at.views])
+    return share_scales([attention_map(view, log=at.log) for view in at.views])
 
 
 def next_tokens(at: Selection) -> list[str]:
@@ -242,15 +222,16 @@ def tags(at: Selection) -> list[str]:
     """Show the tokens in the colours of what the head writes."""
     tags, reasons = _tried(lambda each: each.tags(*at[1:4]), at)
     return [
-        tags_html(view, of_model, colours) if of_model else html("line", f"Cannot be shown: {reason}.")
-        for view, of_model, colours, reason in zip(at.views, tags, tag_colours(tags), reasons, strict=True)
+        tags_html(view, of_model) if of_model else html("line", f"Cannot be shown: {reason}.")
+        for view, of_model, reason in zip(at.views, tags, reasons, strict=True)
     ]
 
 
 def constituents(at: Selection) -> Figures:
-    """Draw the head's constituents, their sum and its attention."""
+    """Draw the head's constituents, their sum and its attention: of a long prompt the last positions."""
+    first = max(1, len(at.ids) - MOST_POSITIONS)
     drawn = [
-        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=at.first)
+        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
         for each, split in zip(at.subjects, _splits(at)[0], strict=True)
     ]
     share_scales([figure for figure in drawn if figure])
@@ -281,22 +262,8 @@ def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None
     return values, reasons
 
 
-def spectrum(at: Selection) -> Figures:
-    """Draw the eigenvalues of the head's query-key matrix, with the text's covariance where that was measured."""
-    names = ["spectrum_data" if "spectrum_data" in each.run.arrays else "spectrum" for each in at.subjects]
-    place = at.layer, at.head
-    return share_scales(
-        [heads.spectrum(each.run, *place, name) for each, name in zip(at.subjects, names, strict=True)]
-    )
-
-
-def propagation(at: Selection) -> Figures:
-    """Draw the propagation that the spectrum predicts, and the one measured on the text."""
-    return share_scales([heads.propagation(each.run, at.layer, at.head) for each in at.subjects])
-
-
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
-    """Give figures of several models, alike but for their numbers, the same ends of colours and of axes."""
+    """Give figures of several models, alike but for their numbers, the same ends of colours."""
     for figure in drawn:
         # On a dark page, too: colours are those of light paper.
         figure.update_layout(paper_bgcolor=style.NEUTRAL)
@@ -305,9 +272,6 @@ def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     for name in ("coloraxis", "coloraxis2"):
         _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
     _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
-    for axis in ("x", "y"):
-        if all(figure.layout[f"{axis}axis"].range is None for figure in drawn):
-            _share_axis(drawn, axis)
     return drawn
 
 
@@ -320,18 +284,6 @@ def _share(scales: Sequence[Any], letter: str) -> None:
     lowest, widest = min(scale[low] for scale in scales), max(scales, key=lambda scale: scale[high])
     for scale in scales:
         scale.update({low: lowest, high: widest[high], "colorbar": widest.colorbar})
-
-
-def _share_axis(drawn: Sequence[go.Figure], axis: str) -> None:
-    """Give an axis of numbers the same ends in all figures."""
-    points = [trace[axis] for figure in drawn for trace in figure.select_traces({"type": "scatter"})]
-    values = np.concatenate([np.asarray(each, np.float64) for each in points] or [np.zeros(0)])
-    if not np.isfinite(values).any():
-        return
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    margin = AXIS_MARGIN * (high - low or 1.0)
-    for figure in drawn:
-        figure.layout[f"{axis}axis"].range = [low - margin, high + margin]
 
 
 def html(macro: str, *values: object) -> str:
@@ -372,38 +324,14 @@ def roles_of(rows: list[Evidence]) -> str:
     return ", ".join(row.role.title for row in rows if row.holds) or "no named role"
 
 
-def spectrum_line(run: Run, layer: int, head: int) -> str:
-    """Say in a sentence what the spectrum predicts for the head."""
-    row = _row(run, layer, head)
-    source = str(row.get("spectrum_of", EXACT))
-    if source == NO_MATRIX:
-        return "Its queries and keys are not affine in its input, so it has no query-key matrix."
-    if source != EXACT:
-        return (
-            "This family normalises queries and keys after projecting them: the eigenvalues are those of the "
-            "projection before the norm, and do not predict propagation."
-        )
-    suffix, matrix = ("_data", "W_QK Σ̂") if "regime_data" in row else ("", "W_QK")
-    regime = str(row[f"regime{suffix}"])
-    if regime == UNDEFINED:
-        return f"The spectrum of {matrix} falls into no regime."
-    xi, eta = (number(row[f"{name}_symmetric{suffix}"]) for name in ("xi", "eta"))
-    margin = number(row[f"regime_margin{suffix}"], 2)
-    predicted = f"{regime}, from {matrix} (ξ = {xi}, η = {eta}; {margin} from the nearest threshold)"
-    if (regimes := measured_regimes(run)) is None:
-        return f"Predicted regime, not measured here: {predicted}."
-    measured = f"{regimes[row.name]}, ρ {number(row['propagation'], 2)}"
-    return f"Predicted regime: {predicted}. Measured on the text: {measured}."
-
-
 def head_html(view: HeadView, run: Run, measured: Run) -> str:
-    """Show the head's name, its roles with the evidence, and what its spectrum says."""
-    of_roles, place = evidence(run, measured, view.layer, view.head), (view.layer, view.head)
+    """Show the head's name, and its roles with the evidence."""
+    of_roles = evidence(run, measured, view.layer, view.head)
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
         for row in of_roles
     ]
-    return html("head", head_name(*place), roles_of(of_roles), rows, spectrum_line(run, *place))
+    return html("head", head_name(view.layer, view.head), roles_of(of_roles), rows)
 
 
 def sinks_html(view: HeadView, most: float) -> str:
@@ -425,8 +353,8 @@ def sinks_html(view: HeadView, most: float) -> str:
     return html("tokens", _tokens(view, WHITE + shades * (PLUM - WHITE)), lines)
 
 
-def tags_html(view: HeadView, tags: Tags, colours: Floats) -> str:
-    """Show the tokens in the `colours` of what the head writes; and how far the sinks explain it."""
+def tags_html(view: HeadView, tags: Tags) -> str:
+    """Show the tokens in the colours of what the head writes; and how far the sinks explain it."""
     key = "Similar colours mean similar outputs: three principal components as red, green and blue."
     explained = (
         "No sink groups these tokens, so there is no tag to measure."
@@ -435,7 +363,7 @@ def tags_html(view: HeadView, tags: Tags, colours: Floats) -> str:
         f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
         f"{percent(tags.chance)}."
     )
-    return html("tokens", _tokens(view, colours), [key, explained])
+    return html("tokens", _tokens(view, tags.colours), [key, explained])
 
 
 def sink_sentence(view: HeadView, index: int) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.attention.inputs import softmax
-from theodolite.comparison.audit import SHAPE
+from theodolite.comparison.audit import refuse_unlike, shape_of
 from theodolite.corpus.sampling import LEAST_LENGTH
 from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
 from theodolite.logits.constituents import constituents
@@ -36,7 +36,7 @@ from theodolite.sinks.interventions import attention_knockout, head_knockout
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted
-from theodolite.theory.colouring import COLOURS, principal_scores, rgb, turned
+from theodolite.theory.colouring import principal_scores, rgb
 from theodolite.theory.grouping import chance_explained, variance_explained
 
 MOST_TOKENS = 512
@@ -65,15 +65,14 @@ class Tags:
     """The vectors that the head writes, by token.
 
     Attributes:
-        scores: (T, 3), on three principal components of the output in the residual stream.
-        counted: (T) the tokens that count for them: all but the first and the sinks.
+        colours: (T, 3), 0 to 255: three principal components of the output in the residual stream, stretched over
+            all tokens but the first and the sinks.
         explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
         before: η² in the stream that enters the block.
         chance: what a random grouping explains on average.
     """
 
-    scores: Float[Tensor, "positions 3"]
-    counted: Bool[Tensor, " positions"]
+    colours: np.ndarray
     explained: float
     before: float
     chance: float
@@ -231,8 +230,7 @@ class Subject:
             read = self.read(ids)
             output = read.written(self.model, layer, head)
             return Tags(
-                scores=principal_scores(output, others),
-                counted=others,
+                colours=rgb(principal_scores(output, others), others).numpy(),
                 explained=variance_explained(output[others], group[others]),
                 before=variance_explained(read.streams[layer].double()[others], group[others]),
                 chance=chance_explained(group[others]),
@@ -250,23 +248,6 @@ def _measured(model: OpenModel, read: PromptPass) -> Run:
     columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
     arrays = {"visible_keys": state["visible_keys"]}
     return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
-
-
-def tag_colours(tags: Sequence[Tags | None]) -> list[np.ndarray]:
-    """Colour each model's tags (T, 3), 0 to 255, rotated as close as possible to those of the first that has any.
-
-    Empty for None. The rotation is fitted to the tokens that count in both; with too few of them there is none.
-    """
-    first = next(filter(None, tags), None)
-
-    def colours(of_model: Tags) -> np.ndarray:
-        assert first is not None
-        in_both = of_model.counted & first.counted
-        unrotated = of_model is first or int(in_both.sum()) <= COLOURS
-        scores = of_model.scores if unrotated else turned(of_model.scores, first.scores, in_both)
-        return rgb(scores, of_model.counted).numpy()
-
-    return [np.zeros((0, 3), np.uint8) if of_model is None else colours(of_model) for of_model in tags]
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
@@ -326,13 +307,7 @@ def check_pair(models: Named) -> None:
     """Raise `UsageError` where models differ in shape or tokens, before they are surveyed to be shown side by side."""
     (name, model), *others = models
     for other_name, other in others:
-        for key, noun in SHAPE.items():
-            first, second = getattr(model, key), getattr(other, key)
-            if first != second:
-                raise UsageError(
-                    f"{other_name} has {second} {noun}, {name} {first}: only models of one shape can be shown side by "
-                    "side"
-                )
+        refuse_unlike((name, other_name), shape_of(model), shape_of(other))
     _same_ids(models, "\n".join(map(shipped_prompt, PROMPTS)))
 
 

@@ -50,7 +50,6 @@ class Dots:
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
 OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
-MATCH_DOTS = Dots("depth_before", "depth_after", "depth", (-0.05, 1.05))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
@@ -71,7 +70,6 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
 
     def hover(row: pd.Series) -> str:
         name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
-        name += f" → {row['match']}" if "match" in row else ""
         text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
         return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
