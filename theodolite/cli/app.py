@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from theodolite import __version__
-from theodolite.cli.commands import RayCommand, add_commands, with_option_groups
+from theodolite.cli.commands import add_commands, with_option_groups
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.explain import explain_command
@@ -66,7 +66,7 @@ def _spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-app.command("survey", cls=RayCommand)(with_option_groups(survey_command))
+app.command("survey")(with_option_groups(survey_command))
 app.command("merge")(merge_command)
 app.command("spectra")(with_option_groups(spectra_command))
 app.command("trace")(with_option_groups(trace_command))

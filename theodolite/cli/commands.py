@@ -1,4 +1,4 @@
-"""Make commands that Typer alone cannot: options in dataclasses, an optional value, commands of other packages.
+"""Make commands that Typer alone cannot: options in dataclasses, commands of other packages.
 
 Commands of other packages are named by an installed distribution in the group `theodolite.commands`. An entry point's
 name is the command's; its object is a `typer.Typer`, which becomes a group of commands, or a function. One that cannot
@@ -15,22 +15,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError, first_line
-
-
-class RayCommand(TyperCommand):
-    """A command whose `--ray` takes an optional address, which Typer does not support."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Turn a `--ray` without an address into `--ray=local`."""
-        words = [
-            "--ray=local" if word == "--ray" and after.startswith("-") else word
-            for word, after in zip(args, [*args, "--"][1:], strict=True)
-        ]
-        return super().parse_args(ctx, words)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,32 +59,6 @@ Shard = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Options of a Ray cluster that runs the model."""
-
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an "
-            "address, start a local one (needs the extra `ray`).",
-        ),
-    ] = None
-    actors: Annotated[
-        int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")
-    ] = None
-
-    def opening(self, given: Opening) -> Opening:
-        """Return the options for opening the model here: on the CPU where Ray workers run it."""
-        if self.ray is None:
-            refuse_unread("without --ray there are no workers", {"--actors": self.actors})
-            return given
-        devices = {"--device": given.device, "--device-map": given.device_map}
-        refuse_unread("--ray: each worker has one device", devices)
-        return replace(given, device="cpu")
-
-
 def survey_command(
     *,
     models: Models = None,
@@ -97,7 +71,6 @@ def survey_command(
     stream: Stream = False,
     layers: Layers = None,
     opening: Opening,
-    cluster: Cluster,
 ) -> None:
     """Measure a model on a text: tables, arrays and a report. Of several models, also a page with curves over training.
 
@@ -106,22 +79,17 @@ def survey_command(
     with stoppable() as stopped:
         if baseline not in (None, UNTRAINED):
             raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
-        opening = cluster.opening(opening)
         several = models is not None and len(models) > 1
-        if cluster.ray is not None:
-            refuse_unread("--ray: an untrained model is no checkpoint", {"--baseline": baseline})
-            refuse_unread("--ray: its workers share the text already", {"--shard": shard})
         if several:
             alone = {"--baseline": baseline, "--shard": shard}
             refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
         if stream:
-            others = {"--ray": cluster.ray, "--baseline": baseline, "--shard": shard}
+            others = {"--baseline": baseline, "--shard": shard}
             refuse_unread("--stream: one process reads the files, for all of the text", others)
         if shard is not None:
             refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
+            refuse_unread("shards look at all layers", {"--layers": layers})
         part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
-        if cluster.ray is not None or shard is not None:
-            refuse_unread("Ray workers and shards look at all layers", {"--layers": layers})
         opening.check(*(models or ()))
         text.check()
         check_target(out)
@@ -138,7 +106,6 @@ def survey_command(
             stream=stream,
             layers=chosen,
             opening=opening,
-            cluster=cluster,
             stopped=stopped,
         )
         if several:
@@ -187,7 +154,6 @@ def _survey_one(
     stream: bool,
     layers: list[int] | None,
     opening: Opening,
-    cluster: Cluster,
     stopped: Callable[[], bool],
     baseline: str | None = None,
     shard: tuple[int, int] | None = None,
@@ -206,13 +172,8 @@ def _survey_one(
     with bars(stopped, of=of) as show:
         if shard is not None:
             survey(opened, corpus, folder, shard=shard, show_progress=show, **how)
-        elif cluster.ray is None:
-            run = survey(opened, corpus, folder, show_progress=show, **how)
         else:
-            from theodolite.passes.on_ray import survey_on_ray
-
-            how |= {"address": cluster.ray, "actors": cluster.actors}
-            run = survey_on_ray(opened, corpus, folder, show_progress=show, **how)
+            run = survey(opened, corpus, folder, show_progress=show, **how)
     if shard is not None:
         number, count = shard
         if is_run(folder):

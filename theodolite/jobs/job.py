@@ -25,9 +25,6 @@ CHECKPOINT_SECONDS = 60.0
 SAVING_APART = 20
 """But not before so many times as long as saving takes: of a large model it may be a minute."""
 
-FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
-"""Notes of a part that another process has made of a stage."""
-
 
 class Steps(Protocol):
     """Work in steps. Its state is tensors; `notes` are what JSON can hold, such as why a layer was refused."""
