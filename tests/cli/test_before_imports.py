@@ -94,7 +94,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["compare", none, "embedded"], "no checkpoint at"),
         (["compare", "embedded", "embedded", "--corpus", none], "no file or folder"),
         (["evaluate", none], "no checkpoint at"),
-        (["evaluate", "--revision", "main"], "embedded is no model of the hub: it has no --revision"),
         (["evaluate", "--corpus", none], "no file or folder"),
         (["explore", none], "no checkpoint at"),
         (["explore", "--run", none], "no run at"),

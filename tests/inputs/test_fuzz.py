@@ -103,7 +103,7 @@ OPTIONS = {
     "survey": [*READING, "--batch", "--dtype", "--text-column", "--device"],
     "trace": [*READING, "--batch", "--local-sinks"],
     "prune": [*READING[:2], "--method", "--sparsity", "--pattern", "--rank-ratio", "--damping", "--format"],
-    "spectra": ["--dtype", "--device", "--json", "--revision"],
+    "spectra": ["--dtype", "--device", "--json"],
     "evaluate": [*READING, "--task"],
     "reproduce": [*READING[:3], "--layer", "--head", "--prompt"],
     "exclude": ["--least-share"],
