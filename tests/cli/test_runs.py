@@ -56,10 +56,6 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
     assert listed["one"]["per_label"] == 2
     assert listed["three <b>"]["per_label"] is None
     assert not {"label_by", "dtype", "torch", "revision"} & set(listed["one"])  # the same in all
-    page = (runs / "index.html").read_text()
-    assert "three &lt;b&gt;" in page
-    targets = [target for target in Links(page).targets if not target.startswith(("#", "http"))]
-    assert targets == ["one/report/index.html", "three%20%3Cb%3E/report/index.html", "two/report/index.html"]
     (runs / "one" / "run.json").write_text("{")
     status, stdout, stderr = call("runs", runs)
     assert status == 0

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.cli.options import AsJson, finish, finish_trace, say_where
+from theodolite.cli.options import AsJson, finish, finish_trace
 from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system.files import check_target
@@ -30,9 +30,6 @@ from theodolite.system.wording import counted
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
-PAGES = ("report/index.html", "reproduce/index.html")
-"""Pages of a run, of which the first that is there is linked."""
-
 
 def runs_command(
     folder: Annotated[
@@ -41,8 +38,6 @@ def runs_command(
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: kind, model, text, date, and every option that is not the same in all of them.
-
-    The same list is written as a page, FOLDER/index.html, with a link to each report.
 
     Example: theodolite runs runs
     """
@@ -66,11 +61,6 @@ def runs_command(
             print_json(rows)
         else:
             Console(soft_wrap=True).print(_table(rows))
-
-        from theodolite.report.page import write_runs
-
-        pages = {row["folder"]: page_of(folder / row["folder"]) for row in rows}
-        say_where(write_runs(rows, pages, folder), as_json)
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -104,11 +94,6 @@ def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         name for name in names if name in ALWAYS or any(run.get(name) != runs[0].get(name) for run in runs)
     ]
     return [{name: run.get(name) for name in columns} for run in runs]
-
-
-def page_of(folder: Path) -> str | None:
-    """Return the page of a run, relative to the folder of all runs."""
-    return next((f"{folder.name}/{page}" for page in PAGES if (folder / page).is_file()), None)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""Pages that open from disk with no network: what all of them share, the report of a run, and the list of runs.
+"""Pages that open from disk with no network: what all of them share, and the report of a run.
 
 The strings of a page come from untrusted files: the template escapes all of them, data blocks are made safe by
 `script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes. A
@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -65,29 +64,6 @@ def write_report(run: Run, folder: str | Path) -> Path:
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def write_runs(rows: Sequence[Mapping[str, Any]], pages: Mapping[str, str | None], folder: Path) -> Path:
-    """Write `folder`/index.html, which lists runs, and return its path.
-
-    Args:
-        rows: one run each, with the same columns; `folder` is the name of its folder.
-        pages: the page of each, relative to `folder`, if it has one.
-        folder: where the runs lie.
-
-    Raises:
-        WorkError: it cannot be written.
-    """
-    shown = [
-        {
-            "cells": ["–" if value is None else visible(str(value), 80) for value in row.values()],
-            "page": pages[row["folder"]],
-        }
-        for row in rows
-    ]
-    headings = [name.replace("_", " ") for name in rows[0]]
-    values = {"headings": headings, "rows": shown, "folder": visible(folder.name, 80)}
-    return write_page(folder / "index.html", rendered("runs.html.j2", values))
 
 
 def write_page(path: Path, page: str) -> Path:
