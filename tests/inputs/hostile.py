@@ -62,13 +62,6 @@ def length(claim: int) -> Change:
     return lambda folder: (folder / WEIGHTS).write_bytes(claimed + (folder / WEIGHTS).read_bytes()[8:])
 
 
-def _sparse_claim(folder: Path) -> None:
-    """The header is said to have 2 GB, and the file does have them: as a hole."""
-    with (folder / WEIGHTS).open("wb") as file:
-        file.write(struct.pack("<Q", 1 << 31))
-        file.truncate((1 << 31) + 16)
-
-
 def _pickle_only(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / MARK)))
@@ -187,7 +180,6 @@ HOSTILE: dict[str, Change] = {
     "a pickle in disguise": lambda folder: (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder / MARK))),
     "remote code": _remote({"auto_map": AUTO_MAP, "model_type": "evil", "architectures": ["Model"]}),
     "2 GB of header claimed": length(1 << 31),
-    "2 GB of header in a hole": _sparse_claim,
     "a header of rubbish": text_of(WEIGHTS, struct.pack("<Q", 16) + b"\xff" * 32),
     "a header of brackets": text_of(WEIGHTS, struct.pack("<Q", 100_000) + b"[" * 100_000),
     "overlapping tensors": _overlap,

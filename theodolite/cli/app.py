@@ -19,7 +19,7 @@ from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.prune import prune_command
 from theodolite.cli.runs import exclude_command, report_command, runs_command
-from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tracebacks
+from theodolite.cli.screen import escape_unwritable, show_tracebacks
 from theodolite.cli.survey import merge_command, spectra_command, survey_command, trace_command
 
 app = typer.Typer(
@@ -84,5 +84,4 @@ add_commands(app)
 def main() -> None:
     """Run the `theodolite` command."""
     escape_unwritable()
-    refuse_lost_folder()
     app(prog_name="theodolite")

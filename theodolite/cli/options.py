@@ -305,7 +305,7 @@ class Text:
         Raises:
             UsageError: as `check`; options of contexts.
         """
-        read = ("--corpus", "--length", "--contexts", "--encoding")
+        read = ("--corpus", "--length", "--contexts", "--text-column", "--encoding")
         named = [name for name, value in self.given().items() if value and name not in read]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
@@ -394,6 +394,7 @@ class Text:
             "--length": self.length,
             "--contexts": self.contexts,
             "--per-label": self.per_label,
+            "--text-column": None if self.text_column == Text.text_column else self.text_column,
             "--label-by": self.label_by,
             "--encoding": self.encoding,
             "--no-pack": self.no_pack,

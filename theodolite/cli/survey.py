@@ -87,13 +87,14 @@ def survey_command(
             others = {"--baseline": baseline, "--shard": shard}
             refuse_unread("--stream: one process reads the files, for all of the text", others)
         if shard is not None:
-            refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
-            refuse_unread("shards look at all layers", {"--layers": layers})
+            others = {"--baseline": baseline, "--layers": layers}
+            refuse_unread("--shard: `theodolite merge` makes the report, of all layers", others)
         part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
         opening.check(*(models or ()))
         text.check()
-        check_target(out)
-        if not several:
+        if several:
+            check_target(out)
+        else:
             check_out(out)
         from theodolite.system.processor import keep_pages
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from theodolite.errors import UsageError, first_line
-from theodolite.system.files import CorruptFile, check_headers, check_target
+from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"
@@ -95,7 +95,7 @@ def is_gguf(source: str | Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
 
-    `UsageError` where reading might never end: of pipes, devices and folders, and of more tensors than any model has.
+    `UsageError` where reading might never end: of pipes, devices and folders.
     """
     if is_gguf(folder):
         return gguf_files(folder)
@@ -103,10 +103,6 @@ def weight_files(folder: Path) -> list[Path]:
     no_file = next((path for path in files if not path.is_file()), None)
     if no_file:
         raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
-    try:
-        check_headers(files)
-    except (OSError, CorruptFile) as error:
-        raise UsageError(f"cannot open {folder}: {first_line(error)}") from error
     return files
 
 
