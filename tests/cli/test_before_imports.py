@@ -68,7 +68,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["trace", "--layers", "0,x"], "--layers 0,x: give numbers and spans"),
         (["survey", "--layers", "0", "--shard", "1/2"], "of all layers: leave out --layers"),
         (["survey", "--shard", "3/2"], "--shard 3/2: give K/N"),
-        (["survey", "--shard", "1/2", "--baseline", "untrained"], "leave out --baseline"),
         ([*SERIES, "--shard", "1/2"], "leave out --shard"),
         *(
             (["survey", "--out", out], "is no name of its own")

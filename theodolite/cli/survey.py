@@ -31,23 +31,13 @@ from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
-from theodolite.system.run_folders import UNTRAINED, check_out, is_run
+from theodolite.system.run_folders import check_out, is_run
 from theodolite.system.wording import visible
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
-
-Baseline = Annotated[
-    str | None,
-    typer.Option(
-        metavar=UNTRAINED,
-        help="untrained: survey the same architecture with random weights (of --seed) as well, and show its numbers "
-        "beside.",
-    ),
-]
-
 
 Shard = Annotated[
     str | None,
@@ -66,7 +56,6 @@ def survey_command(
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    baseline: Baseline = None,
     shard: Shard = None,
     stream: Stream = False,
     layers: Layers = None,
@@ -77,18 +66,13 @@ def survey_command(
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with stoppable() as stopped:
-        if baseline not in (None, UNTRAINED):
-            raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
         several = models is not None and len(models) > 1
         if several:
-            alone = {"--baseline": baseline, "--shard": shard}
-            refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
+            refuse_unread("several models: survey one in shards by itself", {"--shard": shard})
         if stream:
-            others = {"--baseline": baseline, "--shard": shard}
-            refuse_unread("--stream: one process reads the files, for all of the text", others)
+            refuse_unread("--stream: one process reads the files, for all of the text", {"--shard": shard})
         if shard is not None:
-            others = {"--baseline": baseline, "--layers": layers}
-            refuse_unread("--shard: `theodolite merge` makes the report, of all layers", others)
+            refuse_unread("--shard: `theodolite merge` makes the report, of all layers", {"--layers": layers})
         part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
         opening.check(*(models or ()))
         text.check()
@@ -112,7 +96,7 @@ def survey_command(
         if several:
             _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
             return
-        surveyed = survey_one(models[0] if models else None, out, baseline=baseline, shard=part)
+        surveyed = survey_one(models[0] if models else None, out, shard=part)
         if surveyed is not None:
             finish(*surveyed, as_json)
 
@@ -156,7 +140,6 @@ def _survey_one(
     layers: list[int] | None,
     opening: Opening,
     stopped: Callable[[], bool],
-    baseline: str | None = None,
     shard: tuple[int, int] | None = None,
     of: str = "",
 ) -> tuple[Run, Path] | None:
@@ -182,12 +165,6 @@ def _survey_one(
         else:
             say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
         return None
-    if baseline is not None:
-        from theodolite.models.open import untrained
-
-        with bars(stopped, of=baseline) as show:
-            beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
-            survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")
 

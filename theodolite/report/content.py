@@ -31,7 +31,6 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.findings import measured_regimes
-from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
     MISSING,
     gguf_described,
@@ -362,25 +361,3 @@ def summary_row(run: Run) -> dict[str, float]:
         values = column(run.heads, name)
         row[f"{name}_max"] = math.nan if values is None else float(np.nanmax(values))
     return row
-
-
-def compared_with_untrained(run: Run) -> Table | None:
-    """Compare a run's key numbers with those of random weights, where its folder has the survey of such a model."""
-    folder = None if run.folder is None else run.folder / UNTRAINED
-    if folder is None or not is_run(folder):
-        return None
-    trained, random = summary_row(run), summary_row(Run.load(folder))
-    rows = [
-        [
-            Cell(title),
-            *(
-                Cell(with_error(row[name], row.get(f"{name}_se", math.nan)), row[name])
-                for row in (trained, random)
-            ),
-            Cell(number(trained[name] - random[name]), trained[name] - random[name]),
-        ]
-        for name, title in measures().items()
-        if math.isfinite(trained[name]) and math.isfinite(random[name])
-    ]
-    headings = [("", ""), ("this model", ""), ("untrained", ""), ("difference", "what training made")]
-    return Table(headings, rows)
