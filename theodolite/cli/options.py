@@ -426,14 +426,12 @@ class PairedText(Text):
     def check(self) -> None:
         """As of any text; rows with a source or an image are not packed."""
         super().check()
-        for option, beside in (
-            ("--source-column", self.source_column),
-            ("--image-column", self.image_column),
-        ):
-            if beside is not None:
-                others: dict[str, object] = {"--no-pack": self.no_pack}
-                others |= {"--image-column": self.image_column} if option == "--source-column" else {}
-                refuse_unread(f"with {option} each row is a context of its own", others)
+        alone: dict[str, object] = {"--no-pack": self.no_pack}
+        if self.image_column is not None:
+            refuse_unread("with --image-column each row is a context of its own", alone)
+        if self.source_column is not None:
+            alone |= {"--image-column": self.image_column}
+            refuse_unread("with --source-column each row is a context of its own", alone)
 
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         from theodolite.corpus.corpus import Corpus
