@@ -130,7 +130,7 @@ COMMANDS: dict[str, Command] = {
     "answers": Command((*EVALUATE, "--out", "@/answers.json")),
     "exclude": Command(("exclude", "@/run", "--out", "@/out.json"), ("out.json",), kills=16),
     "exclude by a trace": Command(("exclude", "@/trace", "--out", "@/out.json"), ("out.json",)),
-    "report": Command(("report", "@/run", "--csv", "@/run/tables"), ("run/report/index.html",), kills=16),
+    "report": Command(("report", "@/run"), ("run/report/index.html",), kills=16),
     "reproduce theory": Command(
         ("reproduce", "localization/figure1,localization/figure3", "--out", "@/out"), kills=16
     ),
