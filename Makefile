@@ -42,7 +42,7 @@ test-all: $(VENV)/developers
 	$(PYTEST) -m 'not browser and not chaos and not real' $(addprefix --ignore=,$(CHECKED))
 	$(PYTEST) -m 'not browser and not chaos and not real' --jaxtyping-packages=$(TYPED),beartype.beartype $(CHECKED)
 
-# Kills, settings, threads and damaged files, all of them; a share is among the tests. Its counts go to docs/results/chaos.json.
+# Kills and damaged files, all of them; a share is among the tests. Its counts go to docs/results/chaos.json.
 chaos: $(VENV)/developers
 	$(PYTEST) -m chaos
 	$(BIN)/python -m tests.chaos

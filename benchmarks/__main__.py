@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from benchmarks import (
-    head_weights,
     locater,
     long_context,
     monitor,
@@ -44,7 +43,6 @@ Benchmark = Callable[[str], Iterable[Ratio]]
 
 BENCHMARKS: dict[str, Benchmark] = {
     "spectra": spectra.measure,
-    "head_weights": head_weights.measure,
     "long_context": long_context.measure,
     "start": start.measure,
     "survey": survey.measure,

@@ -19,7 +19,7 @@ from torch import distributed
 
 SERVER = multiprocessing.get_context("forkserver")
 PRELOADED = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
-OF_OURS = ["cli.app", "comparison", "passes.on_ray", "passes.survey", "prune.model", "report.page"]
+OF_OURS = ["cli.app", "comparison", "passes.survey", "prune.model", "report.page"]
 OF_OURS += ["sinks.trace", "train"]
 PRELOADED += ["theodolite_papers.experiment", *(f"theodolite.{name}" for name in OF_OURS)]
 SERVER.set_forkserver_preload(PRELOADED)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-import re
-from pathlib import Path
 
 import pytest
 
 import benchmarks
 import tools
 from benchmarks import __main__ as runner
-from benchmarks import qk_clip
-from benchmarks.scaling import Shape, state_bytes
 from benchmarks.timing import Ratio, Seconds, in_turns, over
-from theodolite.corpus.corpus import Corpus
-from theodolite.models import open_model
-from theodolite.passes.survey_pass import SurveyPass
 from tools import site_pages
 
 
@@ -86,37 +79,6 @@ def test_work_in_turns_and_the_ratios_of_its_times():
     assert over(these, those, 1) == [0.5, 0.25]
 
 
-def test_the_page_of_training_shows_what_qk_clip_did():
-    """Oracle: the committed runs; of one row the mean, the range and the interval by hand, scipy's t of 4.303."""
-    root = Path(__file__).parent.parent
-    runs = json.loads((root / "docs/results/qk-clip.json").read_text())["runs"]
-    page, table = (root / "docs/training.md").read_text(), qk_clip.table(runs)
-    for of, lower in (
-        ("QK-Clip, τ = 20", "0.27 ± 0.17"),
-        ("LocAteR, κ₁ = 0.001", "0.26 ± 0.07"),
-        ("QK-norm", "0.30 ± 0.18"),
-    ):
-        assert lower in page
-        assert re.search(rf"^\|  \| {of} \| .* \| −{lower} \|$", table, re.MULTILINE)
-    values = [(0, 3.0, 1.0), (1, 3.5, 2.0), (2, 3.25, 1.5)]
-    rows = [
-        {
-            "rate": "high",
-            "remedy": remedy,
-            "seed": seed,
-            "loss": loss,
-            "largest_logit": 1234.5,
-            "entropy": 1.0,
-        }
-        for seed, nothing, ours in values
-        for remedy, loss in (("nothing", nothing), ("ours", ours))
-    ]
-    # Differences −2, −1.5, −1.75: their standard deviation is 0.25.
-    assert qk_clip.table(rows).splitlines()[-1] == (
-        "|  | ours | 1.5 (1–2) | 1,230 (1,230–1,230) | 1 (1–1) | −1.75 ± 0.62 |"
-    )
-
-
 MODULES = [
     f"{package.__name__}.{module.name}"
     for package in (tools, benchmarks)
@@ -127,30 +89,3 @@ MODULES = [
 @pytest.mark.parametrize("name", MODULES)
 def test_it_can_be_imported(name):
     importlib.import_module(name)
-
-
-EMBEDDED = Shape(6, 4, 128, 40, 20)
-TINY = Shape(3, 4, 32, 24, 9)
-
-
-@pytest.mark.parametrize("shape", [EMBEDDED, TINY], ids=["embedded", "llama3"])
-def test_a_state_has_the_bytes_of_the_formula(shape, opened):
-    """Oracle: the tensors of a fresh pass. Each part's by the accumulator that holds it."""
-    model = open_model(device="cpu") if shape is EMBEDDED else opened("llama3")
-    assert (model.layers, model.heads, model.width) == (shape.layers, shape.heads, shape.width)
-    corpus = Corpus.random_tokens(model.required_vocabulary(), shape.length, shape.contexts)
-    state = SurveyPass(model, corpus, 0, 1).state()
-    parts = state_bytes(shape)
-    assert sum(parts.values()) == sum(tensor.nbytes for tensor in state.values())
-    held = {name: state[name].nbytes for name in state}
-    assert parts["sums by position"] == held["means.position_sum"]
-    sample = ("means.context_mean", "means.context_tokens", "means.token")
-    assert parts["sample"] == sum(held[name] for name in sample)
-    for name, prefixes in {
-        "second moments": ("residual.", "inputs."),
-        "sketches": ("sketches.",),
-        "outliers": ("outliers.",),
-        "attention": ("attention.",),
-        "queries and keys": ("query_keys.",),
-    }.items():
-        assert parts[name] == sum(count for key, count in held.items() if key.startswith(prefixes)), name

@@ -159,7 +159,7 @@ def test_the_papers_import_public_names_only():
 
 
 def test_importing_theodolite_loads_nothing_heavy():
-    heavy = "('torch', 'transformers', 'numpy', 'pandas', 'plotly', 'ray')"
+    heavy = "('torch', 'transformers', 'numpy', 'pandas', 'plotly')"
     code = (
         f"import sys, theodolite.cli.app, theodolite_papers; print([m for m in {heavy} if m in sys.modules])"
     )

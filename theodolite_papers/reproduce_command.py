@@ -126,7 +126,7 @@ class _Request:
 
     def unread(self) -> dict[str, object]:
         """Return the text and model options, to be refused where neither is read."""
-        options = "device", "device_map", "revision", "attention"
+        options = "device", "device_map", "attention"
         of_model = {f"--{name.replace('_', '-')}": getattr(self.opening, name) for name in options}
         return self.text.given() | of_model
 

@@ -31,9 +31,7 @@ OUTSIDE = {
 """File of the repository → page of the site. Links of pages to the former become links to the latter."""
 
 DISTURBED = {
-    "kills": "kills (SIGKILL at file events and at random moments; SIGINT, SIGTERM, SIGHUP)",
-    "states": "what other code has set, one to four at once",
-    "threads": "threads on one model and on several",
+    "kills": "kills at file events and at random moments",
     "files": "damaged files",
 }
 _MARK = re.compile(

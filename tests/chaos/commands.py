@@ -20,7 +20,6 @@ from unittest import mock
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pandas as pd
 import torch
 import typer
 from rich.console import Console
@@ -53,7 +52,6 @@ BAD = (WRONG, UNFORESEEN, LOST)
 class Trial:
     """One disturbance of one command, its answer, and what was said."""
 
-    kind: str
     what: str
     command: str
     answer: str
@@ -67,13 +65,11 @@ class Command:
     Attributes:
         numbers: patterns of the files that hold its numbers; without any, standard output holds them.
         kills: how often it is killed at file events; fewer where it takes about a second.
-        reads: what of `MAKERS` it reads besides what its words name.
     """
 
     words: tuple[str, ...] | Callable[[Path], object]
     numbers: tuple[str, ...] = ()
     kills: int = 0
-    reads: tuple[str, ...] = ()
 
 
 TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then a third time. " * 60
@@ -106,31 +102,20 @@ def _in_shards(root: Path) -> None:
 ONE = ("--batch", "1", "--contexts", "4")
 READ = ("--corpus", "@/text.txt", "--length", "32", *ONE)
 NUMBERS = ("out/*.parquet", "out/*.safetensors")
-SURVEY = Command(("survey", "@/model", *READ, "--out", "@/out"), NUMBERS, kills=8)
+SURVEY = ("survey", "@/model", *READ, "--out", "@/out")
 PRUNE = ("prune", "@/model", *READ, "--json")
 EVALUATE = ("evaluate", "@/model", "--task", "few-shot", "--prompts", "4", "--shots", "0,2", "--json")
-REPRODUCE = ("reproduce", "localization/figure3", "--out", "@/pages")
 TRAINED = ("*/training.json", "*/*.safetensors")
 
 
-def _survey(**words: str) -> Command:
-    """A survey of which some word is another, such as its text."""
-    return replace(
-        SURVEY, words=tuple(words.get(word.strip("@/").partition(".")[0], word) for word in SURVEY.words)
-    )  # type: ignore[union-attr]
-
-
 COMMANDS: dict[str, Command] = {
-    "survey": SURVEY,
-    "survey of lines": _survey(text="@/rows.jsonl"),
-    "survey of a table": _survey(text="@/rows.parquet"),
-    "survey, resumed": replace(_survey(out="@/half"), numbers=("half/*.parquet", "half/*.safetensors")),
-    "survey, run": _survey(out="@/run"),
+    "survey": Command(SURVEY, NUMBERS, kills=8),
+    "survey, resumed": Command((*SURVEY[:-1], "@/half"), ("half/*.parquet", "half/*.safetensors")),
+    "survey, run": Command((*SURVEY[:-1], "@/run"), NUMBERS),
     "survey in shards": Command(_in_shards, NUMBERS, kills=16),
     "trace": Command(("trace", "@/model", *READ, "--out", "@/out"), kills=16),
     "trace, kept": Command(("trace", "@/model", *READ, "--out", "@/trace")),
     "spectra": Command(("spectra", "@/model", "--out", "@/out"), NUMBERS, kills=16),
-    "spectra of shards": Command(("spectra", "@/sharded", "--out", "@/out"), NUMBERS),
     "spectra of factors": Command(("spectra", "@/factored", "--out", "@/out"), NUMBERS),
     "prune": Command((*PRUNE, "--out", "@/out"), kills=8),
     "prune to factors": Command((*PRUNE, "--format", "factored", "--out", "@/out"), kills=8),
@@ -145,8 +130,7 @@ COMMANDS: dict[str, Command] = {
     "answers": Command((*EVALUATE, "--out", "@/answers.json")),
     "exclude": Command(("exclude", "@/run", "--out", "@/out.json"), ("out.json",), kills=16),
     "exclude by a trace": Command(("exclude", "@/trace", "--out", "@/out.json"), ("out.json",)),
-    "report": Command(("report", "@/run", "--csv", "@/run/tables"), ("run/report/index.html",), kills=16),
-    "runs": Command(("runs", "@", "--json"), reads=("run", "trace")),
+    "report": Command(("report", "@/run"), ("run/report/index.html",), kills=16),
     "reproduce theory": Command(
         ("reproduce", "localization/figure1,localization/figure3", "--out", "@/out"), kills=16
     ),
@@ -163,8 +147,6 @@ COMMANDS: dict[str, Command] = {
         ),
         kills=8,
     ),
-    "reproduce one": Command(REPRODUCE, ("pages/index.html",)),
-    "reproduce another": Command(("reproduce", "localization/figure2", *REPRODUCE[2:])),
     "train characters": Command(_train, TRAINED, kills=16),
     "train, trained": Command(partial(_train, out="trained"), TRAINED),
     "train, begun": Command(partial(_train, out="begun"), TRAINED),
@@ -228,10 +210,7 @@ class Files:
         words = [
             word for each in commands if isinstance(each.words, tuple) for word in each.words if "@" in word
         ]
-        names = {
-            *re.findall("[a-z]+", f"{words} {named}"),
-            *(name for each in commands for name in each.reads),
-        }
+        names = {*re.findall("[a-z]+", f"{words} {named}")}
         shutil.rmtree(self.whole, ignore_errors=True)
         self.root.mkdir(exist_ok=True)
         _with_sinks(checkpoints.build("gpt2")).save_pretrained(self.root / "model")
@@ -283,23 +262,13 @@ def _interrupted(command: str, module: Any, name: str) -> Callable[[Path], None]
     return make
 
 
-ROWS = pd.DataFrame({"text": [TEXT] * 3, "label": ["a", "b", "c"]})
-
 MAKERS: dict[str, Callable[[Path], object]] = {
     "other": lambda root: checkpoints.write("gpt2", root / "other", 1),
-    "sharded": lambda root: checkpoints.build("gpt2").save_pretrained(
-        root / "sharded", max_shard_size="60KB"
-    ),
-    "rows": lambda root: (
-        ROWS.to_json(root / "rows.jsonl", orient="records", lines=True),
-        ROWS.to_parquet(root / "rows.parquet"),
-    ),
     "run": _by("survey, run"),
     "trace": _by("trace, kept"),
     "pruned": _by("prune, again"),
     "factored": _by("prune to factors, again"),
     "answers": _by("answers"),
-    "pages": _by("reproduce another"),
     "trained": _by("train, trained"),
     "half": _interrupted("survey, resumed", Unfinished, "save"),
     "begun": _interrupted("train, begun", Trainer, "save"),

@@ -3,7 +3,7 @@
 Every command that writes is first run whole, while its file events are counted: files opened to be written, renamed,
 removed, folders made. Then, again and again from the same files, it is killed before or after such an event, or before
 a rename with half of what is renamed on the disk, as a kill in the middle of writing leaves it; or at a moment of its
-time; or it is asked to end by a signal. Run again, it must end with status 0 and with all bytes of the whole run.
+time. Run again, it must end with status 0 and with all bytes of the whole run.
 
 A command runs in a fork of this process, which has imported everything and computed nothing, so that a kill falls into
 the work and not into imports.
@@ -12,7 +12,6 @@ the work and not into imports.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import signal
 import sys
@@ -37,7 +36,6 @@ from tests.chaos.commands import (
     Trial,
     called,
     contents,
-    is_refusal,
     other_bytes,
 )
 from theodolite_papers.catalogue import EXPERIMENTS
@@ -46,8 +44,6 @@ list(EXPERIMENTS.values())  # their modules are imported
 
 MOMENTS = 3
 """Kills of a command at moments of its time, each followed by a second one."""
-
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 LONGEST = 120.0
 """Seconds after which a command that has not ended is said to hang."""
@@ -66,38 +62,31 @@ class Moment(NamedTuple):
     what: str
 
 
-def trials(seed: int, share: float) -> Iterator[Trial]:
-    """Every command killed about 20 times, and asked to end three times; of a share, so many of the commands."""
+def trials(seed: int) -> Iterator[Trial]:
+    """Every command killed about 20 times."""
     torch.set_num_threads(1)
     random = np.random.default_rng(seed)
-    names = [name for name, command in COMMANDS.items() if command.kills]
-    for name in random.permutation(names)[: math.ceil(len(names) * share)]:
-        yield from of_command(str(name), random, COMMANDS[name].kills, MOMENTS, len(ASKING))
+    for name, command in COMMANDS.items():
+        if command.kills:
+            yield from of_command(name, random, command.kills, MOMENTS)
 
 
-def of_command(name, random, at_events, at_moments=0, asked=0):
-    """One command, killed at so many file events and moments, and asked to end so often."""
+def of_command(name, random, at_events, at_moments=0):
+    """One command, killed at so many file events and moments."""
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         forks = Forks(Path(folder), name)
         for moment in drawn_moments(forks.events, at_events, random):
             status, said = forks.disturbed(Watch(forks.files.root, moment))
             what = f"{moment.when} {moment.what}"
             if status != -signal.SIGKILL:
-                yield Trial(
-                    "kills", what, name, WRONG, f"another run has other events (status {status}): {said}"
-                )
+                yield Trial(what, name, WRONG, f"another run has other events (status {status}): {said}")
                 continue
             yield forks.judged(what)
         for _ in range(at_moments):
             times = random.uniform(0.0, forks.seconds, 2)
             for which, seconds in enumerate(times):
-                forks.disturbed(signal_after=(seconds, signal.SIGKILL), anew=not which)
+                forks.disturbed(kill_after=seconds, anew=not which)
             yield forks.judged(f"at {' and '.join(f'{seconds:.3f} s' for seconds in times)}")
-        for number in random.permutation(ASKING)[:asked]:
-            seconds = random.uniform(0.1, 1.0) * forks.seconds
-            wrong = forks.ended_badly(*forks.disturbed(signal_after=(seconds, number)))
-            what = f"{signal.Signals(number).name} at {seconds:.3f} s"
-            yield Trial("kills", what, name, UNFORESEEN, wrong) if wrong else forks.judged(what)
 
 
 def drawn_moments(events: list[str], count: int, random: np.random.Generator) -> list[Moment]:
@@ -140,11 +129,10 @@ class Forks:
         assert not other_bytes(*results), f"{name} gives other bytes by itself"
         self.expected, self.events = results[0], notes.read_text().splitlines()
 
-    def disturbed(self, watch=None, signal_after=None, anew=True, after=lambda: None):
+    def disturbed(self, watch=None, kill_after=None, anew=True, after=lambda: None):
         """Run it, from its beginning unless it goes on: its status, −N where signal N ended it, and what it said."""
         if anew:
             self.files.restore()
-        self._anew = contents(self.files.root) if signal_after else {}
 
         def work() -> tuple[int, str, str]:
             if watch is not None:
@@ -155,9 +143,9 @@ class Forks:
                 after()
 
         child = self._fork(work)
-        if signal_after:
-            time.sleep(signal_after[0])
-            os.kill(child, signal_after[1])
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(child, signal.SIGKILL)
         return self._ended(child)
 
     def judged(self, what: str) -> Trial:
@@ -168,16 +156,7 @@ class Forks:
             answer, why = LOST if "error:" in said else UNFORESEEN, f"status {status}: {said}"
         elif other := other_bytes(contents(self.files.root), self.expected):
             answer, why = WRONG, f"other bytes in {other}"
-        return Trial("kills", what, self._name, answer, why)
-
-    def ended_badly(self, status: int, said: str) -> str:
-        """What is wrong with a run that a signal asked to end: it ends with one line of error, or it was done."""
-        if contents(self.files.root) in (self._anew, self.expected):
-            return ""  # before the command has begun, and after its end, Python answers
-        if status and not is_refusal(status, said):
-            return f"status {status}: {said}"
-        locks = [path.name for path in self.files.root.rglob("*.lock")]
-        return f"it left {', '.join(locks)}" if locks else ""
+        return Trial(what, self._name, answer, why)
 
     def _fork(self, work: Callable[[], tuple[int, str, str]]) -> int:
         child = os.fork()
@@ -185,9 +164,6 @@ class Forks:
             return child
         status = 1
         try:
-            for number in ASKING:  # as a shell leaves them
-                handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, handler)
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
             os.dup2(os.open(self._folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), 2)

@@ -63,26 +63,21 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["survey", "--length", "3"], "contexts of 3 tokens are too short: use --length 4 or more"),
         (["survey", "--contexts", "0"], "above 0"),
         (["survey", "--out", taken], "exists and is no run"),
-        (["survey", "--ray", "--device", "cpu"], "--ray: each worker has one device: leave out --device"),
-        (["survey", "--actors", "2"], "without --ray there are no workers: leave out --actors"),
         (["survey", "--shard", "3"], "--shard 3: give K/N"),
         (["survey", "--layers", "3-1"], "--layers 3-1: give numbers and spans, such as 0,5,10-12"),
         (["trace", "--layers", "0,x"], "--layers 0,x: give numbers and spans"),
-        (["survey", "--layers", "0", "--shard", "1/2"], "look at all layers: leave out --layers"),
+        (["survey", "--layers", "0", "--shard", "1/2"], "of all layers: leave out --layers"),
         (["survey", "--shard", "3/2"], "--shard 3/2: give K/N"),
-        (
-            ["survey", "--shard", "1/2", "--ray"],
-            "--ray: its workers share the text already: leave out --shard",
-        ),
-        (["survey", "--shard", "1/2", "--baseline", "untrained"], "leave out --baseline"),
         ([*SERIES, "--shard", "1/2"], "leave out --shard"),
-        *((["survey", "--out", out], says) for out, says in _places(tmp_path)),
         *(
-            ([*command, "--out", out], says)
-            for command in (["trace"], ["spectra"], ["prune"], COMPARE, SERIES, REPRODUCE)
-            for out, says in _places(tmp_path)[1:]
+            (["survey", "--out", out], "is no name of its own")
+            for out in ("/", ".", "", str(tmp_path / ".."))
         ),
-        (["evaluate", "--out", "x" * 250], "is longer than 200 bytes"),
+        *(
+            ([*command, "--out", ".."], "is no name of its own")
+            for command in (["trace"], ["spectra"], ["prune"], COMPARE, SERIES, REPRODUCE)
+        ),
+        (["evaluate", "--out", "/"], "is no name of its own"),
         *(
             ([*command, "--seed", str(seed)], says)
             for command in (["survey"], ["trace"], ["evaluate"], ["prune", "--out", str(tmp_path / "p")])
@@ -100,7 +95,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         (["compare", none, "embedded"], "no checkpoint at"),
         (["compare", "embedded", "embedded", "--corpus", none], "no file or folder"),
         (["evaluate", none], "no checkpoint at"),
-        (["evaluate", "--revision", "main"], "embedded is no model of the hub: it has no --revision"),
         (["evaluate", "--corpus", none], "no file or folder"),
         (["explore", none], "no checkpoint at"),
         (["explore", "--run", none], "no run at"),
@@ -117,23 +111,6 @@ def test_wrong_paths_and_options_are_refused_before_torch_is_imported(tmp_path: 
         assert status == 2, (call, stderr)
         assert says in " ".join(stderr.split()), (call, stderr)
         assert not heavy, call
-
-
-def _places(folder: Path) -> list[tuple[str, str]]:
-    """Where nothing can be written, and what is said of it."""
-    (folder / "dangling").unlink(missing_ok=True)
-    (folder / "dangling").symlink_to(folder / "nothing")
-    return [
-        ("/", "is no name of its own"),
-        (".", "is no name of its own"),
-        ("", "is no name of its own"),
-        (str(folder / ".."), "is no name of its own"),
-        (str(folder / ("x" * 250)), "is longer than 200 bytes"),
-        (str(folder / ("x" * 300)), "File name too long"),
-        (str(folder / "caf\udce9"), "caf\\udce9' is no name in UTF-8"),
-        (str(folder / "dangling"), "is a link to nothing"),
-        (str(folder / "dangling" / "below"), "is a link to nothing"),
-    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="where PyTorch has GCC's OpenMP")

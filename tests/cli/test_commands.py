@@ -28,14 +28,12 @@ def hello(name: str, loudly: bool = False) -> None:
 
 group.command("again")(hello)
 group.command("twice")(hello)
-number = 3
 """
 ENTRIES = """
 [theodolite.commands]
 hello = hello_theodolite:hello
 greetings = hello_theodolite:group
 lost = no_such_module:hello
-three = hello_theodolite:number
 survey = hello_theodolite:hello
 """
 
@@ -74,9 +72,6 @@ def test_a_command_that_cannot_be_loaded_leaves_the_others(package):
         "error: hello-theodolite: the command 'lost' cannot be loaded (ModuleNotFoundError: No module named "
         "'no_such_module')"
     ]
-    assert "neither a function nor a typer.Typer" in _run(package, "three").stderr
     listed = _run(package, "--help")
     assert listed.returncode == 0
-    assert {"hello", "greetings", "lost", "three", "survey", "reproduce", "train"} <= set(
-        listed.stdout.split()
-    )
+    assert {"hello", "greetings", "lost", "survey", "reproduce", "train"} <= set(listed.stdout.split())

@@ -90,7 +90,7 @@ def test_models_are_compared_on_images(model, images, tmp_path):
         (("survey", "MODEL", "--corpus", "docs"), "the model reads images, and docs is text"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--length", 8), "leave out --length"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--label-by", "row"), "leave out --label-by row"),
-        (("survey", "MODEL", "--corpus", "IMAGES", "--ray"), "workers read text, not images"),
+        (("survey", "MODEL", "--corpus", "IMAGES", "--shard", "1/2"), "shards are of text, not of images"),
         (("prune", "MODEL", "--corpus", "IMAGES", "--sparsity", 0.5), "pruning reads a text alone"),
         (
             ("reproduce", "geometry", "MODEL", "--corpus", "IMAGES"),

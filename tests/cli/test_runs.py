@@ -1,4 +1,4 @@
-"""`theodolite runs`, tables as CSV, and folders of another run. Oracles: what the runs were made with; pandas."""
+"""`theodolite runs`, and folders of another run. Oracle: what the runs were made with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from tests.calls import call
-from theodolite.passes.run import TABLES, Run
 from theodolite.system.run_folders import differences
 
 
@@ -80,19 +78,6 @@ def test_runs_are_listed_with_what_differs(runs: Path, tmp_path: Path) -> None:
     assert status == 2
     assert "twoisdamaged(heads.parquet:itsbytesarenotthosethatwerewritten):remove" in said
     assert "three<b>lackssinks.parquet:remove" in said
-
-
-def test_tables_are_exported_as_csv(surveyed: Path, tmp_path: Path) -> None:
-    run = Run.load(shutil.copytree(surveyed, tmp_path / "run"))
-    assert call("report", run.folder, "--csv", tmp_path / "csv")[0] == 0
-    filled = {f"{name}.csv" for name in TABLES if len(getattr(run, name))}
-    assert {file.name for file in (tmp_path / "csv").iterdir()} == filled >= {"layers.csv", "heads.csv"}
-    for name in ("layers", "heads", "constituents"):
-        back = pd.read_csv(tmp_path / "csv" / f"{name}.csv")
-        for column, values in back.select_dtypes("number").items():
-            assert values.to_numpy() == pytest.approx(
-                getattr(run, name)[column].to_numpy(dtype=float), rel=1e-7, nan_ok=True
-            )
 
 
 def test_a_folder_of_another_run_says_which_option_differs(surveyed: Path, checkpoint, rows: Path) -> None:

@@ -1,26 +1,18 @@
-"""A series of checkpoints and an untrained baseline, by the command.
-
-Oracles: pandas on each run's own tables, and transformers' own initialisation.
-"""
+"""A series of checkpoints, by the command. Oracle: pandas on each run's own tables."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
-import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
 
 from tests import checkpoints
 from tests.calls import call
-from theodolite import Run, open_model
+from theodolite import Run
 from theodolite.comparison.series import step_of
-from theodolite.models.open import untrained
 
 SMALL = ["--corpus", "random", "--length", "16", "--contexts", "8"]
 
@@ -80,43 +72,3 @@ def test_a_series_is_a_table_and_curves_in_the_order_of_steps(series):
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/run.json")}
     _survey(*folders.values(), "--out", out)  # what is finished is not surveyed again
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/run.json")} == before
-
-
-def test_an_untrained_baseline_stands_beside(series, tmp_path):
-    _, folders = series
-    model = folders["checkpoint-3"]
-    out = tmp_path / "run"
-    _survey(model, "--out", out, "--baseline", "untrained")
-    trained, random = Run.load(out), Run.load(out / "untrained")
-    assert random.provenance["corpus"]["sha256"] == trained.provenance["corpus"]["sha256"]
-    assert random.provenance["model"]["sha256"] != trained.provenance["model"]["sha256"]
-    page = (out / "report" / "index.html").read_text()
-    assert "Beside an untrained model" in page
-    for run in (trained, random):
-        assert f'data-v="{run.heads["entropy"].mean()}"' in page
-    status, _, stderr = call("survey", model, "--baseline", "other", *SMALL)
-    assert (status, "there is no baseline other" in stderr) == (2, True)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama3", "bert"])
-def test_the_untrained_weights_are_those_of_the_configs_own_initialisation(family, checkpoint):
-    model = open_model(checkpoint(family))
-    state = torch.random.get_rng_state()
-    baseline = untrained(model, seed=5)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    torch.manual_seed(5)
-    expected = type(model.hf)(transformers.AutoConfig.from_pretrained(checkpoint(family))).state_dict()
-    for name, weight in baseline.hf.state_dict().items():
-        np.testing.assert_array_equal(weight, expected[name])
-    deviation = float(baseline.head_weights(0).w_q.double().std())
-    assert deviation == pytest.approx(model.hf.config.initializer_range, rel=0.15)
-    assert baseline.tokenizer is model.tokenizer
-
-
-def test_of_an_encoder_decoder_the_same_attention_is_looked_at(tmp_path):
-    """Oracle: the encoder has two layers, the decoder three."""
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
-    config = T5Config(vocab_size=300, decoder_start_token_id=0, **sizes)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    baseline = untrained(open_model(tmp_path, attention="encoder"))
-    assert (baseline.source.attention, baseline.layers) == ("encoder", 2)

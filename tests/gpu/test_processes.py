@@ -1,7 +1,4 @@
-"""Many GPUs: workers of Ray with one each, and a process group (NCCL) of as many ranks as there are GPUs.
-
-Where the CPU stands in, workers have cores, and two ranks speak gloo.
-"""
+"""Many GPUs: a process group (NCCL) of as many ranks as there are GPUs; where the CPU stands in, two speak gloo."""
 
 from __future__ import annotations
 
@@ -11,29 +8,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import checkpoints
-from tests.gpu.conftest import TOLERANCE, assert_columns_near, assert_near, random_corpus
+from tests.gpu.conftest import assert_columns_near
 from tests.processes import ranks
 from tests.train.test_locater import MEAN, RATE, SCALE, batch, dense_penalty, examples
-from theodolite.models import open_model
-from theodolite.passes.on_ray import survey_on_ray
-from theodolite.passes.survey import survey
 from theodolite.train import GeometryMonitor, Locater
 
 pytestmark = pytest.mark.gpu
 
 IDS = torch.randint(checkpoints.VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_workers_with_a_gpu_each_give_the_survey_of_the_cpu(checkpoint, device, tmp_path):
-    """Oracle: float64 on the CPU, in one process. The driver's own copy of the model is on the CPU."""
-    pytest.importorskip("ray", reason="Ray is not installed")
-    corpus = random_corpus(checkpoints.VOCABULARY)
-    driver = open_model(checkpoint("gpt2"), device="cpu")
-    run = survey_on_ray(driver, corpus, tmp_path / "run", batch=2)
-    assert run.provenance["device"] == device.type
-    expected = survey(open_model(checkpoint("gpt2"), device="cpu", dtype="float64"), corpus, batch=2)
-    assert_near(run, expected, TOLERANCE[torch.float32])
 
 
 def rank_work(rank: int, ranks: int, kind: str) -> tuple[pd.DataFrame, dict[str, torch.Tensor]]:

@@ -16,10 +16,19 @@ from hypothesis import strategies as st
 
 from tests import checkpoints
 from tests.slow import slow_but
+from theodolite.accumulate.second_moments import SKETCH
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.groups import GROUPS
+from theodolite.logits.shares import split_contexts
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.corpus_pass import CorpusPass
-from theodolite.passes.survey_pass import SurveyPass
+from theodolite.passes.survey_pass import (
+    EXAMPLES,
+    SAMPLED_BYTES,
+    SAMPLED_CONTEXTS,
+    SAMPLED_TOKENS,
+    SurveyPass,
+)
 from theodolite.sinks.trace import TracePass
 
 CONTEXTS, LENGTH = 7, 24
@@ -94,3 +103,46 @@ def test_a_context_counted_twice_is_seen(shards: Shards) -> None:
     counts = [name for name in shards.whole if name.endswith(("contexts", "count"))]
     assert counts
     assert any(not torch.equal(merged[name], shards.whole[name]) for name in counts)
+
+
+def state_bytes(layers: int, heads: int, d: int, t: int, contexts: int) -> dict[str, int]:
+    """The formulas of docs/scaling.md, in bytes, but for the rows of sink tokens, and of massive ones."""
+    residual, g = layers + 1, GROUPS
+    r, examples = min(SKETCH, d), min(EXAMPLES, contexts)
+    sampled = min(contexts, SAMPLED_CONTEXTS, SAMPLED_BYTES // (8 * residual * d))
+    tokens = min(SAMPLED_TOKENS, contexts * (t - 1))
+    numbers = {
+        "sums by position": residual * g * t * d,
+        "second moments": (residual + layers) * (1 + d + d * d),
+        "sketches": residual * (g * (2 + d + d * r) + d * r),
+        "sample": residual * (d * (2 * sampled + tokens) + 2 * sampled),
+        "outliers": residual * (d * (5 * g + 2) + g),
+        "attention": layers * (heads * (5 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
+        "queries and keys": layers * heads * (1 + 2 * (d // heads) ** 2),
+        "logit spread": layers * heads * 2,
+        "scalars": residual * ((5 + t) * g + 1),
+    }
+    split = {"split contexts": layers * min(split_contexts(t), contexts) * t * d * 4}  # float32, as the model
+    return {name: 8 * count for name, count in numbers.items()} | split
+
+
+@pytest.mark.parametrize(("family", "length", "contexts"), [("embedded", 40, 20), ("llama3", 24, 9)])
+def test_a_state_has_the_bytes_of_the_formula(family, length, contexts, opened):
+    """Oracle: the tensors of a fresh pass. Each part's by the accumulator that holds it."""
+    model = open_model(device="cpu") if family == "embedded" else opened(family)
+    corpus = Corpus.random_tokens(model.required_vocabulary(), length, contexts)
+    state = SurveyPass(model, corpus, 0, 1).state()
+    parts = state_bytes(model.layers, model.heads, model.width, length, contexts)
+    assert sum(parts.values()) == sum(tensor.nbytes for tensor in state.values())
+    held = {name: state[name].nbytes for name in state}
+    assert parts["sums by position"] == held["means.position_sum"]
+    sample = ("means.context_mean", "means.context_tokens", "means.token")
+    assert parts["sample"] == sum(held[name] for name in sample)
+    for name, prefixes in {
+        "second moments": ("residual.", "inputs."),
+        "sketches": ("sketches.",),
+        "outliers": ("outliers.",),
+        "attention": ("attention.",),
+        "queries and keys": ("query_keys.",),
+    }.items():
+        assert parts[name] == sum(count for key, count in held.items() if key.startswith(prefixes)), name

@@ -163,6 +163,5 @@ def test_the_command(tmp_path, checkpoint):
     assert call("survey", checkpoint("llama3"), *how, "--out", tmp_path / "whole")[0] == 0
     assert call("survey", checkpoint("llama3"), *how, "--stream", "--out", tmp_path / "streamed")[0] == 0
     same_tables(Run.load(tmp_path / "whole"), Run.load(tmp_path / "streamed"))
-    for option in (("--shard", "1/2"), ("--baseline", "untrained"), ("--ray",)):
-        status, _, stderr = call("survey", checkpoint("llama3"), *how, "--stream", *option)
-        assert (status, option[0] in stderr) == (2, True)
+    status, _, stderr = call("survey", checkpoint("llama3"), *how, "--stream", "--shard", "1/2")
+    assert (status, "leave out --shard" in stderr) == (2, True)

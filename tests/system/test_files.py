@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import struct
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from safetensors.torch import save_file
 
 from theodolite.errors import WorkError
 from theodolite.system.files import (
-    LONGEST_HEADERS,
     CorruptFile,
-    check_headers,
     disk_errors,
     folder_written_atomically,
     json_text,
@@ -151,21 +148,6 @@ def test_what_is_read_lies_where_torch_would_put_it(tmp_path: Path) -> None:
         read, _ = read_checked(tmp_path / "file")
         assert all(torch.equal(read[name], tensors[name]) for name in tensors)
         assert [tensor.data_ptr() % 64 for tensor in read.values()] == [0, 0]
-
-
-def test_a_header_far_too_long_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """Oracle: the first eight bytes; what they announce is not there to be parsed."""
-    path = tmp_path / "a"
-    for length in (LONGEST_HEADERS + 1, 2**60):
-        path.write_bytes(struct.pack("<Q", length) + b" " * 100)
-        with pytest.raises(CorruptFile, match=r"a: its header would have [\d,]+ bytes"):
-            read_checked(path)
-    half = struct.pack("<Q", LONGEST_HEADERS // 2 + 1)
-    for name in ("b", "c"):
-        (tmp_path / name).write_bytes(half)
-    check_headers([tmp_path / "b"])
-    with pytest.raises(CorruptFile, match="c: its header"):
-        check_headers([tmp_path / "b", tmp_path / "c"])
 
 
 def test_every_changed_character_of_a_json_file_is_seen(tmp_path: Path) -> None:

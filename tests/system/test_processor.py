@@ -15,7 +15,6 @@ from tests import checkpoints
 from theodolite.models import open_model, open_streamed
 from theodolite.system.processor import multiplies_halves, once, parallel_map
 from theodolite_papers.localization.locater_training import Recipe
-from tools.embedded_model import EmbeddedConfig
 
 
 def processor(monkeypatch: pytest.MonkeyPatch, machine: str, capability: str) -> None:
@@ -37,7 +36,6 @@ def test_by_processor(monkeypatch: pytest.MonkeyPatch, machine: str, capability:
     processor(monkeypatch, machine, capability)
     assert multiplies_halves() is expected
     assert multiplies_halves("cuda:1")
-    assert EmbeddedConfig().bfloat16 is expected
     assert Recipe().bfloat16 is expected
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import pytest
 
-from theodolite.system.progress import Progress, ended_as_by_ctrl_c, interruptible, shown, starting_others
+from theodolite.system.progress import Progress, ended_as_by_ctrl_c, interruptible, shown
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -45,21 +43,6 @@ def test_the_first_is_noted_and_the_second_stops_at_once(first: int, second: int
 
     with pytest.raises(KeyboardInterrupt), ended_as_by_ctrl_c() if in_a_command else nullcontext():
         work()
-    assert said == ["stopping"]
-
-
-def test_handlers_that_a_library_sets_are_undone_and_its_processes_hear_of_no_closed_terminal() -> None:
-    """Oracle: the handlers, and what a process that was started inside inherits."""
-    said: list[str] = []
-    code = "import signal; print(signal.getsignal(signal.SIGHUP).name)"
-    with suppress(KeyboardInterrupt), interruptible(lambda: said.append("stopping")) as stopped:
-        with starting_others():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert started.stdout.strip() == "SIG_IGN"
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-            assert stopped()
     assert said == ["stopping"]
 
 

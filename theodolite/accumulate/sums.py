@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite.corpus.groups import GROUPS, Groups
+from theodolite.jobs.job import part_of
 from theodolite.system.mapped import zeros_in_file, zeros_in_pages
 from theodolite.system.processor import parallel_map
 
@@ -34,12 +35,6 @@ State = dict[str, Tensor]
 def joined(parts: Mapping[str, State]) -> State:
     """Combine several states into one, each tensor under `name.tensor`; `part_of` takes one out again."""
     return {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.items()}
-
-
-def part_of(state: State, name: str) -> State:
-    """Take the state out again that `joined` was given under this name."""
-    prefix = name + "."
-    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
 LARGE = 2**26

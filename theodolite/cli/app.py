@@ -12,14 +12,14 @@ from typing import Annotated
 import typer
 
 from theodolite import __version__
-from theodolite.cli.commands import RayCommand, add_commands, with_option_groups
+from theodolite.cli.commands import add_commands, with_option_groups
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.prune import prune_command
 from theodolite.cli.runs import exclude_command, report_command, runs_command
-from theodolite.cli.screen import escape_unwritable, refuse_lost_folder, show_tracebacks
+from theodolite.cli.screen import escape_unwritable, show_tracebacks
 from theodolite.cli.survey import merge_command, spectra_command, survey_command, trace_command
 
 app = typer.Typer(
@@ -66,7 +66,7 @@ def _spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-app.command("survey", cls=RayCommand)(with_option_groups(survey_command))
+app.command("survey")(with_option_groups(survey_command))
 app.command("merge")(merge_command)
 app.command("spectra")(with_option_groups(spectra_command))
 app.command("trace")(with_option_groups(trace_command))
@@ -84,5 +84,4 @@ add_commands(app)
 def main() -> None:
     """Run the `theodolite` command."""
     escape_unwritable()
-    refuse_lost_folder()
     app(prog_name="theodolite")

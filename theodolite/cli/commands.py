@@ -1,4 +1,4 @@
-"""Make commands that Typer alone cannot: options in dataclasses, an optional value, commands of other packages.
+"""Make commands that Typer alone cannot: options in dataclasses, commands of other packages.
 
 Commands of other packages are named by an installed distribution in the group `theodolite.commands`. An entry point's
 name is the command's; its object is a `typer.Typer`, which becomes a group of commands, or a function. One that cannot
@@ -11,26 +11,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 from theodolite.cli.screen import one_line_errors
 from theodolite.errors import UsageError, first_line
-
-
-class RayCommand(TyperCommand):
-    """A command whose `--ray` takes an optional address, which Typer does not support."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Turn a `--ray` without an address into `--ray=local`."""
-        words = [
-            "--ray=local" if word == "--ray" and after.startswith("-") else word
-            for word, after in zip(args, [*args, "--"][1:], strict=True)
-        ]
-        return super().parse_args(ctx, words)
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -72,32 +59,16 @@ def add_commands(app: typer.Typer) -> None:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if entry.name in names:
             continue
-        names.add(entry.name)
         try:
-            added = _loaded(entry)
+            added = entry.load()
         except Exception as error:
             package = entry.dist.name if entry.dist else entry.value
             problem = f"{package}: the command {entry.name!r} cannot be loaded"
-            problem += f" ({type(error).__name__}: {first_line(error)})"
-            app.command(entry.name, help=problem)(_refusing(problem))
-            continue
+            added = _refusing(f"{problem} ({type(error).__name__}: {first_line(error)})")
         if isinstance(added, typer.Typer):
             app.add_typer(added, name=entry.name)
         else:
-            app.command(entry.name)(added)
-
-
-def _loaded(entry: EntryPoint) -> typer.Typer | Callable[..., None]:
-    """Load an entry point's object, and let Typer read it: an option that it cannot read is an error here."""
-    added = entry.load()
-    if not isinstance(added, typer.Typer):
-        if not callable(added):
-            raise TypeError(f"{entry.value} is neither a function nor a typer.Typer")
-        added = with_option_groups(added)
-        alone = typer.Typer()
-        alone.command(entry.name)(added)
-    typer.main.get_command(added if isinstance(added, typer.Typer) else alone)
-    return added
+            app.command(entry.name)(with_option_groups(added))
 
 
 def _refusing(problem: str) -> Callable[[], None]:
@@ -105,4 +76,5 @@ def _refusing(problem: str) -> Callable[[], None]:
         with one_line_errors():
             raise UsageError(problem)
 
+    refuse.__doc__ = problem
     return refuse

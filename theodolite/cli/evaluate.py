@@ -126,9 +126,7 @@ def evaluate_command(
         elif reads:
             read.check()
         else:
-            column = None if text.text_column == Text.text_column else text.text_column
-            of_text = text.given() | {"--text-column": column}
-            refuse_unread("tasks read no text without --corpus or --stride", of_text)
+            refuse_unread("tasks read no text without --corpus or --stride", text.given())
         few_shot = FEW_SHOT_TASK in (task or ())
         of_lm_eval = tasks is not None or any(name != FEW_SHOT_TASK for name in task or ())
         if not of_lm_eval:

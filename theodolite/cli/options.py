@@ -5,7 +5,7 @@ Heavy imports happen inside the functions, so that `theodolite --help` answers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
-from theodolite.corpus.documents import IMAGE_COLUMN, LABELS_BY, READERS, TABLES, Columns
+from theodolite.corpus.documents import IMAGE_COLUMN, READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_checkpoint, of_page
-from theodolite.system.choices import DTYPES, check_attention, check_dtype, check_one_place, refuse_unread
+from theodolite.system.checkpoint_folders import local_checkpoint
+from theodolite.system.choices import check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted, gguf_described, listed, model_name, visible
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ def _said_how_stored(model: OpenModel) -> OpenModel:
         dtype = str(model.source.dtype).removeprefix("torch.")
         say_dimly(f"{model_name(model.id)}: {gguf_described(model.stored['gguf'], dtype)}")
     return model
-
-
-def one_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a completion function that offers these words as values of an option."""
-    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
 
 
 DEFAULT_CONTEXTS = 256
@@ -107,8 +102,7 @@ class Opening:
     dtype: Annotated[
         str,
         typer.Option(
-            help="auto (the checkpoint's; of a GGUF file float32), float32, bfloat16, float16 or float64.",
-            autocompletion=one_of(DTYPES),
+            help="auto (the checkpoint's; of a GGUF file float32), float32, bfloat16, float16 or float64."
         ),
     ] = "auto"
     device: Annotated[
@@ -117,7 +111,6 @@ class Opening:
     device_map: Annotated[
         str | None, typer.Option(help="auto spreads the model over devices (needs the extra `accelerate`).")
     ] = None
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
     attention: Annotated[
         str | None, typer.Option(help="Of an encoder-decoder: decoder (the default), encoder or cross.")
     ] = None
@@ -126,17 +119,13 @@ class Opening:
         """Check the options before any library of models is imported.
 
         Raises:
-            UsageError: an unknown dtype or attention, two places, a path that is no checkpoint, or a revision of what
-                is here.
+            UsageError: an unknown dtype or attention, two places, or a path that is no checkpoint.
         """
         check_dtype(self.dtype)
         check_attention(self.attention)
         check_one_place(self.device, self.device_map)
         for model in models:
             name, options = self._options(model)
-            here = name is None or Path(name).exists()
-            if here and options["revision"] is not None:
-                raise UsageError(f"{name or embedded.NAME} is no model of the hub: it has no --revision")
             if name is not None and options["revision"] is None:
                 local_checkpoint(name)
 
@@ -216,15 +205,12 @@ class Opening:
         return _said_how_stored(opened)
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """Return the model's name without @REVISION or the address around it, and the options for opening it."""
-        options = {"dtype": self.dtype, "revision": self.revision, "attention": self.attention}
+        """Return the model's name without @REVISION, and the options for opening it."""
+        options = {"dtype": self.dtype, "revision": None, "attention": self.attention}
         if model is None or Path(model).exists():
             return model, options
-        page = of_page(model)
-        name, at, revision = (page[0], page[1], page[1] or "") if page else model.partition("@")
-        if at and self.revision is not None:
-            raise UsageError(f"{model} has a revision, and so has --revision: give one")
-        return None if name == embedded.NAME else name, options | ({"revision": revision} if revision else {})
+        name, _, revision = model.partition("@")
+        return None if model == embedded.NAME else name, options | {"revision": revision or None}
 
 
 @dataclass(frozen=True)
@@ -237,7 +223,6 @@ class Text:
             help=f"A file or folder of {' '.join(READERS)}, or of images, one label a subfolder; one of "
             f"{', '.join(KEYWORDS)}; or hf:NAME[:CONFIG[:SPLIT]] [default: docs, the text in "
             "every Python; of evaluate: held-out, its topics that the embedded model was not trained on].",
-            autocompletion=one_of(KEYWORDS),
         ),
     ] = None
     length: Annotated[
@@ -261,7 +246,6 @@ class Text:
         typer.Option(
             help="What labels a document: file, folder, row (each of a table a label of its own) or column:NAME "
             "[default: a table's column label or topic, titles of WikiText's articles, subfolders of images].",
-            autocompletion=one_of(LABELS_BY),
         ),
     ] = None
     encoding: Annotated[
@@ -310,7 +294,7 @@ class Text:
         Raises:
             UsageError: as `check`; options of contexts.
         """
-        read = ("--corpus", "--length", "--contexts", "--encoding")
+        read = ("--corpus", "--length", "--contexts", "--text-column", "--encoding")
         named = [name for name, value in self.given().items() if value and name not in read]
         if named:
             raise UsageError(f"with --stride the text is one sequence: leave out {named[0]}")
@@ -399,6 +383,7 @@ class Text:
             "--length": self.length,
             "--contexts": self.contexts,
             "--per-label": self.per_label,
+            "--text-column": None if self.text_column == Text.text_column else self.text_column,
             "--label-by": self.label_by,
             "--encoding": self.encoding,
             "--no-pack": self.no_pack,
@@ -430,14 +415,12 @@ class PairedText(Text):
     def check(self) -> None:
         """As of any text; rows with a source or an image are not packed."""
         super().check()
-        for option, beside in (
-            ("--source-column", self.source_column),
-            ("--image-column", self.image_column),
-        ):
-            if beside is not None:
-                others: dict[str, object] = {"--no-pack": self.no_pack}
-                others |= {"--image-column": self.image_column} if option == "--source-column" else {}
-                refuse_unread(f"with {option} each row is a context of its own", others)
+        alone: dict[str, object] = {"--no-pack": self.no_pack}
+        if self.image_column is not None:
+            refuse_unread("with --image-column each row is a context of its own", alone)
+        if self.source_column is not None:
+            alone |= {"--image-column": self.image_column}
+            refuse_unread("with --source-column each row is a context of its own", alone)
 
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         from theodolite.corpus.corpus import Corpus

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Model, Opening, Stream, Text, contexts_help, one_of, say_where
+from theodolite.cli.options import AsJson, Model, Opening, Stream, Text, contexts_help, say_where
 from theodolite.cli.screen import bars, print_json, say_dimly, stoppable
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING, FORMS, METHODS, RANK_RATIO, TOKENS_A_BATCH, PruningOptions
+from theodolite.prune.options import DAMPING, METHODS, RANK_RATIO, TOKENS_A_BATCH, PruningOptions
 from theodolite.system.checkpoint_folders import SETTINGS, exists_already, refuse_inside
 
 if TYPE_CHECKING:
@@ -46,10 +46,7 @@ class _Pruning:
 
     method: Annotated[
         str,
-        typer.Option(
-            help=f"One of {', '.join(METHODS)}.",
-            autocompletion=one_of(METHODS),
-        ),
+        typer.Option(help=f"One of {', '.join(METHODS)}."),
     ] = "oats"
     sparsity: Annotated[
         str | None,
@@ -91,7 +88,6 @@ class _Pruning:
         typer.Option(
             "--format",
             help="merged (for transformers), adapter (low-rank parts for PEFT) or factored (smaller, for theodolite).",
-            autocompletion=one_of(FORMS),
         ),
     ] = "merged"
 

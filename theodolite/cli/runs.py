@@ -107,15 +107,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 def report_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
-    csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Also write the tables as CSV files into FOLDER, one each."),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite the report of a run folder, and export its tables.
+    """Rewrite the report of a run folder, and show its tables.
 
-    Example: theodolite report runs/gpt2 --csv gpt2-tables
+    Example: theodolite report runs/gpt2 --json
     """
     with one_line_errors(saves=False):
         check_run(run)
@@ -128,8 +124,6 @@ def report_command(
             raise UsageError(
                 f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
             )
-        if csv is not None:
-            loaded.write_csv(csv)
         if loaded.kind == TRACE:
             finish_trace(loaded, run, as_json)
             return

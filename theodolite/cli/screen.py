@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from theodolite.errors import TheodoliteError, UsageError, first_line
+from theodolite.errors import TheodoliteError, first_line
 from theodolite.system.files import json_text
 from theodolite.system.progress import STOPPING, ended_as_by_ctrl_c, interruptible
 
@@ -43,15 +43,6 @@ def escape_unwritable() -> None:
 def _as_json(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
-
-
-def refuse_lost_folder() -> None:
-    """End with one line where the current folder was removed: libraries would end the process without a message."""
-    try:
-        os.getcwd()
-    except OSError:
-        _say_error("the current folder is no more: change to another one")
-        raise SystemExit(UsageError.exit_status) from None
 
 
 def show_tracebacks(wanted: bool) -> None:

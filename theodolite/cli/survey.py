@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,23 +31,13 @@ from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
-from theodolite.system.run_folders import UNTRAINED, check_out, is_run
+from theodolite.system.run_folders import check_out, is_run
 from theodolite.system.wording import visible
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
-
-Baseline = Annotated[
-    str | None,
-    typer.Option(
-        metavar=UNTRAINED,
-        help="untrained: survey the same architecture with random weights (of --seed) as well, and show its numbers "
-        "beside.",
-    ),
-]
-
 
 Shard = Annotated[
     str | None,
@@ -59,32 +49,6 @@ Shard = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Options of a Ray cluster that runs the model."""
-
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Run on a Ray cluster at ADDRESS (auto for the one on this machine, or HOST:PORT); without an "
-            "address, start a local one (needs the extra `ray`).",
-        ),
-    ] = None
-    actors: Annotated[
-        int | None, typer.Option(help="Maximum number of --ray workers [default: all that fit].")
-    ] = None
-
-    def opening(self, given: Opening) -> Opening:
-        """Return the options for opening the model here: on the CPU where Ray workers run it."""
-        if self.ray is None:
-            refuse_unread("without --ray there are no workers", {"--actors": self.actors})
-            return given
-        devices = {"--device": given.device, "--device-map": given.device_map}
-        refuse_unread("--ray: each worker has one device", devices)
-        return replace(given, device="cpu")
-
-
 def survey_command(
     *,
     models: Models = None,
@@ -92,40 +56,29 @@ def survey_command(
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    baseline: Baseline = None,
     shard: Shard = None,
     stream: Stream = False,
     layers: Layers = None,
     opening: Opening,
-    cluster: Cluster,
 ) -> None:
     """Measure a model on a text: tables, arrays and a report. Of several models, also a page with curves over training.
 
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with stoppable() as stopped:
-        if baseline not in (None, UNTRAINED):
-            raise UsageError(f"there is no baseline {visible(baseline, 40)}: use --baseline {UNTRAINED}")
-        opening = cluster.opening(opening)
         several = models is not None and len(models) > 1
-        if cluster.ray is not None:
-            refuse_unread("--ray: an untrained model is no checkpoint", {"--baseline": baseline})
-            refuse_unread("--ray: its workers share the text already", {"--shard": shard})
         if several:
-            alone = {"--baseline": baseline, "--shard": shard}
-            refuse_unread("several models: survey an untrained one, or one in shards, by itself", alone)
+            refuse_unread("several models: survey one in shards by itself", {"--shard": shard})
         if stream:
-            others = {"--ray": cluster.ray, "--baseline": baseline, "--shard": shard}
-            refuse_unread("--stream: one process reads the files, for all of the text", others)
+            refuse_unread("--stream: one process reads the files, for all of the text", {"--shard": shard})
         if shard is not None:
-            refuse_unread("--shard: the report comes with `theodolite merge`", {"--baseline": baseline})
+            refuse_unread("--shard: `theodolite merge` makes the report, of all layers", {"--layers": layers})
         part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
-        if cluster.ray is not None or shard is not None:
-            refuse_unread("Ray workers and shards look at all layers", {"--layers": layers})
         opening.check(*(models or ()))
         text.check()
-        check_target(out)
-        if not several:
+        if several:
+            check_target(out)
+        else:
             check_out(out)
         from theodolite.system.processor import keep_pages
 
@@ -138,13 +91,12 @@ def survey_command(
             stream=stream,
             layers=chosen,
             opening=opening,
-            cluster=cluster,
             stopped=stopped,
         )
         if several:
             _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
             return
-        surveyed = survey_one(models[0] if models else None, out, baseline=baseline, shard=part)
+        surveyed = survey_one(models[0] if models else None, out, shard=part)
         if surveyed is not None:
             finish(*surveyed, as_json)
 
@@ -188,9 +140,7 @@ def _survey_one(
     stream: bool,
     layers: list[int] | None,
     opening: Opening,
-    cluster: Cluster,
     stopped: Callable[[], bool],
-    baseline: str | None = None,
     shard: tuple[int, int] | None = None,
     of: str = "",
 ) -> tuple[Run, Path] | None:
@@ -207,13 +157,8 @@ def _survey_one(
     with bars(stopped, of=of) as show:
         if shard is not None:
             survey(opened, corpus, folder, shard=shard, show_progress=show, **how)
-        elif cluster.ray is None:
-            run = survey(opened, corpus, folder, show_progress=show, **how)
         else:
-            from theodolite.passes.on_ray import survey_on_ray
-
-            how |= {"address": cluster.ray, "actors": cluster.actors}
-            run = survey_on_ray(opened, corpus, folder, show_progress=show, **how)
+            run = survey(opened, corpus, folder, show_progress=show, **how)
     if shard is not None:
         number, count = shard
         if is_run(folder):
@@ -221,12 +166,6 @@ def _survey_one(
         else:
             say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
         return None
-    if baseline is not None:
-        from theodolite.models.open import untrained
-
-        with bars(stopped, of=baseline) as show:
-            beside, model_beside = folder / UNTRAINED, untrained(opened, text.seed)
-            survey(model_beside, corpus, beside, show_progress=show, **how)
     with screen.status("writing the report"):
         return run, write_report(run, folder / "report")
 

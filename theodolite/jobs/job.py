@@ -25,9 +25,6 @@ CHECKPOINT_SECONDS = 60.0
 SAVING_APART = 20
 """But not before so many times as long as saving takes: of a large model it may be a minute."""
 
-FINISHED = {"finished": True, "notes": {}, "seconds": 0.0}
-"""Notes of a part that another process has made of a stage."""
-
 
 class Steps(Protocol):
     """Work in steps. Its state is tensors; `notes` are what JSON can hold, such as why a layer was refused."""
@@ -87,6 +84,12 @@ class Rows(Generic[Item]):
         self._parts = [state] if state else []
 
 
+def part_of(tensors: Tensors, name: str) -> Tensors:
+    """Return the tensors that are called `name.KEY`, by their keys."""
+    prefix = name + "."
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
 @dataclass
 class States:
     """The tensors and notes of the finished stages, by name, and the seconds that they took, also before this process.
@@ -101,15 +104,9 @@ class States:
 
     def of(self, name: str) -> Tensors:
         """Return the tensors of a stage, or those of one prefix in it (`corpus.means`); empty where there are none."""
-        stage, _, prefix = name.partition(".")
+        stage, _, part = name.partition(".")
         tensors = self.tensors.get(stage, {})
-        if not prefix:
-            return tensors
-        return {
-            key.removeprefix(f"{prefix}."): tensor
-            for key, tensor in tensors.items()
-            if key.startswith(f"{prefix}.")
-        }
+        return part_of(tensors, part) if part else tensors
 
 
 @dataclass(frozen=True)

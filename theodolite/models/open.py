@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers.models.auto import modeling_auto
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import TheodoliteError, UsageError
 from theodolite.models.calls import Calls, capture_calls
-from theodolite.models.guard import MAKING, between_passes, guarded, known_state, measures
+from theodolite.models.guard import between_passes, guarded, known_state
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Source
 from theodolite.models.stored import loading
@@ -268,26 +267,3 @@ def sharing_weights(model: OpenModel) -> OpenModel:
         parts = verified_parts(source)
     named = {name: getattr(model, name) for name in ("id", "tokenizer", "revision", "sha256", "stored")}
     return OpenModel.of(source, *parts, **named).only(model.chosen)
-
-
-@measures("model")
-def untrained(model: OpenModel, seed: int = 0) -> OpenModel:
-    """Make a model of the same class and config with random weights; the global random state stays as it is."""
-    if not isinstance(model.root, PreTrainedModel):
-        raise UsageError(
-            f"{model.id} has no config that says how its weights begin: it has no untrained baseline"
-        )
-    with MAKING, torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model_of_config = type(model.root)(copy.deepcopy(model.root.config))
-    hf = model_of_config.to(device=model.device, dtype=model.source.dtype).eval().requires_grad_(False)  # type: ignore[call-arg]
-    weights = model.weights()
-    origin = f"{weights.sha256 or weights.revision or model.id} untrained {seed}"
-    source = model.source.of_copy(hf)
-    return OpenModel.of(
-        source,
-        *verified_parts(source),
-        tokenizer=model.tokenizer,
-        id=f"{model.id}, untrained",
-        sha256=hashlib.sha256(origin.encode()).hexdigest(),
-    ).only(model.chosen)

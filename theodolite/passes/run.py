@@ -33,13 +33,11 @@ from theodolite.system.files import (
     CHECKSUMS,
     CorruptFile,
     bytes_digest,
-    disk_errors,
     folder_written_atomically,
     read_bytes_checked,
     read_checked,
     write_checked,
     write_json_checked,
-    write_text,
 )
 from theodolite.system.progress import ShowStage
 from theodolite.system.run_folders import (
@@ -154,25 +152,6 @@ class Run:
             # safetensors writes files that only their owner can read; a run is made to be shared.
             shutil.copymode(temporary / RUN, temporary / ARRAYS)
         return replace(self, folder=folder)
-
-    def write_csv(self, folder: str | Path) -> list[Path]:
-        """Write every table that has rows as `folder`/NAME.csv, numbers with all their digits, and return the files.
-
-        Missing values are empty fields. Files of these names are replaced.
-
-        Raises:
-            WorkError: they cannot be written.
-        """
-        folder = Path(folder)
-        files = []
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in TABLES:
-                table: pd.DataFrame = getattr(self, name)
-                if len(table):
-                    files.append(folder / f"{name}.csv")
-                    write_text(files[-1], table.to_csv(index=False, lineterminator="\n"))
-        return files
 
 
 TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")

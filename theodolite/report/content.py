@@ -31,7 +31,6 @@ from theodolite.report.data import (
 )
 from theodolite.report.drawing.heads import head_measures
 from theodolite.report.findings import measured_regimes
-from theodolite.system.run_folders import UNTRAINED, is_run
 from theodolite.system.wording import (
     MISSING,
     gguf_described,
@@ -364,18 +363,3 @@ def summary_row(run: Run) -> dict[str, float]:
         values = column(run.heads, name)
         row[f"{name}_max"] = math.nan if values is None else float(np.nanmax(values))
     return row
-
-
-def compared_with_untrained(run: Run) -> Table | None:
-    """Compare a run's key numbers with those of random weights, where its folder has the survey of such a model."""
-    folder = None if run.folder is None else run.folder / UNTRAINED
-    if folder is None or not is_run(folder):
-        return None
-    trained, random = summary_row(run), summary_row(Run.load(folder))
-    known = {name: title for name, title in measures().items() if math.isfinite(trained[name] - random[name])}
-    columns: dict[str, list[Any]] = {"": list(known.values())}
-    for title, row in (("this model", trained), ("untrained", random)):
-        columns[title] = [row[name] for name in known]
-        columns[f"{title}_se"] = [row.get(f"{name}_se", math.nan) for name in known]
-    columns["difference"] = [trained[name] - random[name] for name in known]
-    return frame_table(pd.DataFrame(columns), {})

@@ -46,8 +46,6 @@ _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 def write_report(run: Run, folder: str | Path) -> Path:
     """Write `folder`/index.html and Plotly's script, and return the page's path; existing files are replaced.
 
-    Where the run's folder has the survey of an untrained model (`--baseline untrained`), its numbers stand beside.
-
     Raises:
         WorkError: the folder cannot be written.
     """
@@ -102,7 +100,6 @@ def render(run: Run) -> str:
             ],
             "topics": topics,
             "linked": linked(run, sinks[1]),
-            "untrained": content.compared_with_untrained(run),
             "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
             "blocks": blocks,
             "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from theodolite.errors import UsageError, first_line
-from theodolite.system.files import CorruptFile, check_headers, check_target
+from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
 
 INDEX = "model.safetensors.index.json"
@@ -25,30 +24,6 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """The name of one of the files into which a GGUF model is split."""
-
-HUB = ("huggingface.co", "hf.co")
-NO_MODELS = ("datasets", "spaces", "docs", "collections", "papers", "models")
-REVISIONS = ("tree", "blob", "resolve")
-"""Hosts of the hub, what its addresses begin with that are of no model, and what stands before a revision."""
-
-
-def of_page(address: str) -> tuple[str, str | None] | None:
-    """Return the name and revision of the model whose page on the hub has this address; None of anything else.
-
-    Raises:
-        UsageError: it is a page of the hub, and of no model, or of a file or folder in one.
-    """
-    page = urlsplit(address)
-    if page.scheme not in ("http", "https") or page.netloc.removeprefix("www.") not in HUB:
-        return None
-    parts = [unquote(part) for part in page.path.split("/") if part]
-    end = next((place for place, part in enumerate(parts) if part in REVISIONS), len(parts))
-    name, revision, inside = parts[:end], parts[end + 1 : end + 2], parts[end + 2 :]
-    if not 1 <= len(name) <= 2 or name[0] in NO_MODELS or inside not in ([], ["config.json"]):
-        raise UsageError(
-            f"{address} is no page of a model: give the model's name, such as gpt2 or owner/name"
-        )
-    return "/".join(name), revision[0] if revision else None
 
 
 def local_checkpoint(source: str | Path) -> Path | None:
@@ -120,7 +95,7 @@ def is_gguf(source: str | Path) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
 
-    `UsageError` where reading might never end: of pipes, devices and folders, and of more tensors than any model has.
+    `UsageError` where reading might never end: of pipes, devices and folders.
     """
     if is_gguf(folder):
         return gguf_files(folder)
@@ -128,10 +103,6 @@ def weight_files(folder: Path) -> list[Path]:
     no_file = next((path for path in files if not path.is_file()), None)
     if no_file:
         raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
-    try:
-        check_headers(files)
-    except (OSError, CorruptFile) as error:
-        raise UsageError(f"cannot open {folder}: {first_line(error)}") from error
     return files
 
 

@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,31 +28,10 @@ TEMPORARY = ".writing"
 """Suffix of a file or folder that is not complete yet."""
 
 
-MOST_BYTES = 200
-"""Of the name of what is written: file systems take 255, and what is unfinished or locked has a suffix."""
-
-
 def check_target(target: Path | None) -> None:
-    """Raise `UsageError`, before anything is computed for it, where nothing can be written; None is no place."""
-    if target is None:
-        return
-    name = (target.name or str(target)).encode("utf-8", "backslashreplace").decode()
-    shown = f"'{name if len(name) <= 60 else name[:60] + '…'}'"
-    if target.name in ("", ".."):
-        raise UsageError(f"{shown} is no name of its own: choose an --out such as runs/NAME")
-    try:
-        str(target).encode()
-        broken = next((p for p in (target, *target.parents) if p.is_symlink() and not p.exists()), None)
-        too_long = len(os.fsencode(target.name)) > MOST_BYTES
-        target.exists()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{shown} is no name in UTF-8: choose another --out") from error
-    except OSError as error:
-        raise UsageError(f"{shown} cannot be written ({error.strerror}): choose another --out") from error
-    if too_long:
-        raise UsageError(f"{shown} is longer than {MOST_BYTES} bytes: choose a shorter --out")
-    if broken:
-        raise UsageError(f"{broken} is a link to nothing: remove it, or choose another --out")
+    """Raise `UsageError`, before anything is computed for it, where a place has no name of its own."""
+    if target is not None and target.name in ("", ".."):
+        raise UsageError(f"'{target}' is no name of its own: choose an --out such as runs/NAME")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -153,9 +131,6 @@ def locked(out: Path, another: str = "another --out") -> Iterator[None]:
 HEADER = "sealed"
 """The one entry of the header: safetensors writes several in any order, and the same run is to be the same bytes."""
 
-LONGEST_HEADERS = 1 << 26
-"""Of a checkpoint, in bytes: 500,000 tensors, four times as many as any model has, with 128 bytes for each."""
-
 SHA256 = "sha256"
 """The entry of a JSON file that is the checksum of all others."""
 
@@ -205,7 +180,6 @@ def read_notes_checked(path: Path) -> dict[str, Any]:
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str]]:
     """Open a file; yield it, its checked notes, and the checksum of its tensors; or `CorruptFile`."""
     try:
-        check_headers([path])
         with safetensors.safe_open(path, "pt") as file:
             entry: Any = json.loads((file.metadata() or {}).get(HEADER, "{}"))
             if not entry:
@@ -218,19 +192,6 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any], str]]:
         raise
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptFile(str(error)) from error
-
-
-def check_headers(paths: Iterable[Path]) -> None:
-    """Raise `CorruptFile` for safetensors that list more tensors than any model has, before the lists are read."""
-    total = 0
-    for path in paths:
-        with path.open("rb") as file:
-            length = file.read(8)
-        total += struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        if total > LONGEST_HEADERS:
-            raise CorruptFile(
-                f"{path.name}: its header would have {total:,} bytes, which no list of tensors has"
-            )
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -85,25 +85,6 @@ def handling(signals: list[Any], handler: Any) -> Iterator[None]:
 
 
 @contextmanager
-def starting_others() -> Iterator[None]:
-    """Let a library start processes: our signal handlers stay as they are, and they ignore SIGHUP.
-
-    A terminal that is closed sends it to all of its processes, which must live until this one has saved progress.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in ENDING if is_main}
-    for number in before:
-        if number.name == "SIGHUP":
-            signal.signal(number, signal.SIG_IGN)  # and so it is for whatever is started
-    try:
-        yield
-    finally:
-        for number, own in before.items():
-            if own is not None:  # it was set in C, and cannot be from here
-                signal.signal(number, own)
-
-
-@contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt, too, where nobody handles them."""
     is_main = threading.current_thread() is threading.main_thread()

@@ -18,9 +18,6 @@ from theodolite.system.wording import listed
 
 RUN = "run.json"
 
-UNTRAINED = "untrained"
-"""The baseline of a survey, and the folder within its run folder that keeps it."""
-
 OPTIONS = (
     *("length", "contexts", "seed", "label_by", "encoding", "per_label", "batch", "dtype", "device"),
     *("attention", "local_sinks", "method", "sparsity", "pattern", "rank_ratio", "damping", "exact"),

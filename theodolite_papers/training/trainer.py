@@ -23,7 +23,6 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.unfinished import JOB, Unfinished, read_job
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, refuse_nonfinite_weights
 from theodolite.system.files import (
-    check_headers,
     check_target,
     disk_errors,
     folder_written_atomically,
@@ -227,7 +226,6 @@ def _finished_model(out: Path, model: PreTrainedModel) -> PreTrainedModel:
     advice = "give another folder or remove it."
     architecture: Any = type(model)
     try:
-        check_headers(out.glob("*.safetensors"))
         trained, info = architecture.from_pretrained(
             out,
             config=model.config,

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.large_checkpoints import write_layout
 from tests import checkpoints, vision
 from tests.calls import call
 from tests.checkpoints import edited, with_tensors
@@ -129,6 +128,39 @@ def test_a_head_of_zeros_is_degenerate_and_no_error(tmp_path):
     assert set(zeros.regime) == {"uniform"}
 
 
+def write_layout(config: transformers.LlamaConfig, folder: Path) -> int:
+    """Write a checkpoint, a file a layer, random in the attention and holes elsewhere; how many parameters it has."""
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        tensors = transformers.LlamaForCausalLM(config).bfloat16().state_dict()
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer = name.split(".")[2] if ".layers." in name else "rest"
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = tensor
+    for file, inside in files.items():
+        header, end = {}, 0
+        for name, tensor in inside.items():
+            header[name] = {
+                "dtype": "BF16",
+                "shape": [*tensor.shape],
+                "data_offsets": [end, end + tensor.nbytes],
+            }
+            end += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in inside.items():
+                if "self_attn" in name:
+                    opened.seek(8 + len(text) + header[name]["data_offsets"][0])
+                    weights = torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5
+                    opened.write(weights.bfloat16().view(torch.uint8).numpy())
+            opened.truncate(8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": {name: file for file, inside in files.items() for name in inside}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
 PEAKS = """
 import sys
 from benchmarks.timing import peak_memory
@@ -148,7 +180,12 @@ def test_memory_does_not_grow_with_layers(tmp_path):
         folders.append(tmp_path / str(layers))
         folders[-1].mkdir()
         config = transformers.LlamaConfig(
-            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8
+            architectures=["LlamaForCausalLM"],
+            dtype="bfloat16",
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
         )
         parameters = write_layout(config, folders[-1])
         sizes.append(2 * parameters)

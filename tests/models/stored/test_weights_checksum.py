@@ -13,7 +13,6 @@ from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel
 from theodolite.models.stored.weights_checksum import weights_checksum
 from theodolite.passes.corpus_pass import fingerprint_of
-from theodolite.passes.on_ray import survey_on_ray
 from theodolite.passes.run import Run, describe_model
 from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.interventions import without_low_rank
@@ -84,12 +83,10 @@ def test_what_an_intervention_replaces_is_named_by_it(model):
 
 
 def test_a_run_of_changed_weights_serves_the_changed_model_alone(model):
-    """Neither one that is changed again, nor workers, who would open other weights."""
+    """And not one that is changed again."""
     CHANGES["order, which no sum sees"](model)
     run = survey(model, CORPUS)
     assert constituents(model, IDS[0], 1, decomposition=run).total.shape == (4, 32, 32)
     CHANGES["in place"](model)
     with pytest.raises(UsageError, match="the run is of another model"):
         constituents(model, IDS[0], 1, decomposition=run)
-    with pytest.raises(UsageError, match="anew, without what was changed in memory"):
-        survey_on_ray(model, CORPUS)
