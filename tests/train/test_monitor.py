@@ -275,7 +275,6 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
         ({"ids": "text"}, "token ids are str: give whole numbers"),
         ({"ids": IDS[:, :7]}, "contexts of 7 tokens: give 8 or more"),
         ({"ids": IDS.bool()}, r"token ids of shape \(2, 24\): give whole numbers"),
-        ({"ids": IDS, "inline": True}, "and not both"),
     ],
 )
 def test_a_monitor_and_callbacks_refuse_at_once(options, words):

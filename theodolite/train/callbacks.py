@@ -22,6 +22,7 @@ from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.geometry import monitor_ids
 from theodolite.train.locater import Locater, Strength, checked_options
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch, scalars
 from theodolite.train.penalty import Gradient
@@ -118,7 +119,6 @@ class GeometryCallback(TrackedCallback):
             8 × 128 tokens.
         attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
         every: optimizer steps between looks.
-        inline: in place of `ids`: looks are passes of training, as `GeometryMonitor` has them.
         spectra_every: looks between those that also read every head's weights.
         per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
@@ -127,7 +127,7 @@ class GeometryCallback(TrackedCallback):
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
     Raises:
-        UsageError: at once, as `check_looks`; when the training begins, for the other reasons that `GeometryMonitor`
+        UsageError: at once, of the options; when the training begins, for the other reasons that `GeometryMonitor`
             and `monitor_batch` have.
     """
 
@@ -136,17 +136,17 @@ class GeometryCallback(TrackedCallback):
         ids: Int[Tensor, "contexts positions"] | None = None,
         every: int = 100,
         *,
-        inline: bool = False,
         spectra_every: int = 5,
         per_head: bool = False,
         limits: Limits | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(ids, inline, every, spectra_every, limits)
+        check_looks(every, spectra_every, limits)
+        if ids is not None:
+            monitor_ids(ids)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
-        self._inline = inline
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._options |= {"attention_mask": attention_mask, "position_ids": position_ids}
         self._per_head = per_head
@@ -160,12 +160,11 @@ class GeometryCallback(TrackedCallback):
             return  # the processes know nothing of each other: the first one looks for itself
         self._warn_if_unattached(args, state)
         ids, data = self._ids, getattr(kwargs.get("train_dataloader"), "dataset", None)
-        if ids is None and not self._inline:
+        if ids is None:
             ids = ranks.from_first(lambda: monitor_batch(data))
         self.monitor = GeometryMonitor(
             model,
             ids,
-            inline=self._inline,
             folder=Path(args.output_dir or ".") / FOLDER,
             over_ranks=ranks.world > 1,
             **self._options,

@@ -28,11 +28,10 @@ Intervention = Callable[[AttentionInputs, Answer], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenTap:
-    """A tap, the modules of the model that it was opened for, and whether these compute their output themselves."""
+    """A tap, and the modules of the model that it was opened for."""
 
     modules: frozenset[nn.Module]
     tap: Tap
-    observes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +53,9 @@ _interventions: list[OpenIntervention] = []
 
 
 @contextmanager
-def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False) -> Iterator[None]:
-    """Let `tap` compute, or observe, the attention of these modules and their copies in this context, while open."""
-    opened = OpenTap(modules, tap, observes)
+def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[None]:
+    """Let `tap` compute the attention of these modules and their copies in this context, while open."""
+    opened = OpenTap(modules, tap)
     _taps.set((*_taps.get(), opened))
     try:
         yield

@@ -64,16 +64,6 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[N
 
 
 @contextmanager
-def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """Let `tap` observe the attention that `model` computes by PyTorch's functions, which stays as it is."""
-    with (
-        functions_door(model, eager=False),
-        with_tap(frozenset(model.modules()), of_all_heads(model, tap), observes=True),
-    ):
-        yield
-
-
-@contextmanager
 def intervened(
     model: nn.Module, module: nn.Module, intervene: Intervention, *, of_inputs: bool = False
 ) -> Iterator[None]:
