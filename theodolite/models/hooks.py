@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.calls import capture_current_calls
-from theodolite.models.doors.answers import is_innermost
+from theodolite.models.doors.answers import innermost
 from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
@@ -83,7 +83,7 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         # Another tap that is open inside has answered in its place: weights are read in a pass of their own, say.
-        for layer, read_of in attending.values() if is_innermost(tap) else ():
+        for layer, read_of in attending.values() if innermost() is opened else ():
             raise _other_attention(structure, layer, read_of[1])
 
     @without_autocast()
@@ -117,7 +117,7 @@ def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
             raise _other_attention(structure, layer, read_of[1])
         return hooks.attention(layer, inputs)
 
-    with removed_on_leaving(handles), tapped(model.root, tap):
+    with removed_on_leaving(handles), tapped(model.root, tap) as opened:
         yield
 
 

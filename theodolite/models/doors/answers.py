@@ -53,12 +53,12 @@ _interventions: list[OpenIntervention] = []
 
 
 @contextmanager
-def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[None]:
+def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[OpenTap]:
     """Let `tap` compute the attention of these modules and their copies in this context, while open."""
     opened = OpenTap(modules, tap)
     _taps.set((*_taps.get(), opened))
     try:
-        yield
+        yield opened
     finally:
         # By identity, and not by what was there before: they may be left in any order.
         _taps.set(tuple(other for other in _taps.get() if other is not opened))
@@ -136,12 +136,6 @@ def innermost() -> OpenTap | None:
     """Return the tap that was opened last in this context, or None: it is the one that answers."""
     taps = _taps.get()
     return taps[-1] if taps else None
-
-
-def is_innermost(tap: Tap) -> bool:
-    """Tell whether a tap is the one that answers."""
-    opened = innermost()
-    return opened is not None and opened.tap is tap
 
 
 def _answer(module: nn.Module) -> Answer:
