@@ -159,7 +159,9 @@ class Locater:
 
         Returns: the penalty, the parameters that are trained, and this rank's shard of the gradient of each.
         """
-        values, parameters, gradients = [], [], []
+        values: list[Tensor] = []
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
         for layer, weights in zip(self._projections, self._weights, strict=True):
             with torch.enable_grad(), weights.gathering() as gathered:
                 value = self._penalty(layer, strengths)
@@ -290,8 +292,6 @@ def checked_options(
             check_strength(name, strength)
     try:
         listed = None if layers is None else list(layers)
-        if any(isinstance(layer, bool) for layer in listed or ()):
-            raise TypeError("a mask's 0 and 1 would pass for layers")
         listed = listed and [operator.index(layer) for layer in listed]
     except TypeError as error:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
