@@ -23,7 +23,7 @@ from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.geometry import monitor_ids
 from theodolite.train.locater import Locater, Strength, checked_options
-from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch, scalars
+from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
 from theodolite.train.penalty import Gradient
 from theodolite.train.ranks import Ranks
 from theodolite.train.record import FOLDER
@@ -119,7 +119,6 @@ class GeometryCallback(TrackedCallback):
         attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
         every: optimizer steps between looks.
         spectra_every: looks between those that also read every head's weights.
-        per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
 
     Attributes:
@@ -136,7 +135,6 @@ class GeometryCallback(TrackedCallback):
         every: int = 100,
         *,
         spectra_every: int = 5,
-        per_head: bool = False,
         limits: Limits | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -148,7 +146,6 @@ class GeometryCallback(TrackedCallback):
         self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._options |= {"attention_mask": attention_mask, "position_ids": position_ids}
-        self._per_head = per_head
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find model and monitor batch. Every process checks that the model can be monitored."""
@@ -195,8 +192,6 @@ class GeometryCallback(TrackedCallback):
         numbers = self.monitor(state.global_step)  # every process, for they look together
         if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
-        if self._per_head:
-            numbers |= scalars(self.monitor.last, per_head=True)
         logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
         alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:

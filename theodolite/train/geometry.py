@@ -30,7 +30,6 @@ from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moment
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.open import verified_parts
-from theodolite.models.source import Source
 from theodolite.models.training.shards import is_spread, parallel_group
 from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.theory.regimes import UNDEFINED, regime
@@ -92,9 +91,9 @@ class GeometryReader:
             itself, those of fewer than `LEAST_LENGTH` tokens are left out.
         over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
             model whose weights are spread over them cannot be looked at otherwise.
-        look_dtype: what autocast rounds products to in a look, so that it sees what training sees; None: as training
-            does (autocast where the look is called, or accelerate's mixed precision, the Trainer's too); torch.float32:
-            nothing is rounded beyond the weights' own dtype.
+
+    A look rounds products as training does: by autocast where it is called, or by accelerate's mixed precision (the
+    Trainer's, too).
 
     Raises:
         UsageError: the model is of no supported family, or the ids do not fit it.
@@ -107,15 +106,15 @@ class GeometryReader:
         model: nn.Module | OpenModel,
         ids: Int[Tensor, "contexts positions"],
         over_ranks: bool = False,
-        look_dtype: torch.dtype | None = None,
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
-        self._look_dtype = look_dtype
-        source, self.ranks = _looked_at(model, over_ranks)
+        source = training_source(model)
+        if source.reads != "input_ids":
+            raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
+        together = over_ranks or is_spread(source.root)
+        self.ranks = Ranks.current(parallel_group(source.root)) if together else Ranks()
         batches = self.ranks.from_first(lambda: _by_length(ids, attention_mask, position_ids))
         smallest, largest = min(int(batch.min()) for batch in batches), max(int(b.max()) for b in batches)
         if smallest < 0 or largest >= (source.vocabulary or 0):
@@ -125,7 +124,9 @@ class GeometryReader:
             )
         self._longest = batches[0].shape[1]
         with evaluation_mode(source.root):
-            self.model = _opened(source)
+            parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
+            self.model = OpenModel.of(source, *parts, id=source.name)
+            self.model.check_weights()
             if not self.model.has_positions(self._longest):
                 raise UsageError(
                     f"the monitor batch's contexts have {self._longest} tokens, the model has positions for "
@@ -142,15 +143,14 @@ class GeometryReader:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         sums: State = {}
-        dtype = self._look_dtype or autocast_dtype(self.model.root)  # outside of what switches autocast off
-        rounded = dtype in (torch.bfloat16, torch.float16)
+        dtype = autocast_dtype(self.model.root)  # outside of what switches autocast off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
                 own, error = LookSums(self.model, tokens, spectra, self._longest), None
                 try:
                     # Without a cache, which would hold all weights rounded at once.
                     device = self.model.device.type
-                    cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
+                    cast = torch.autocast(device, dtype, cache_enabled=False) if dtype else nullcontext()
                     with hooked(self.model, own), cast:
                         self.model.source.run(tokens.ids)
                 except WorkError as failure:
@@ -164,25 +164,6 @@ class GeometryReader:
             totals = self.ranks.totals(sums, own.maxima)
             of_weights = _spectra(self.model, self.ranks) if spectra else None
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
-
-
-def _looked_at(model: nn.Module | OpenModel, over_ranks: bool) -> tuple[Source, Ranks]:
-    """Return the `Source` of a model in training, and the processes that look together.
-
-    These are all, where weights are spread over them or it is asked for. `UsageError` where it reads no tokens.
-    """
-    source = training_source(model)
-    if source.reads != "input_ids":
-        raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
-    together = over_ranks or is_spread(source.root)
-    return source, Ranks.current(parallel_group(source.root)) if together else Ranks()
-
-
-def _opened(source: Source) -> OpenModel:
-    """Open and verify a model in training, as for a survey."""
-    opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
-    opened.check_weights()
-    return opened
 
 
 def _by_length(

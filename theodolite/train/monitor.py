@@ -67,7 +67,6 @@ class GeometryMonitor:
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
             and warns. Looks and alarms are the same on all of them.
-        look_dtype: as `GeometryReader` takes it; None: products are rounded as training rounds them.
 
     Attributes:
         last: the last look, or None.
@@ -89,7 +88,6 @@ class GeometryMonitor:
         folder: str | Path | None = None,
         limits: Limits | None = None,
         over_ranks: bool = False,
-        look_dtype: torch.dtype | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
@@ -104,7 +102,7 @@ class GeometryMonitor:
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
         rows = {"attention_mask": attention_mask, "position_ids": position_ids}
-        self._reader = GeometryReader(model, ids, over_ranks, look_dtype, **rows)
+        self._reader = GeometryReader(model, ids, over_ranks, **rows)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         opened = self._reader.model
@@ -266,8 +264,8 @@ PLOTTED = {
 """Numbers of a look that are plotted: table, column (the last three of a look with spectra), statistic."""
 
 
-def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
-    """Return a look's numbers to plot: `PLOTTED`, the mean of each layer, and each head's if `per_head`.
+def scalars(geometry: Geometry) -> dict[str, float]:
+    """Return a look's numbers to plot: `PLOTTED`, and the mean of each layer.
 
     norm_growth is of a layer over the one before, massive_activations of all layers; entropy/layer_3 and so on; with
     spectra also vanishing_heads. A number that is NaN everywhere is left out.
@@ -283,9 +281,6 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
     for table, name in ((heads, "entropy"), (heads, "propagation"), (layers, "rank_collapse")):
         by_layer = table.groupby("layer")[name].mean()
         numbers |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
-        if per_head and table is heads:
-            places = zip(heads["layer"], heads["head"], heads[name], strict=True)
-            numbers |= {f"{name}/layer_{layer}_head_{head}": value for layer, head, value in places}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
