@@ -73,7 +73,7 @@ def over(these: Sequence[Seconds], those: Sequence[Seconds], clock: int = 0) -> 
 def in_process(module: str, *arguments: object) -> Any:
     """Run `python -m benchmarks.MODULE ARGUMENTS` in a process of its own, and read its last line as JSON."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
-    # Libraries print there, too.
+    # Libraries print there, too: DeepSpeed, where it is installed, as accelerate imports it.
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
 
 

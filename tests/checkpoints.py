@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.other
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tools import small_models
+
+# `save_pretrained` would import DeepSpeed to ask whether the model is one of its engines, which takes six seconds.
+accelerate.utils.other.is_deepspeed_available = lambda: False
 
 VOCABULARY = 300
 _SIZES: dict[str, Any] = {

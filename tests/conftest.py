@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says at import that it has found no other
 # Tests on a GPU have a run of their own (tests/gpu); all others are about the CPU, also where there is a GPU.
 if os.environ.get("THEODOLITE_GPU_TESTS_ON") == "cuda":
     os.environ.setdefault("TRITON_INTERPRET", "0")

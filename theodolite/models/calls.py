@@ -35,7 +35,7 @@ from theodolite.models.structure import (
     first_tensor,
     removed_on_leaving,
 )
-from theodolite.models.training.shards import is_dtensor, of_own_heads, whole_copy
+from theodolite.models.training.shards import gathered, is_part, of_own_heads, whole_copy
 
 AFFINE_TOLERANCE = 32 * torch.finfo(torch.float32).eps
 """Relative error of an affine map in float64. Some families rotate in float32 whatever their dtype (Cohere, ModernBERT,
@@ -265,6 +265,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
                 weights_present.enter_context(align_module_device(child))
         if any(p.is_meta for p in module.parameters()):
             return module
+        weights_present.enter_context(gathered(module.modules()))
         # A hook knows all offloaded weights of the model: it is not copied with the module.
         memo: dict[int, Any] = {id(child._hf_hook): child._hf_hook for child in hooked} | plain
         for tensor in (*module.parameters(), *module.buffers()):
@@ -285,6 +286,6 @@ def _copy_of(tensor: Tensor, module: nn.Module, dtype: torch.dtype) -> Tensor:
     # `to` would take the imaginary part of a rotation (torchtitan, Llama's own code).
     in_dtype = whole.to(dtype) if whole.is_floating_point() else whole
     is_parameter = isinstance(tensor, nn.Parameter)
-    if in_dtype is whole and (is_dtensor(tensor) or not is_parameter):
+    if in_dtype is whole and (is_part(tensor) or not is_parameter):
         in_dtype = whole.clone()
     return nn.Parameter(in_dtype, requires_grad=tensor.requires_grad) if is_parameter else in_dtype

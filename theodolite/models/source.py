@@ -320,7 +320,8 @@ def embedded_tokens(model: PreTrainedModel) -> int:
     """Count the rows of a model's token embedding; `UsageError` where it has no one such (CLIP's towers, CANINE)."""
     try:
         embedding: Any = model.get_input_embeddings()
-        return len(embedding.weight)
+        # ZeRO keeps it flat.
+        return len(embedding.weight) if embedding.weight.ndim > 1 else embedding.num_embeddings
     except (AttributeError, NotImplementedError) as error:
         raise UsageError(
             f"{type(model).__name__} has no one embedding of tokens: open the part of it that attends (text_model, "

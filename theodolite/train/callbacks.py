@@ -19,6 +19,7 @@ from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
+from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.geometry import monitor_ids
@@ -229,6 +230,7 @@ class LocaterCallback(TrackedCallback):
         self._options = checked_options(scale, mean, layers, gradient)
         self.locater: Locater | None = None
         self._penalty: Tensor | None = None
+        self._of_deepspeed: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find the weights."""
@@ -236,12 +238,34 @@ class LocaterCallback(TrackedCallback):
         self.locater = Locater(kwargs["model"], **self._options)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Put the penalty's gradient where those of the micro-batches will be added."""
+        """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
         assert self.locater is not None  # on_train_begin comes first
-        scaler = getattr(kwargs["optimizer"], "scaler", None)  # of float16; accelerate keeps it there
-        factor = 1.0 if scaler is None else scaler.get_scale()
-        # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
-        self._penalty = self.locater.add_gradient(state.global_step, factor)
+        optimizer = kwargs["optimizer"]
+        if not any(map(is_of_deepspeed, self.locater.parameters)):
+            scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
+            # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
+            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
+        elif self._of_deepspeed is None:
+            # It has no gradients but between backward and its step, and accelerate calls both at once. DeepSpeed's
+            # optimizers (0.19, deepspeed/runtime/base_optimizer.py) are none of torch.optim, and take no step hooks.
+            self._of_deepspeed = optimizer.optimizer
+            step = self._of_deepspeed.step
+
+            def add_and_step(*args: Any, **kwargs: Any) -> Any:
+                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
+                return step(*args, **kwargs)
+
+            self._of_deepspeed.step = add_and_step
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Restore the step of DeepSpeed's optimizer."""
+        if self._of_deepspeed is not None:
+            del self._of_deepspeed.step
+            self._of_deepspeed = None
+
+    def _add(self, step: int, factor: float) -> None:
+        assert self.locater is not None
+        self._penalty = self.locater.add_gradient(step, factor)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""

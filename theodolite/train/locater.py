@@ -24,8 +24,11 @@ from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import (
     GatheredParameters,
+    GradientShard,
+    check_deepspeed_has_gradients,
     head_group,
-    is_dtensor,
+    is_of_deepspeed,
+    is_part,
     is_spread,
     joined_heads,
 )
@@ -107,14 +110,20 @@ class Locater:
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced after this was made, or all the weights have been frozen.
+                that holds the weights was replaced after this was made, or all the weights have been frozen; the
+                gradients are DeepSpeed's to make, which leaves `add_gradient`.
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
             return _sum([self._penalty(layer, strengths) for layer in self._projections])
         # A layer at a time: a graph would hold every layer in float32.
-        value, parameters, gradients = self._gathered(strengths)
-        return _Attached.apply(value, gradients, *parameters)
+        if self._together and not all(weights.are_dtensors for weights in self._weights):
+            raise UsageError(
+                "DeepSpeed makes the gradients of its weights itself: call add_gradient() between "
+                "backward and the optimizer's step"
+            )
+        value, gradients = self._gathered(strengths)
+        return _Attached.apply(value, gradients, *(shard.parameter for shard in gradients))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
@@ -129,17 +138,17 @@ class Locater:
         Returns: the penalty.
 
         Raises:
-            UsageError: as a call does, or the factor is negative or no number.
+            UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
         """
         strengths = self._strengths_at(step)
         check_strength("factor", factor)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
                 return _sum([self._added(layer, strengths, factor) for layer in self._projections])
-            value, parameters, gradients = self._gathered(strengths)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                added = (factor * gradient).to(parameter.dtype)
-                parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
+            check_deepspeed_has_gradients(self._model)
+            value, gradients = self._gathered(strengths)
+            for shard in gradients:
+                shard.add(factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
@@ -154,22 +163,15 @@ class Locater:
         w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
         return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
 
-    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Compute the penalty, gathering the weights of one layer at a time.
-
-        Returns: the penalty, the parameters that are trained, and this rank's shard of the gradient of each.
-        """
-        values: list[Tensor] = []
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
+    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
+        """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
+        values, gradients = [], []
         for layer, weights in zip(self._projections, self._weights, strict=True):
-            with torch.enable_grad(), weights.gathering() as gathered:
+            with weights.gathering(), torch.enable_grad():
                 value = self._penalty(layer, strengths)
-                trained = [p for p in gathered if p.requires_grad]
-                gradients += torch.autograd.grad(value, trained) if trained else ()
-            parameters += trained
+                gradients += weights.gradients(value)
             values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
-        return _sum(values), parameters, gradients
+        return _sum(values), gradients
 
     def _penalty(self, layer: Projections, strengths: tuple[float, float]) -> Tensor:
         return locater_penalty(*layer.factors(), *strengths, gradient=self._gradient)
@@ -190,7 +192,7 @@ class Locater:
 
     def _check_held(self) -> None:
         check_held(self._model, self._held, "weight", "Locater")
-        if not self._together and any(map(is_dtensor, self.parameters)):
+        if not self._together and any(map(is_part, self.parameters)):
             raise UsageError(
                 "weights have been spread over ranks since this Locater was made: make it of the model that is sharded"
             )
@@ -228,13 +230,13 @@ class _Attached(torch.autograd.Function):
     """Attaches gradients that are already known to a value, so that backward hands them to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: list[GradientShard], *_: Tensor) -> Tensor:
         ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-        return None, None, *(gradient * slope for gradient in ctx.gradients)
+        return None, None, *(shard.gradient * slope for shard in ctx.gradients)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
@@ -278,6 +280,7 @@ def _is_direct(layer: Projections) -> bool:
         projection.is_view
         and projection.weight.dtype in (torch.float32, torch.float64)
         and projection.weight.dtype == layer.query.weight.dtype
+        and not is_of_deepspeed(projection.weight)
         for projection in (layer.query, layer.key)
     )
 

@@ -20,12 +20,14 @@ from theodolite.models.calls import capture_calls
 from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.shards import parallel_group
+from theodolite.models.training.shards import is_of_deepspeed, parallel_group
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
 from theodolite.train.locater import check_held, named
+
+_CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor parallelism"
 
 
 class QKClip:
@@ -60,6 +62,10 @@ class QKClip:
             raise UsageError(
                 "each rank has some of the heads: make the QKClip before the model is tensor parallel"
             )
+        if any(map(is_of_deepspeed, self._model.parameters())):
+            raise UsageError(
+                f"the weights of {source.name} are held by DeepSpeed in tensors of its own: {_CLIPPED}"
+            )
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
@@ -91,6 +97,11 @@ class QKClip:
         if largest is not None and not (look and (look is self._seen or look.seconds == 0)):
             logits = self._checked(largest)
             check_held(self._model, self._held, "parameter", "QKClip")
+            for name, rows in self._held.items():
+                if is_of_deepspeed(getattr(rows.module, rows.name)):
+                    raise UsageError(
+                        f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
+                    )
             for layer, rows in self._rows.items():
                 layers, heads = self._layers_of[layer], self._heads_of[layer]
                 most = logits[layers, :heads].amax(dim=0)

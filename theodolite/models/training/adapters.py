@@ -82,7 +82,7 @@ def check_adapter(where: str, adapter: Any) -> None:
     if not hasattr(adapter, "get_delta_weight") or any(name in variants for name in active(adapter)):
         raise refusal
     weight = adapter.base_layer.weight
-    if is_dtensor(weight) or weight.ndim != 2:
+    if is_dtensor(weight) or weight.ndim != 2 or hasattr(weight, "ds_id"):
         return  # spread over ranks: it can be asked in a pass only
     with torch.no_grad():
         effective = adapted_weight(adapter, weight)

@@ -1,7 +1,8 @@
 """Read and differentiate weights that are spread over ranks: whole, one module at a time, by all ranks together.
 
-Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie. Under tensor
-parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
+Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
+with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
+`GatheredParameters` are whole while they are differentiated; a rank keeps a `GradientShard`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -24,7 +25,7 @@ if distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-FOREIGN = ("torch.distributed", "transformers.distributed")
+FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
 """Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
 
 ParameterPlace = tuple[nn.Module, str]
@@ -44,18 +45,18 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return distributed.is_available() and isinstance(tensor, DTensor)
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Tell whether a rank holds, or may hold, a part of a parameter."""
+    return is_dtensor(parameter) or hasattr(parameter, "ds_id")
+
+
 def is_spread(model: nn.Module) -> bool:
     """Tell whether weights are spread over ranks: all must then run the model, and read its weights, together."""
-    return any(map(is_dtensor, model.parameters()))
+    return any(map(is_part, model.parameters()))
 
 
 def register_spread(outermost: nn.Module) -> None:
-    """Learn how a model's weights are spread, on all ranks; `UsageError` where they are no tensors that can be read."""
-    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in outermost.parameters()):
-        raise UsageError(
-            "DeepSpeed (ZeRO) keeps weights and gradients in tensors of its own, which are not read: shard the model "
-            "with fully_shard (FSDP2)"
-        )
+    """Learn how a model's weights are spread, on all ranks; `UsageError` of FSDP1, which keeps them in flat tensors."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in outermost.modules()):
@@ -111,9 +112,11 @@ def _split(parameters: Iterable[Tensor]) -> Any:
 
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
     """Return the module whose call gathers the weights: the outermost of FSDP, else the model; None: any part."""
-    sharded = _sharded(outermost)
-    around = (module for module in sharded if inner in module.modules())
-    return next(around, inner if sharded else None)
+    for module in _sharded(outermost):
+        if inner in module.modules():
+            return module
+    gathers = _sharded(inner) or any(hasattr(p, "ds_id") for p in inner.parameters())
+    return inner if gathers else None
 
 
 @contextmanager
@@ -124,6 +127,19 @@ def as_sharded(model: nn.Module) -> Iterator[None]:
     finally:
         for module in _sharded(model):
             module.reshard()
+
+
+@contextmanager
+def gathered(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let ZeRO 3 make the parameters of some modules whole while open. To be called by all ranks."""
+    of_zero = [p for module in modules for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
+    if not of_zero:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(of_zero):
+        yield
 
 
 def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
@@ -249,6 +265,53 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
     return replace(inputs, **joined, sink=sink)
 
 
+@dataclass(frozen=True)
+class GradientShard:
+    """One rank's shard of the gradient of one parameter; with DeepSpeed all of it."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+    def add(self, factor: float) -> None:
+        """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
+        parameter, gradient = self.parameter, self.gradient * factor
+        if is_of_deepspeed(parameter):
+            from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+            before = safe_get_full_grad(parameter)
+            safe_set_full_grad(parameter, before + gradient.to(before.dtype))
+        elif parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient.to(parameter.dtype)
+
+
+def is_of_deepspeed(parameter: Tensor) -> bool:
+    """Tell whether the optimizer of DeepSpeed keeps the gradient of a parameter."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def check_deepspeed_has_gradients(model: nn.Module) -> None:
+    """Raise `UsageError` where DeepSpeed will not step by gradients that are added now: before a backward pass, say.
+
+    Where it keeps its optimizer on the CPU, they are always there.
+    """
+    for parameter in model.parameters():
+        if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:
+            offloaded, gradients = zero3.offload_optimizer, zero3.averaged_gradients
+        # Of ZeRO 1 and 2 a rank has one where it steps the parameter: some of them, and not the same as other ranks.
+        elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            offloaded, gradients = mapping.use_offload, mapping.gradient_dict
+        else:
+            continue
+        if offloaded or any(group is not None for group in gradients.values()):
+            return
+        raise UsageError(
+            "DeepSpeed has gradients between engine.backward(loss) and engine.step() only: call add_gradient() there, "
+            "also with accelerate, whose backward() does both"
+        )
+
+
 class GatheredParameters:
     """Replaces the parameters of some modules by whole ones while `gathering` is open."""
 
@@ -258,17 +321,42 @@ class GatheredParameters:
         self._dtensors = {
             (module, name): p for module, name in self._places if is_dtensor(p := module._parameters[name])
         }
+        self._leaves: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def are_dtensors(self) -> bool:
+        """True if all of the parameters are DTensors."""
+        return len(self._dtensors) == len(self._places)
 
     @contextmanager
-    def gathering(self) -> Iterator[list[Tensor]]:
-        """Make the modules' parameters whole while open; yields those that they are made of. For all ranks together."""
-        held: list[Any] = [module._parameters[name] for module, name in self._places]
-        own = [self._dtensors.get(place, p) for place, p in zip(self._places, held, strict=True)]
-        try:
-            for (module, name), parameter in zip(self._places, own, strict=True):
-                whole: Any = of_own_heads(parameter, module)
-                module._parameters[name] = whole
-            yield own
-        finally:
-            for (module, name), parameter in zip(self._places, held, strict=True):
-                module._parameters[name] = parameter
+    def gathering(self) -> Iterator[None]:
+        """Make the modules' parameters whole while open. To be opened and left by all ranks."""
+        with gathered(dict.fromkeys(module for module, _ in self._places)):
+            held: list[Any] = [module._parameters[name] for module, name in self._places]
+            try:
+                with torch.enable_grad():
+                    self._leaves = [
+                        self._replaced(place, p) for place, p in zip(self._places, held, strict=True)
+                    ]
+                yield
+            finally:
+                for (module, name), parameter in zip(self._places, held, strict=True):
+                    module._parameters[name] = parameter
+
+    def _replaced(self, place: ParameterPlace, held: Any) -> tuple[Tensor, Tensor]:
+        """Put a whole parameter into a module; returns the parameter, and the leaf that the whole one is made of."""
+        module, name = place
+        parameter = self._dtensors.get(place, held)
+        # DeepSpeed must not see that its own is differentiated.
+        leaf = (
+            parameter if is_dtensor(parameter) else parameter.detach().requires_grad_(parameter.requires_grad)
+        )
+        whole: Any = of_own_heads(leaf, module)
+        module._parameters[name] = whole
+        return parameter, leaf
+
+    def gradients(self, value: Tensor) -> list[GradientShard]:
+        """Differentiate a value while the parameters are gathered, by those that are trained."""
+        trained = [(parameter, leaf) for parameter, leaf in self._leaves if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, [leaf for _, leaf in trained]) if trained else ()
+        return [GradientShard(parameter, of) for (parameter, _), of in zip(trained, gradients, strict=True)]

@@ -31,7 +31,7 @@ def training_source(model: nn.Module | OpenModel) -> Source:
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """Return the `transformers` model inside DDP, FSDP, DataParallel, `torch.compile` or PEFT."""
+    """Return the `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
