@@ -1,7 +1,7 @@
 """The monitor's cost: a look as a share of the training steps between looks.
 
-An AdamW step of a random model of GPT-2's width, a look at it, and a look that also reads every head's weights; and a
-step that is a look itself (`inline`), which makes no second pass. The monitor batch has its default size.
+An AdamW step of a random model of GPT-2's width, a look at it, and a look that also reads every head's weights. The
+monitor batch has its default size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.models import gpt2
 from benchmarks.timing import Ratio, in_turns, over
-from theodolite.train.geometry import GeometryReader, InlineReader
+from theodolite.train.geometry import GeometryReader
 from theodolite.train.monitor import CONTEXTS, LENGTH
 
 LAYERS, VOCABULARY, BATCH, TOKENS, ROUNDS = 4, 8192, 8, 128, 5
@@ -26,32 +26,21 @@ def measure(device: str) -> Iterator[Ratio]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = torch.randint(VOCABULARY, (BATCH, TOKENS), device=device)
     reader = GeometryReader(model, torch.randint(VOCABULARY, (CONTEXTS, LENGTH)))
-    inline = InlineReader(model)
 
     def step() -> None:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def looked_at_step(spectra: bool) -> None:
-        inline.arm(0, spectra)
-        step()
-        inline.take(1)
-
     works = {
         "step": step,
         "look": lambda: reader.look(spectra=False),
         "look with spectra": lambda: reader.look(spectra=True),
-        "inline": lambda: looked_at_step(False),
-        "inline with spectra": lambda: looked_at_step(True),
     }
     times = in_turns(works, ROUNDS, device)
     ratios = {name: over(values, times["step"]) for name, values in times.items()}
     yield Ratio.of("monitor: a look / a training step", ratios["look"])
     yield Ratio.of("monitor: a look with spectra / a training step", ratios["look with spectra"])
-    for name in ("inline", "inline with spectra"):  # what a step costs more that is a look
-        more = [ratio - 1 for ratio in ratios[name]]
-        yield Ratio.of(f"monitor: what an {name} look adds / a training step", more)
     shares = [
         ((SPECTRA_EVERY - 1) * look + full) / SPECTRA_EVERY / EVERY
         for look, full in zip(ratios["look"], ratios["look with spectra"], strict=True)

@@ -73,8 +73,9 @@ def merged(model: OpenModel) -> Any:
 
 
 def looked(model: OpenModel) -> list[Any]:
-    """What the monitor of a training sees, of its own accord: else it rounds as training does where it is called."""
-    look = GeometryReader(model.hf, IDS, look_dtype=torch.float32).look()
+    """What the monitor of a training sees without autocast, by which it rounds as training does."""
+    with torch.autocast("cpu", enabled=False):
+        look = GeometryReader(model.hf, IDS).look()
     return [look.heads, look.layers]
 
 

@@ -180,11 +180,7 @@ def test_rows_that_cannot_be_told_apart_are_refused_in_a_line(forward, line):
         opened(seeded(Rows("flex")), forward=forward)
 
 
-def test_rows_are_not_known_of_training_nor_without_their_contexts():
-    with pytest.raises(
-        UsageError, match="Rows reads its contexts in one row, which cannot be split in training"
-    ):
-        GeometryMonitor(opened(seeded(Rows("flex")), forward=in_a_row), inline=True)
+def test_rows_are_not_known_without_their_contexts():
     with pytest.raises(UsageError, match="blocks read a row of 5 tokens, which is not contexts"):
         one_row.unrolled(torch.zeros(5, 2), 0)
     with one_row.reading((2, 3)), pytest.raises(UsageError, match="which is not 2 contexts of 3"):

@@ -1,9 +1,7 @@
-"""Trainings as people run them, looked at and steered. Oracle: the same training without the monitor, bit for bit, and
-the gradient of LocAteR's penalty of a model that nothing wraps."""
+"""Trainings as people run them, looked at and steered. Oracle: the same training without the monitor, bit for bit."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import checkpoints
 from tests.models.modules import GPT
-from tests.train.test_locater import gradients
 from theodolite import open_module
 from theodolite.train import GeometryMonitor, Locater
 
@@ -82,17 +79,3 @@ def test_a_monitored_training_is_the_same_to_the_bit(change):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in plain.items())
     assert penalties == others
     assert penalties[2] < penalties[0]
-
-
-def test_the_penalty_s_gradient_is_that_of_a_bare_model():
-    """Oracle: the same module, which nothing was called on, and the gradient through its penalty."""
-    model, given = model_of("own, checkpointed")
-    bare = copy.deepcopy(model)
-    Locater(open_module(bare, vocabulary=50, longest=32), SCALE, MEAN)().backward()
-    locater = Locater(given, SCALE, MEAN)
-    loss_of(model, IDS).backward()
-    model.zero_grad()
-    locater.add_gradient(0)
-    found, expected = gradients(model), gradients(bare)
-    assert any(gradient.any() for gradient in expected.values())
-    torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-6, atol=1e-9)

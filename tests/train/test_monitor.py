@@ -215,7 +215,7 @@ def test_scalars_by_hand():
     layers |= {"rank_collapse": [0.9, 0.3, 0.4], "massive_activations": [0.0, 1.0, 2.0]}
     layers |= {"outlier_dimensions": [0.0, 3.0, 1.0]}
     heads, layers = pd.DataFrame(heads), pd.DataFrame(layers)
-    assert scalars(Geometry(0, heads, layers, 0.1), per_head=True) == {
+    assert scalars(Geometry(0, heads, layers, 0.1)) == {
         "entropy_mean": 2.5,
         "entropy_min": 1.0,
         "entropy_share_min": 0.1,
@@ -236,8 +236,6 @@ def test_scalars_by_hand():
         **{f"entropy/layer_{n}": 1.5 + 2 * n for n in range(2)},
         **{f"propagation/layer_{n}": 0.5 + 0.5 * n for n in range(2)},
         **{f"rank_collapse/layer_{n}": value for n, value in enumerate((0.9, 0.3, 0.4))},
-        **{f"entropy/layer_{n // 2}_head_{n % 2}": n + 1.0 for n in range(4)},
-        **{f"propagation/layer_{n // 2}_head_{n % 2}": float(0.5 + n // 2 * 0.5) for n in range(4)},
     }
 
 
@@ -275,7 +273,6 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
         ({"ids": "text"}, "token ids are str: give whole numbers"),
         ({"ids": IDS[:, :7]}, "contexts of 7 tokens: give 8 or more"),
         ({"ids": IDS.bool()}, r"token ids of shape \(2, 24\): give whole numbers"),
-        ({"ids": IDS, "inline": True}, "and not both"),
     ],
 )
 def test_a_monitor_and_callbacks_refuse_at_once(options, words):

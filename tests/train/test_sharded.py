@@ -21,7 +21,7 @@ from tests.models.modules import GPT, LONGEST, VOCABULARY
 from tests.processes import ranks
 from tests.train.test_locater import MEAN, SCALE, adapted, dense_penalty, gradients
 from theodolite import OpenModel, open_module
-from theodolite.errors import UsageError
+from theodolite.errors import UsageError, WorkError
 from theodolite.train import Locater, QKClip
 from theodolite.train.geometry import Geometry, GeometryReader
 
@@ -180,6 +180,10 @@ def by_plan(rank: int, folder: Path, world: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder / family, tp_plan="auto", device_mesh=mesh)
         assert any(hasattr(p, "full_tensor") for p in model.parameters())
         results[family] = looked_at(model)
+    reader = GeometryReader(model, IDS)
+    model.base_model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(WorkError, match=r"layer 1 .*: to 24 tokens it attends otherwise than to a few"):
+        reader.look()
     return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.errors import WorkError
 from theodolite.models.calls import capture_current_calls
-from theodolite.models.doors.answers import is_innermost
-from theodolite.models.doors.taps import observed, tapped
+from theodolite.models.doors.answers import innermost
+from theodolite.models.doors.taps import tapped
 from theodolite.models.guard import guarded, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
@@ -42,10 +42,6 @@ class Hooks(Protocol):
         """Receive a block's attention inputs; return the output, (batch, queries, heads, value_width)."""
         return attend(inputs)
 
-    def fail(self, error: WorkError) -> None:
-        """Raise that a layer attended otherwise than it does to a few tokens, or go on without that layer."""
-        raise error
-
 
 def positions_read(model: OpenModel, inputs: Inputs) -> int:
     """Count the positions that the residual stream has for a batch."""
@@ -57,21 +53,13 @@ def positions_read(model: OpenModel, inputs: Inputs) -> int:
 @contextmanager
 def hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
     """Call `hooks` in every forward pass of `model` while open, and guard it (`guarded`); it is restored on leaving."""
-    with guarded(model.root), _hooked(model, hooks, tapped, model.source.trunk):
+    with guarded(model.root), _hooked(model, hooks):
         yield
 
 
 @contextmanager
-def observing(model: OpenModel, hooks: Hooks, entry: nn.Module) -> Iterator[None]:
-    """Call `hooks` in forward passes that others make through `entry`, without changing what these compute."""
-    with _hooked(model, hooks, observed, entry):
-        yield
-
-
-@contextmanager
-def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: nn.Module) -> Iterator[None]:
-    structure = model.structure
-
+def _hooked(model: OpenModel, hooks: Hooks) -> Iterator[None]:
+    structure, trunk = model.structure, model.source.trunk
     entered, left, read = Turns(structure.blocks), Turns(structure.blocks), Turns(structure.attention)
     attending: dict[nn.Module, tuple[int, tuple[int, int]]] = {}
 
@@ -95,8 +83,8 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         # Another tap that is open inside has answered in its place: weights are read in a pass of their own, say.
-        for layer, read_of in attending.values() if is_innermost(tap) else ():
-            hooks.fail(_other_attention(structure, layer, read_of[1]))
+        for layer, read_of in attending.values() if innermost() is opened else ():
+            raise _other_attention(structure, layer, read_of[1])
 
     @without_autocast()
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -105,7 +93,7 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
             attending[module] = layer, (hidden.shape[0], hidden.shape[1])
             hooks.attention_input(layer, hidden)
 
-    handles = [entry.register_forward_pre_hook(begin), entry.register_forward_hook(end)]
+    handles = [trunk.register_forward_pre_hook(begin), trunk.register_forward_hook(end)]
     entering = {structure.blocks[0]} if model.streamed is None else set(structure.blocks)
     handles += [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in entering]
     handles += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in read]
@@ -118,11 +106,10 @@ def _hooked(model: OpenModel, hooks: Hooks, tapping: Callable[..., Any], entry: 
         layer, read_of = attending.pop(module)
         own_keys = structure.cross or inputs.key.shape[2] == inputs.query.shape[2]
         if (inputs.query.shape[0], inputs.query.shape[2]) != read_of or not own_keys:
-            hooks.fail(_other_attention(structure, layer, read_of[1]))
-            return attend(inputs)
+            raise _other_attention(structure, layer, read_of[1])
         return hooks.attention(layer, inputs)
 
-    with removed_on_leaving(handles), tapping(model.root, tap):
+    with removed_on_leaving(handles), tapped(model.root, tap) as opened:
         yield
 
 

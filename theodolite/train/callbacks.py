@@ -22,8 +22,9 @@ from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.geometry import monitor_ids
 from theodolite.train.locater import Locater, Strength, checked_options
-from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch, scalars
+from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
 from theodolite.train.penalty import Gradient
 from theodolite.train.ranks import Ranks
 from theodolite.train.record import FOLDER
@@ -118,16 +119,14 @@ class GeometryCallback(TrackedCallback):
             8 × 128 tokens.
         attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
         every: optimizer steps between looks.
-        inline: in place of `ids`: looks are passes of training, as `GeometryMonitor` has them.
         spectra_every: looks between those that also read every head's weights.
-        per_head: log every head's entropy and ρ, too.
         limits: the levels of alarm.
 
     Attributes:
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
     Raises:
-        UsageError: at once, as `check_looks`; when the training begins, for the other reasons that `GeometryMonitor`
+        UsageError: at once, of the options; when the training begins, for the other reasons that `GeometryMonitor`
             and `monitor_batch` have.
     """
 
@@ -136,20 +135,18 @@ class GeometryCallback(TrackedCallback):
         ids: Int[Tensor, "contexts positions"] | None = None,
         every: int = 100,
         *,
-        inline: bool = False,
         spectra_every: int = 5,
-        per_head: bool = False,
         limits: Limits | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(ids, inline, every, spectra_every, limits)
+        check_looks(every, spectra_every, limits)
+        if ids is not None:
+            monitor_ids(ids)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
-        self._inline = inline
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
         self._options |= {"attention_mask": attention_mask, "position_ids": position_ids}
-        self._per_head = per_head
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find model and monitor batch. Every process checks that the model can be monitored."""
@@ -160,12 +157,11 @@ class GeometryCallback(TrackedCallback):
             return  # the processes know nothing of each other: the first one looks for itself
         self._warn_if_unattached(args, state)
         ids, data = self._ids, getattr(kwargs.get("train_dataloader"), "dataset", None)
-        if ids is None and not self._inline:
+        if ids is None:
             ids = ranks.from_first(lambda: monitor_batch(data))
         self.monitor = GeometryMonitor(
             model,
             ids,
-            inline=self._inline,
             folder=Path(args.output_dir or ".") / FOLDER,
             over_ranks=ranks.world > 1,
             **self._options,
@@ -197,8 +193,6 @@ class GeometryCallback(TrackedCallback):
         numbers = self.monitor(state.global_step)  # every process, for they look together
         if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
-        if self._per_head:
-            numbers |= scalars(self.monitor.last, per_head=True)
         logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
         alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:

@@ -1,15 +1,13 @@
 """One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
 
 `GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
-weights, gradients, hooks, random numbers. `InlineReader` measures the passes of a training step as they run, which
-compute the very numbers that they compute without. What is due or alarming is not decided here.
+weights, gradients, hooks, random numbers. What is due or alarming is not decided here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,15 +23,13 @@ from theodolite.accumulate.sums import LayerSums, State, include, joined, part_o
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows, whole_ids
-from theodolite.errors import TheodoliteError, UsageError, WorkError, first_line
+from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
 from theodolite.models import OpenModel
-from theodolite.models.guard import known_state
-from theodolite.models.hooks import Hooks, hooked, observing
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.open import verified_parts
-from theodolite.models.source import Source
 from theodolite.models.training.shards import is_spread, parallel_group
 from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.theory.regimes import UNDEFINED, regime
@@ -56,11 +52,6 @@ RESIDUAL = (
     *("outlier", "massive", "massive_first"),
 )
 """Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
-
-INSTEAD = "give the monitor token ids in place of inline=True"
-
-TOLERANCE = 1e-2
-"""How far entropies (nats) and logits of an inline look may be from those of one of its own, in bfloat16 too."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +91,9 @@ class GeometryReader:
             itself, those of fewer than `LEAST_LENGTH` tokens are left out.
         over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
             model whose weights are spread over them cannot be looked at otherwise.
-        look_dtype: what autocast rounds products to in a look, so that it sees what training sees; None: as training
-            does (autocast where the look is called, or accelerate's mixed precision, the Trainer's too); torch.float32:
-            nothing is rounded beyond the weights' own dtype.
+
+    A look rounds products as training does: by autocast where it is called, or by accelerate's mixed precision (the
+    Trainer's, too).
 
     Raises:
         UsageError: the model is of no supported family, or the ids do not fit it.
@@ -115,15 +106,15 @@ class GeometryReader:
         model: nn.Module | OpenModel,
         ids: Int[Tensor, "contexts positions"],
         over_ranks: bool = False,
-        look_dtype: torch.dtype | None = None,
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        if look_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-            raise UsageError(f"look_dtype is {look_dtype}: give torch.bfloat16, float16 or float32")
-        self._look_dtype = look_dtype
-        source, self.ranks = _looked_at(model, over_ranks)
+        source = training_source(model)
+        if source.reads != "input_ids":
+            raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
+        together = over_ranks or is_spread(source.root)
+        self.ranks = Ranks.current(parallel_group(source.root)) if together else Ranks()
         batches = self.ranks.from_first(lambda: _by_length(ids, attention_mask, position_ids))
         smallest, largest = min(int(batch.min()) for batch in batches), max(int(b.max()) for b in batches)
         if smallest < 0 or largest >= (source.vocabulary or 0):
@@ -133,7 +124,9 @@ class GeometryReader:
             )
         self._longest = batches[0].shape[1]
         with evaluation_mode(source.root):
-            self.model = _opened(source)
+            parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
+            self.model = OpenModel.of(source, *parts, id=source.name)
+            self.model.check_weights()
             if not self.model.has_positions(self._longest):
                 raise UsageError(
                     f"the monitor batch's contexts have {self._longest} tokens, the model has positions for "
@@ -150,15 +143,14 @@ class GeometryReader:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         sums: State = {}
-        dtype = self._look_dtype or autocast_dtype(self.model.root)  # outside of what switches autocast off
-        rounded = dtype in (torch.bfloat16, torch.float16)
+        dtype = autocast_dtype(self.model.root)  # outside of what switches autocast off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
                 own, error = LookSums(self.model, tokens, spectra, self._longest), None
                 try:
                     # Without a cache, which would hold all weights rounded at once.
                     device = self.model.device.type
-                    cast = torch.autocast(device, dtype, cache_enabled=False) if rounded else nullcontext()
+                    cast = torch.autocast(device, dtype, cache_enabled=False) if dtype else nullcontext()
                     with hooked(self.model, own), cast:
                         self.model.source.run(tokens.ids)
                 except WorkError as failure:
@@ -172,243 +164,6 @@ class GeometryReader:
             totals = self.ranks.totals(sums, own.maxima)
             of_weights = _spectra(self.model, self.ranks) if spectra else None
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
-
-
-class InlineReader:
-    """Measures the forward passes of a training step, without running the model itself.
-
-    Args:
-        model: as `GeometryReader` takes it; not compiled.
-        over_ranks: the micro-batches of all processes of `torch.distributed` are one look.
-
-    Attributes:
-        given_up: steps that were to be a look, and of which some process saw only padded contexts.
-
-    Raises:
-        UsageError: the model is of no supported family, an encoder-decoder, compiled, attends in a way that cannot be
-            observed, or has no backward pass where it is.
-        WorkError: as `GeometryReader`.
-    """
-
-    def __init__(self, model: nn.Module | OpenModel, over_ranks: bool = False) -> None:
-        source, self.ranks = _looked_at(model, over_ranks)
-        if getattr(getattr(source.root, "config", None), "is_encoder_decoder", False):
-            raise UsageError(
-                f"{source.name} is an encoder-decoder, which reads two texts, and the monitor reads one: {INSTEAD}"
-            )
-        outermost = model if isinstance(model, nn.Module) else source.root
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in outermost.modules()):
-            raise UsageError(f"{source.name} is compiled, and its attention cannot be observed: {INSTEAD}")
-        with evaluation_mode(source.root):
-            self.model = _opened(source)
-            if self.model.structure.layout.is_row:
-                raise UsageError(
-                    f"{source.name} reads its contexts in one row, which cannot be split in training: {INSTEAD}"
-                )
-            if self.model.device.type == "cpu" and not is_spread(source.root):
-                try:
-                    with torch.enable_grad():
-                        source.run(source.sample(LEAST_LENGTH))
-                except (NotImplementedError, UsageError) as error:  # flex_attention, before the first step
-                    why = first_line(error.__cause__ or error)
-                    raise UsageError(f"{source.name} cannot be trained on a CPU: {why}") from error
-            if reason := self._unlike_a_look():
-                raise UsageError(f"the attention of {source.name} cannot be observed: {reason}; {INSTEAD}")
-        self.given_up = 0
-        self._armed: tuple[int, _Passes, dict[str, list[Any]] | None] | None = None
-
-    def _unlike_a_look(self) -> object:
-        """Compare an inline look at a few tokens with a look of its own; why they differ, or None."""
-        source = self.model.source
-        ids = source.sample(LEAST_LENGTH)
-        expected = LookSums(self.model, Tokens.of(ids, self.model.device), spectra=False)
-        with hooked(self.model, expected):
-            source.run(ids)
-        passes = _Passes(self.model, False, source.first_own, of_training=False)
-        try:
-            source.run(ids)
-        finally:
-            passes.close()
-        if passes.sums is None:
-            return passes.error or "its forward is not what is called"
-        ours, theirs = (sums.attention_statistics.state() for sums in (passes.sums, expected))
-        for name in ("entropy", "largest_logit"):
-            if not torch.allclose(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
-                return "what it hands to PyTorch's functions is not what it attends by"
-        return None
-
-    @property
-    def armed(self) -> bool:
-        """True from `arm` until the look is taken."""
-        return self._armed is not None
-
-    def arm(self, step: int, spectra: bool) -> None:
-        """Measure the passes of `step` from now on; with spectra, read the weights."""
-        started = time.perf_counter()
-        of_weights = None
-        if spectra:
-            with evaluation_mode(self.model.root):
-                of_weights = _spectra(self.model, self.ranks)
-        passes = _Passes(self.model, spectra, self.model.root, of_training=True)
-        passes.seconds = time.perf_counter() - started
-        self._armed = step, passes, of_weights
-
-    def take(self, step: int) -> Geometry | None:
-        """Return the look at the armed step once it is done, after `step` optimizer steps; else None.
-
-        Its contexts are those of all its micro-batches that are as long as the first; largest logits, of those of
-        other lengths too. Where all contexts were padded it is given up.
-
-        Raises:
-            UsageError: training passes cannot be looked at, or those of two processes not together, or there were none.
-            WorkError: hidden states are NaN or infinite; the layer is named.
-        """
-        if self._armed is None or step <= self._armed[0]:
-            return None
-        since, passes, spectra = self._armed
-        self.close()
-        sums = passes.sums
-        own = {"waiting": sums is None and passes.error is None, "passes": passes.passes}
-        own["length"] = sums.length if sums else 0
-        totals = self.ranks.totals({name: torch.tensor(value) for name, value in own.items()})
-        self.ranks.raise_any(passes.error)
-        if totals["waiting"]:
-            if not totals["passes"]:
-                raise UsageError(
-                    f"no forward pass of {self.model.source.name} in training was heard since step {since}: call the "
-                    f"monitor before the pass, and train without torch.compile; or {INSTEAD}"
-                )
-            self.given_up += 1
-            return None
-        assert sums is not None
-        if totals["length"] != self.ranks.world * sums.length:
-            raise UsageError(
-                f"the micro-batches of {self.ranks.world} processes have contexts of different lengths: pad "
-                f"them to one length, or {INSTEAD}"
-            )
-        started = time.perf_counter() - passes.seconds
-        with known_state():
-            state = self.ranks.totals(sums.state(counts=self.ranks.leads), sums.maxima)
-        return self.ranks.from_first(lambda: _geometry(self.model, since, state, spectra, started))
-
-    def close(self) -> None:
-        """Give up the armed look, if there is one, and remove its hooks."""
-        if self._armed is not None:
-            self._armed[1].close()
-            self._armed = None
-
-
-class _Passes(Hooks):
-    """Measures the forward passes of a training step, from the call of `entry` to its end; contexts without padding."""
-
-    def __init__(self, model: OpenModel, spectra: bool, entry: nn.Module, *, of_training: bool) -> None:
-        self.sums: LookSums | None = None  # of the passes that have ended
-        self.error: TheodoliteError | None = None  # why no further pass is measured
-        self.passes = 0  # that have begun
-        self.seconds = 0.0  # that measuring took
-        self._model, self._spectra, self._of_training = model, spectra, of_training
-        self._pass = ExitStack()
-        self._handle = entry.register_forward_pre_hook(self._begin, with_kwargs=True)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._handle.remove()
-        self._pass.close()
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._of_training and not (module.training and torch.is_grad_enabled()):
-            return  # an evaluation between two steps
-        self._pass.close()  # one before it was broken off
-        self.passes += 1
-        try:
-            ids, whole = _micro_batch(args, kwargs)
-        except UsageError as error:
-            self.error = error
-            self.close()
-            return
-        if not whole.any():
-            return
-        # All of them as a view: nothing is copied.
-        self._rows: Any = slice(None) if bool(whole.all()) else whole
-        self._own = LookSums(self._model, Tokens.of(ids[self._rows], self._model.device), self._spectra)
-        self._failure: TheodoliteError | None = None
-        # The last of the hooks, for those of the pass to have been called.
-        self._pass.enter_context(observing(self._model, self, module))
-        self._pass.callback(module.register_forward_hook(self._end).remove)
-
-    def _end(self, *_: Any) -> None:
-        self._pass.close()
-        if self.sums is None:
-            self.sums = self._own
-        else:
-            self._measure(self.sums.merge, self._own)
-        if self._failure is not None:
-            self.sums, self.error = None, self._failure
-            self.close()
-
-    def _measure(self, measure: Callable[..., object], *args: Any) -> None:
-        """Measure up to the first error of the pass, which is kept."""
-        if self._failure is None:
-            started = time.perf_counter()
-            try:
-                with known_state():
-                    measure(*args)
-            except TheodoliteError as error:
-                self._failure = error
-            self.seconds += time.perf_counter() - started
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        self._measure(self._own.stream, layer, hidden[self._rows])
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        self._measure(self._own.attention_input, layer, hidden[self._rows])
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        self._measure(self._own.attention, layer, inputs.of_contexts(self._rows))
-        # Of the right shape: nobody uses it.
-        batch, heads, length, _ = inputs.query.shape
-        return inputs.value.new_zeros(()).expand(batch, length, heads, inputs.value.shape[-1])
-
-    def fail(self, error: TheodoliteError) -> None:
-        self._failure = self._failure or UsageError("not every layer calls PyTorch's functions for it")
-
-
-def _micro_batch(args: Any, kwargs: Any) -> tuple[Int[Tensor, "contexts positions"], Tensor]:
-    """Return the token ids that a model is called with, and which contexts are without padding; or `UsageError`."""
-    ids = kwargs.get("input_ids", args[0] if args else next(iter(kwargs.values()), None))
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype.is_floating_point:
-        raise UsageError(f"training calls the model without token ids (contexts, positions): {INSTEAD}")
-    if ids.shape[1] < LEAST_LENGTH:
-        raise UsageError(
-            f"training reads contexts of {ids.shape[1]} tokens, and the monitor needs {LEAST_LENGTH}: {INSTEAD}"
-        )
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    packed = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
-    if packed or (mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)):
-        raise UsageError(f"training packs several texts into a context, and the monitor reads one: {INSTEAD}")
-    whole = ids.new_ones(len(ids), dtype=torch.bool) if mask is None else mask.bool().all(dim=1)
-    return ids.detach(), whole
-
-
-def _looked_at(model: nn.Module | OpenModel, over_ranks: bool) -> tuple[Source, Ranks]:
-    """Return the `Source` of a model in training, and the processes that look together.
-
-    These are all, where weights are spread over them or it is asked for. `UsageError` where it reads no tokens.
-    """
-    source = training_source(model)
-    if source.reads != "input_ids":
-        raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
-    together = over_ranks or is_spread(source.root)
-    return source, Ranks.current(parallel_group(source.root)) if together else Ranks()
-
-
-def _opened(source: Source) -> OpenModel:
-    """Open and verify a model in training, as for a survey."""
-    opened = OpenModel.of(source, *verified_parts(source, LEAST_LENGTH, skip_overflow=True), id=source.name)
-    opened.check_weights()
-    return opened
 
 
 def _by_length(
@@ -493,10 +248,9 @@ def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
 class LookSums(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
-    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int | None = None) -> None:
-        contexts, length = tokens.ids.shape
-        self.length = longest or length
-        heads, distances = model.heads, 2 * self.length - 1
+    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int) -> None:
+        heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
+        self.length = longest
         self.attention_statistics = AttentionStatistics(
             model.layers, heads, self.length, contexts, examples=0
         )
@@ -540,15 +294,6 @@ class LookSums(Hooks):
             # Another layer may have more heads.
             self._parts["queries"].at(name, layer, sums.device)[: len(sums)] += sums
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
-
-    def merge(self, other: LookSums) -> None:
-        """Add the sums of another pass; of contexts of another length, only the largest logits."""
-        if other.length != self.length:
-            for layer, largest in enumerate(other.attention_statistics.state()["largest_logit"]):
-                self.attention_statistics.add("largest_logit", layer, largest)
-            return
-        for name, part in self._parts.items():
-            part.merge(other._parts[name].state())
 
     @property
     def maxima(self) -> frozenset[str]:

@@ -295,8 +295,6 @@ def checked_options(
             check_strength(name, strength)
     try:
         listed = None if layers is None else list(layers)
-        if any(isinstance(layer, bool) for layer in listed or ()):
-            raise TypeError("a mask's 0 and 1 would pass for layers")
         listed = listed and [operator.index(layer) for layer in listed]
     except TypeError as error:
         raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error

@@ -22,12 +22,9 @@ from torch import Tensor, nn
 from theodolite.errors import UsageError, WorkError
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import (
-    INSTEAD,
     LEAST_LENGTH,
     Geometry,
     GeometryReader,
-    InlineReader,
-    monitor_ids,
 )
 from theodolite.train.penalty import whole_step
 from theodolite.train.record import Record
@@ -62,10 +59,6 @@ class GeometryMonitor:
         model: as `GeometryReader` takes it; it stays the object that is trained.
         ids: the monitor batch, token ids (contexts, positions); 8 × 128 do (see `monitor_batch`).
         attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
-        inline: in place of `ids`: a look is what training computes after the call at which it is due, up to the next
-            optimizer step, measured as it runs: the first call with a later step returns it. The model is as it is in
-            training (dropout), the contexts are others every time, those of all micro-batches; contexts with padding
-            are left out.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, and the
@@ -74,7 +67,6 @@ class GeometryMonitor:
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
             and warns. Looks and alarms are the same on all of them.
-        look_dtype: as `GeometryReader` takes it; None: products are rounded as training rounds them.
 
     Attributes:
         last: the last look, or None.
@@ -89,19 +81,17 @@ class GeometryMonitor:
     def __init__(
         self,
         model: nn.Module,
-        ids: Int[Tensor, "contexts positions"] | None = None,
+        ids: Int[Tensor, "contexts positions"],
         *,
-        inline: bool = False,
         every: int = 100,
         spectra_every: int = 5,
         folder: str | Path | None = None,
         limits: Limits | None = None,
         over_ranks: bool = False,
-        look_dtype: torch.dtype | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(ids, inline, every, spectra_every, limits)
+        check_looks(every, spectra_every, limits)
         try:
             folder = None if folder is None else Path(folder)
         except TypeError:
@@ -111,18 +101,8 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        if ids is None and not inline:
-            raise UsageError("give the token ids of a monitor batch, or inline=True")
         rows = {"attention_mask": attention_mask, "position_ids": position_ids}
-        if ids is None and rows != dict.fromkeys(rows):
-            raise UsageError("attention_mask and position_ids are of token ids: give these, too")
-        if inline and look_dtype is not None:
-            raise UsageError("look_dtype is given with inline=True: a pass of training rounds as it does")
-        self._reader: GeometryReader | InlineReader
-        if ids is None:
-            self._reader = InlineReader(model, over_ranks)
-        else:
-            self._reader = GeometryReader(model, ids, over_ranks, look_dtype, **rows)
+        self._reader = GeometryReader(model, ids, over_ranks, **rows)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         opened = self._reader.model
@@ -165,16 +145,15 @@ class GeometryMonitor:
         self._step = step
         if value is not None:
             self._write(step, lambda: self._record.write_loss(step, value))
-        if self._broken:
+        if self._broken or step < self._next_look:
             return {}
         try:
-            geometry = self._look(step)
-        except (UsageError, WorkError) as error:
-            self._broken, geometry = True, None
-            lost = "the weights are lost: go back to a checkpoint, lower the learning rate"
-            what = lost if isinstance(error, WorkError) else "there are no more looks"
-            self._warn(f"step {step}: {error}; {what}")
-        if geometry is None:
+            geometry = self._reader.look(step, self._with_spectra(step))
+        except WorkError as error:
+            self._broken = True
+            self._warn(
+                f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
+            )
             return {}
         self.new_alarms = self._judge.update(geometry)
         self.last = geometry
@@ -188,28 +167,8 @@ class GeometryMonitor:
         return scalars(geometry) | {"alarms": float(self._judge.active), "time_share": share}
 
     def close(self) -> None:
-        """End monitoring: drop an incomplete inline look, write the page. `GeometryCallback` does this itself."""
-        if isinstance(self._reader, InlineReader):
-            self._reader.close()
+        """End monitoring: write the page. `GeometryCallback` does this itself."""
         _finish(self._record)
-
-    def _look(self, step: int) -> Geometry | None:
-        """Return the look that is due now; inline, the one that was due at the step before."""
-        if isinstance(self._reader, GeometryReader):
-            return self._reader.look(step, self._with_spectra(step)) if step >= self._next_look else None
-        given_up = self._reader.given_up
-        geometry = self._reader.take(step)
-        if self._reader.given_up > given_up == 0:
-            self._warn(
-                f"step {step}: every context of the step was padded, and padded contexts are left out; the look is of "
-                f"the first step that has others. If none has, {INSTEAD}",
-                stacklevel=4,
-            )
-        if self._reader.given_up > given_up:
-            self._next_look = step
-        if not self._reader.armed and step >= self._next_look:
-            self._reader.arm(step, self._with_spectra(step))
-        return geometry
 
     def _with_spectra(self, step: int) -> bool:
         """Count the look at this step; returns whether it reads the weights."""
@@ -273,23 +232,14 @@ def _finish(record: Record) -> None:
         record.finished = True
 
 
-def check_looks(ids: Any, inline: bool, every: int, spectra_every: int, limits: Limits | None) -> None:
-    """Check a monitor's options, whatever the model. `ids` may be None.
-
-    Raises:
-        UsageError: the ids are no batch of token ids, or are given with `inline`, a number is not whole or not
-            positive, or `limits` no `Limits`.
-    """
+def check_looks(every: int, spectra_every: int, limits: Limits | None) -> None:
+    """Raise `UsageError` where a number is not whole or not positive, or `limits` no `Limits`."""
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
         raise UsageError(
             f"every is {every!r} and spectra_every {spectra_every!r}: both must be 1 or more, and whole numbers"
         )
     if limits is not None and not isinstance(limits, Limits):
         raise UsageError(f"limits is a {type(limits).__name__}: give theodolite.train.alarms.Limits(...)")
-    if inline and ids is not None:
-        raise UsageError("give the token ids of a monitor batch, or inline=True, and not both")
-    if ids is not None:
-        monitor_ids(ids)
 
 
 PLOTTED = {
@@ -314,8 +264,8 @@ PLOTTED = {
 """Numbers of a look that are plotted: table, column (the last three of a look with spectra), statistic."""
 
 
-def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
-    """Return a look's numbers to plot: `PLOTTED`, the mean of each layer, and each head's if `per_head`.
+def scalars(geometry: Geometry) -> dict[str, float]:
+    """Return a look's numbers to plot: `PLOTTED`, and the mean of each layer.
 
     norm_growth is of a layer over the one before, massive_activations of all layers; entropy/layer_3 and so on; with
     spectra also vanishing_heads. A number that is NaN everywhere is left out.
@@ -331,9 +281,6 @@ def scalars(geometry: Geometry, per_head: bool = False) -> dict[str, float]:
     for table, name in ((heads, "entropy"), (heads, "propagation"), (layers, "rank_collapse")):
         by_layer = table.groupby("layer")[name].mean()
         numbers |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
-        if per_head and table is heads:
-            places = zip(heads["layer"], heads["head"], heads[name], strict=True)
-            numbers |= {f"{name}/layer_{layer}_head_{head}": value for layer, head, value in places}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory.checks import check_real, holds
+from theodolite.theory.checks import check_real
 
 Gradient = Literal["exact", "published"]
 
@@ -28,8 +28,8 @@ Gradient = Literal["exact", "published"]
 def locater_penalty(
     w_q: Float[Tensor, "*layers heads width head_width"],
     w_k: Float[Tensor, "*layers key_heads width head_width"],
-    scale: float | Tensor,
-    mean: float | Tensor,
+    scale: float,
+    mean: float,
     *,
     gradient: Gradient = "exact",
 ) -> Float[Tensor, ""]:
@@ -65,16 +65,10 @@ def check_gradient(gradient: str) -> None:
         raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
 
 
-def check_strength(name: str, strength: float | Tensor) -> None:
+def check_strength(name: str, strength: float) -> None:
     """Raise `UsageError` unless it is one finite number of 0 or more."""
-    if isinstance(strength, Tensor):
-        fits = strength.numel() == 1 and not strength.is_complex()
-        fits = fits and holds((strength.detach() >= 0) & strength.detach().isfinite())
-    else:
-        fits = isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0
-    if not fits:
-        shown = repr(strength) if isinstance(strength, str) else strength
-        raise UsageError(f"{name} is {shown}: give a number of 0 or more")
+    if not (isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0):
+        raise UsageError(f"{name} is {strength!r}: give a number of 0 or more")
 
 
 def whole_step(step: Any) -> int:
@@ -88,8 +82,8 @@ def whole_step(step: Any) -> int:
 def penalty_of_moments(
     traces: Float[Tensor, "*heads"],
     squares: Float[Tensor, "*heads"],
-    scale: float | Tensor,
-    mean: float | Tensor,
+    scale: float,
+    mean: float,
     gradient: Gradient,
 ) -> Float[Tensor, ""]:
     """Compute `locater_penalty` from `head_moments`."""
@@ -182,8 +176,6 @@ class _FrobeniusSquared(torch.autograd.Function):
     Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, where automatic differentiation of
     the Gram matrices takes two and adds: half of the penalty's whole cost.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

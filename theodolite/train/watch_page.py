@@ -21,7 +21,17 @@ from plotly.offline import get_plotlyjs
 
 from theodolite.estimates import Floats
 from theodolite.report import page, style
-from theodolite.report.drawing.grammar import Panel, band, dots, heat, line, panels, reference, saturation
+from theodolite.report.drawing.grammar import (
+    Panel,
+    band,
+    dots,
+    heat,
+    line,
+    map_height,
+    panels,
+    reference,
+    saturation,
+)
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, visible
@@ -37,22 +47,19 @@ RELOAD = 30
 """Seconds after which an open page reads itself again."""
 
 LISTED, MARKED = 200, 2000
-"""Alarms in the list, and in the figures, at most: the newest."""
+"""Alarms in the list, and in the map, at most: the newest."""
 
 POINTS, CELLS = 500, 50_000
 """Points of a line, and cells of a map, at most."""
 
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
-MAP_HEIGHT = (260, 760)  # pixels, least and most
-ROW = 14
-
 
 @dataclass(frozen=True)
 class Measure:
     """A column of the record: what it is called, and whether low or high values alarm.
 
-    `highest`: where colours end; None: it grows by factors, and its axis is logarithmic. `limit`: the alarm's default.
+    `highest`: where colours end; None: at the largest of the map. `limit`: the alarm's default.
     """
 
     column: str
@@ -92,9 +99,9 @@ def render(record: Record, *, finished: bool) -> str:
             "name": visible(run.name or str(run), 80),
             "folder": visible(folder),
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-            "tiles": _tiles(record),
+            "summary": _summary(record),
             "blocks": [page.block_of(exhibit) for exhibit in _exhibits(record)],
-            "alarms": [(alarm.step, alarm.kind, where(alarm), alarm.trend) for alarm in newest],
+            "alarms": [(alarm.step, alarm.kind, _where(alarm), alarm.trend) for alarm in newest],
             "listed": LISTED,
             "count": len(record.alarms),
             "cards": "{}",
@@ -103,27 +110,12 @@ def render(record: Record, *, finished: bool) -> str:
     )
 
 
-def _tiles(record: Record) -> list[tuple[str, str, str]]:
-    """Return the key numbers at the newest step: label, value and a line of context of each."""
-    tiles = []
-    if record.steps:
-        looks = counted(len(record.steps), "look")
-        tiles.append(("step of the last look", number(record.steps[-1], 6), looks))
-    if record.losses:
-        loss = record.losses[-1]
-        value = "no number" if math.isnan(loss) else number(loss, 4)
-        tiles.append(("loss", value, f"at step {record.loss_steps[-1]}"))
-    for measure in OF_LINES[:3]:
-        values = record.column(measure.column)
-        if values is not None and np.isfinite(values[-1]).any():
-            last = values[-1]
-            index = int(np.nanargmin(last) if measure.low_alarms else np.nanargmax(last))
-            label = f"lowest {measure.axis}" if measure.low_alarms else measure.axis
-            tiles.append((label, number(float(last[index])), _place(record.places["heads"][index])))
-    if record.steps:
-        note = f"the last at step {record.alarms[-1].step}" if record.alarms else "none so far"
-        tiles.append(("alarms so far", number(len(record.alarms)), note))
-    return tiles
+def _summary(record: Record) -> str:
+    """Say in a sentence where the run is: the looks, the loss and the alarms so far."""
+    parts = [f"{counted(len(record.steps), 'look')}, the last at step {number(record.steps[-1], 6)}"]
+    if record.losses and not math.isnan(record.losses[-1]):
+        parts.append(f"loss {number(record.losses[-1], 4)} at step {number(record.loss_steps[-1], 6)}")
+    return "; ".join([*parts, counted(len(record.alarms), "alarm") + " so far"]) + "."
 
 
 def _exhibits(record: Record) -> list[Exhibit]:
@@ -135,18 +127,17 @@ def _exhibits(record: Record) -> list[Exhibit]:
         for measure in OF_LINES
         if measure.column in values
     ]
-    alarms = record.alarms[-MARKED:]
     outcome = Outcome()
     if shown:
-        outcome.show("watch", "lines", lines(shown, alarms))
+        outcome.show("watch", "lines", lines(shown, record.alarms))
     maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
-    if not maps:
-        return outcome.exhibits
-    options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-    figures = {
-        column: head_map(measure, steps, values[column], heads, alarms) for column, measure in maps.items()
-    }
-    outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
+    if maps:
+        options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
+        figures = {
+            column: head_map(measure, steps, values[column], heads, record.alarms[-MARKED:])
+            for column, measure in maps.items()
+        }
+        outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
     return outcome.exhibits
 
 
@@ -185,14 +176,7 @@ def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places
     traces += line(x, means, "mean", style.REFERENCE, hover=hover, width=1.4)
     if measure.limit is not None:
         traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
-    # A logarithm shows no logit of 0 or less, as those of a head may all be.
-    drawn = np.concatenate([extremes, means])
-    drawn = drawn[np.isfinite(drawn)]
-    axis: dict[str, Any] = {"rangemode": "tozero"}
-    if measure.highest is None and (drawn > 0).all():
-        decades = float(np.log10(drawn.max() / drawn.min())) if len(drawn) else 0.0
-        axis = {"type": "log", "dtick": "D2" if decades < 2 else 1, "tickformat": "~g"}
-    return Panel(measure.title, traces, "step", measure.axis, yaxis=axis)
+    return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
 
 
 def loss_panel(steps: Steps, losses: Floats) -> Panel:
@@ -238,29 +222,26 @@ def head_map(
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
     cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    at, names_at = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(where, of_heads))
+    at, names_at = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(_where, of_heads))
     hover = "%{y} at step %{x}<br>%{text}<extra></extra>"
     look = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
     kinds = [alarm.kind for alarm in of_heads]
     crosses = dots(at, names_at, kinds, None, style.INK, hover, marker=look, showlegend=False)
     starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
     every = -(-len(starts) // 24)
-    border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"width": 1, "color": style.GREY}}
     rows = {"type": "category", "ticks": "", "range": [len(places) - 0.5, -0.5], "tickmode": "array"}
     rows |= {"tickvals": starts[::every], "ticktext": [f"block {places[n][0]}" for n in starts[::every]]}
-    lines_between = [border | {"y0": n - 0.5, "y1": n - 0.5} for n in starts[1:]]
-    layout = {"yaxis": rows, "shapes": lines_between, "margin": {"t": 12}}
-    height = min(MAP_HEIGHT[1], max(MAP_HEIGHT[0], 90 + ROW * len(places)))
-    return style.figure([cells_of_heads, crosses], "step", "", height=height, layout=layout)
-
-
-def where(alarm: Alarm) -> str:
-    """Name a place: `L2H5`, or `after block 1` of the residual stream."""
-    return residual_place(alarm.layer) if alarm.head is None else head_name(alarm.layer, alarm.head)
+    height = map_height(len(places))
+    return style.figure([cells_of_heads, crosses], "step", "", height=height, layout={"yaxis": rows})
 
 
 def _place(place: tuple[int, ...]) -> str:
+    """Name a head `L2H5`, or a layer of the residual stream `after block 1`."""
     return head_name(*place) if len(place) == 2 else residual_place(place[0])
+
+
+def _where(alarm: Alarm) -> str:
+    return _place((alarm.layer,) if alarm.head is None else (alarm.layer, alarm.head))
 
 
 def _dots(points: Steps) -> float:

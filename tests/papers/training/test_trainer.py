@@ -16,7 +16,7 @@ import torch
 from tests.papers.shared import hashes, quiet
 from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
-from theodolite.system.files import locked, read_checked
+from theodolite.system.files import read_checked
 from theodolite_papers.training.models import LearningRate
 from theodolite_papers.training.tasks import Additions, train_task_model
 
@@ -105,18 +105,6 @@ def test_ctrl_c_saves_the_last_whole_step(tmp_path, uninterrupted, monkeypatch):
     assert hashes(tmp_path / "m") == uninterrupted
 
 
-def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(tmp_path, uninterrupted, monkeypatch):
-    """Oracle: the checkpoint of step 4, and the uninterrupted run."""
-    at_step(monkeypatch, 5, lambda: (press(), press()))
-    with pytest.raises(KeyboardInterrupt):
-        adder(tmp_path / "m")
-    monkeypatch.undo()
-    assert saved_step(tmp_path / "m.partial") == "4"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    adder(tmp_path / "m")
-    assert hashes(tmp_path / "m") == uninterrupted
-
-
 def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
     """Oracle: its own files, after a kill behind the rename (which leaves more), and the words."""
     adder(tmp_path / "m")
@@ -129,13 +117,6 @@ def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
         with pytest.raises(UsageError, match=f"another training run .{differs}.; give another folder"):
             adder(tmp_path / "m", **change)
     assert hashes(tmp_path / "m") == uninterrupted
-
-
-def test_two_at_once_are_one(tmp_path: Path) -> None:
-    """Oracle: the words, while the lock is held."""
-    with locked(tmp_path / "m"), pytest.raises(UsageError, match="another process is writing to"):
-        adder(tmp_path / "m")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

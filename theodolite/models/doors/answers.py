@@ -28,11 +28,10 @@ Intervention = Callable[[AttentionInputs, Answer], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class OpenTap:
-    """A tap, the modules of the model that it was opened for, and whether these compute their output themselves."""
+    """A tap, and the modules of the model that it was opened for."""
 
     modules: frozenset[nn.Module]
     tap: Tap
-    observes: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +53,12 @@ _interventions: list[OpenIntervention] = []
 
 
 @contextmanager
-def with_tap(modules: frozenset[nn.Module], tap: Tap, *, observes: bool = False) -> Iterator[None]:
-    """Let `tap` compute, or observe, the attention of these modules and their copies in this context, while open."""
-    opened = OpenTap(modules, tap, observes)
+def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[OpenTap]:
+    """Let `tap` compute the attention of these modules and their copies in this context, while open."""
+    opened = OpenTap(modules, tap)
     _taps.set((*_taps.get(), opened))
     try:
-        yield
+        yield opened
     finally:
         # By identity, and not by what was there before: they may be left in any order.
         _taps.set(tuple(other for other in _taps.get() if other is not opened))
@@ -137,12 +136,6 @@ def innermost() -> OpenTap | None:
     """Return the tap that was opened last in this context, or None: it is the one that answers."""
     taps = _taps.get()
     return taps[-1] if taps else None
-
-
-def is_innermost(tap: Tap) -> bool:
-    """Tell whether a tap is the one that answers."""
-    opened = innermost()
-    return opened is not None and opened.tap is tap
 
 
 def _answer(module: nn.Module) -> Answer:

@@ -13,7 +13,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,10 +44,10 @@ _here = _ThisThread()
 
 
 @contextmanager
-def functions_door(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
-    """Open the door: intercept a model's attention functions, in compiled parts only if these run `eager`."""
+def functions_door(model: nn.Module) -> Iterator[None]:
+    """Open the door: intercept a model's attention functions, in compiled parts too, which run eagerly."""
     key = object()
-    with eagerly() if eager else nullcontext(), _HOOKS.entered():
+    with eagerly(), _HOOKS.entered():
         _open_models[key] = frozenset(model.modules())
         try:
             yield
@@ -167,12 +167,7 @@ class _Interception(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._by_hand.follow(name, args, kwargs, result)
             return result
-        if (tap := innermost()) is None or not tap.observes:
-            return answer()
-        own = func(*args, **kwargs)
-        with torch.no_grad():
-            answer()
-        return own
+        return answer()
 
     def _answer_by_hand(self, inputs: AttentionInputs, as_product: Callable[[Tensor], Tensor]) -> Tensor:
         return as_product(answered(self.owner, inputs))

@@ -12,7 +12,14 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from theodolite.models.doors.answers import Intervention, OpenIntervention, Tap, intervening, with_tap
+from theodolite.models.doors.answers import (
+    Intervention,
+    OpenIntervention,
+    OpenTap,
+    Tap,
+    intervening,
+    with_tap,
+)
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
@@ -57,20 +64,13 @@ def tap_by_door(model: nn.Module) -> None:
 
 
 @contextmanager
-def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[None]:
+def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[OpenTap]:
     """Call `tap` from every attention layer of `model` while open; with `own_heads` from those of this rank alone."""
-    with _opened(model) as modules, with_tap(modules, tap if own_heads else of_all_heads(model, tap)):
-        yield
-
-
-@contextmanager
-def observed(model: nn.Module, tap: Tap) -> Iterator[None]:
-    """Let `tap` observe the attention that `model` computes by PyTorch's functions, which stays as it is."""
     with (
-        functions_door(model, eager=False),
-        with_tap(frozenset(model.modules()), of_all_heads(model, tap), observes=True),
+        _opened(model) as modules,
+        with_tap(modules, tap if own_heads else of_all_heads(model, tap)) as opened,
     ):
-        yield
+        yield opened
 
 
 @contextmanager
