@@ -414,6 +414,15 @@ def test_a_long_text_is_read_until_there_is_enough(plain, monkeypatch):
         assert len(read) == 100
 
 
+def test_a_normaliser_that_multiplies_a_text_is_refused_before_it_does(plain):
+    plain.backend_tokenizer.normalizer = normalizers.Replace(Regex("[a-z]"), "x" * 3000)
+    with pytest.raises(UsageError, match="normaliser makes more than 32 characters of one"):
+        Corpus.from_texts(["some text " * 10_000], plain, 8)
+    # Oracle: Unicode; this ligature has the longest of its compatibility forms.
+    plain.backend_tokenizer.normalizer = normalizers.NFKC()
+    assert len(Corpus.from_texts(["\ufdfa" * 100], plain, 8).contexts)
+
+
 def test_random_tokens_where_every_token_is_marked_special(plain):
     plain.add_special_tokens({"additional_special_tokens": list(plain.get_vocab())})
     drawn = Corpus.random_tokens(plain, 16, 8).contexts

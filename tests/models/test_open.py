@@ -20,6 +20,7 @@ from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import OpenModel, open_model, open_streamed, verification
 from theodolite.models.hooks import hooked
+from theodolite.models.stored.loading import Checkpoint
 from theodolite.models.structure import NoAttention
 from theodolite.system.choices import check_attention
 from tools import measured_families
@@ -42,6 +43,21 @@ def test_a_pipeline_s_model_is_opened_with_its_tokenizer(checkpoint) -> None:
     model = open_model(pipe)
     assert model.root is pipe.model
     assert model.tokenizer is pipe.tokenizer
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "/", "/tree/v2", "/blob/v2/config.json", "?library=transformers", "#usage"]
+)
+def test_the_address_of_a_page_on_the_hub_names_its_model(rest: str) -> None:
+    found = Checkpoint.at(f"https://huggingface.co/someone/their-model.v1{rest}", None)
+    assert (found.place, found.id) == ("someone/their-model.v1",) * 2
+    assert found.revision == ("v2" if "v2" in rest else None)
+    assert Checkpoint.at("https://huggingface.co/gpt2/tree/refs%2Fpr%2F1", None).revision == "refs/pr/1"
+
+
+@pytest.mark.parametrize("path", ["datasets/o/n", "o/n/blob/main/model-Q4.gguf", "spaces/o/n"])
+def test_an_address_of_something_else_is_refused(path: str) -> None:
+    _refused(f"https://huggingface.co/{path}", UsageError, "no checkpoint at")
 
 
 def _refused(source, error: type[TheodoliteError], words: str, opening=open_model, **options) -> None:

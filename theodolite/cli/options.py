@@ -18,7 +18,7 @@ from theodolite.corpus.documents import IMAGE_COLUMN, READERS, TABLES, Columns
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import local_checkpoint
+from theodolite.system.checkpoint_folders import local_checkpoint, of_page
 from theodolite.system.choices import check_attention, check_dtype, check_one_place, refuse_unread
 from theodolite.system.wording import counted, gguf_described, listed, model_name, visible
 
@@ -205,11 +205,11 @@ class Opening:
         return _said_how_stored(opened)
 
     def _options(self, model: str | None) -> tuple[str | None, dict[str, Any]]:
-        """Return the model's name without @REVISION, and the options for opening it."""
+        """Return the model's name without @REVISION or the address around it, and the options for opening it."""
         options = {"dtype": self.dtype, "revision": None, "attention": self.attention}
         if model is None or Path(model).exists():
             return model, options
-        name, _, revision = model.partition("@")
+        name, revision = of_page(model) or model.partition("@")[::2]
         return None if model == embedded.NAME else name, options | {"revision": revision or None}
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from theodolite.corpus.documents import Document, printable
 from theodolite.corpus.groups import Groups
 from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
-from theodolite.corpus.special_tokens import Tokenizer, frame_of
+from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError, first_line
 from theodolite.system.progress import ShowTokens
 
@@ -132,6 +132,7 @@ def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
     tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
     """
     text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
+    refuse_growth(tokenizer, text)
     offsets = bool(getattr(tokenizer, "is_fast", False))
     asked: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
     # verbose=False: a text is longer than the model, which is why it is cut.

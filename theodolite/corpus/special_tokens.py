@@ -105,6 +105,23 @@ def frame_of(tokenizer: Tokenizer, length: int | None = None) -> SpecialTokens:
     return SpecialTokens(before, after, [token for token in ends if token is not None][:1])
 
 
+PIECE, MOST_GROWTH = 64, 32
+"""Characters normalised at a time to see how many become of them; Unicode's own forms make 18 of one at most."""
+
+
+def refuse_growth(tokenizer: Any, text: str) -> None:
+    """Raise `UsageError` where a tokenizer's normaliser would grow a text until it fills the memory."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is None:
+        return
+    for begin in range(0, len(text), PIECE):
+        if len(normalizer.normalize_str(text[begin : begin + PIECE])) > MOST_GROWTH * PIECE:
+            raise UsageError(
+                f"the tokenizer's normaliser makes more than {MOST_GROWTH} characters of one: use another "
+                "tokenizer.json"
+            )
+
+
 def special_ends(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 from theodolite.errors import UsageError, first_line
 from theodolite.system.files import check_target
@@ -24,6 +25,18 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """The name of one of the files into which a GGUF model is split."""
+
+PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([\w.-]+(?:/[\w.-]+)?)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/config\.json)?)?/?(?:[?#].*)?"
+)
+"""The address of a model's page on the hub: its name, and the revision where one is shown."""
+
+
+def of_page(address: str) -> tuple[str, str | None] | None:
+    """Return the name and revision of the model whose page on the hub has this address; None of anything else."""
+    page = PAGE.fullmatch(address)
+    return (page[1], page[2] and unquote(page[2])) if page else None
 
 
 def local_checkpoint(source: str | Path) -> Path | None:

@@ -39,6 +39,7 @@ from theodolite.system.checkpoint_folders import (
     adapter_in,
     is_gguf,
     local_checkpoint,
+    of_page,
     refuse_index,
     weight_files,
 )
@@ -97,7 +98,9 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
-        """Find the checkpoint that a user names; None: the embedded model."""
+        """Find the checkpoint that a user names, by the address of its page if they like; None: the embedded model."""
+        if page := of_page(str(path_or_id)):
+            path_or_id, revision = page[0], revision or page[1]
         place = embedded.FOLDER if path_or_id is None else path_or_id
         # The libraries that load models do not replace ~ by the home folder.
         place = place.expanduser() if isinstance(place, Path) else os.path.expanduser(place)
