@@ -282,12 +282,7 @@ def examples_table(
 @gives(
     Array("example_picture", "(E, height, width, 3)", "The first images of a survey of images."),
     Array("example_received", "(L, E, T)", "The most attention that any head of a block pays each token."),
-    Array("example_norm", "(N, E, T)", "‖h‖₂ of each token."),
 )
-def picture_arrays(pictures: Tensor, attention: State, example_norms: State) -> dict[str, Tensor]:
-    """Return what figures show on the first images; `example_norms` is the state of `ExampleNorms`."""
-    return {
-        "example_picture": pictures,
-        "example_received": attention["example_received"].float(),
-        "example_norm": example_norms["norm"].float(),
-    }
+def picture_arrays(pictures: Tensor, attention: State) -> dict[str, Tensor]:
+    """Return what a figure shows on the first images."""
+    return {"example_picture": pictures, "example_received": attention["example_received"].float()}

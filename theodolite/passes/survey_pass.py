@@ -14,7 +14,7 @@ from torch import Tensor
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
-from theodolite.accumulate.means import ExampleNorms, Means, Sample
+from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.query_keys import QueryKeyMoments
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
@@ -145,9 +145,6 @@ class SurveyPass(HeadsPass):
             model.layers, self.means.length, model.width, sample_of(corpus, seed), model.source.dtype
         )
         self.query_keys = QueryKeyMoments(model.layers, model.heads, model.head_width)
-        self.examples: ExampleNorms | None = None
-        if corpus.grid is not None:
-            self.examples = ExampleNorms(model.layers + 1, self.means.length, min(EXAMPLES, self.total))
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
 
     @property
@@ -159,10 +156,10 @@ class SurveyPass(HeadsPass):
             "massive": self.massive,
             "streams": self.streams,
             "query_keys": self.query_keys,
+            "outliers": self.outliers,
         }
-        examples = {} if self.examples is None else {"examples": self.examples}
         added = {f"extra.{extra.name}": extra for extra in self.extra}
-        return super().accumulators | own | {"outliers": self.outliers} | examples | added
+        return super().accumulators | own | added
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
@@ -176,8 +173,6 @@ class SurveyPass(HeadsPass):
             self.massive.update(layer, hidden, self._left_out, self._tokens.ids, self._first)
         self.outliers.update(layer, hidden, self._first)
         self.streams.update(layer, hidden, self._first)
-        if self.examples is not None:
-            self.examples.update(layer, hidden, self._first)
         for accumulator in self.extra:
             accumulator.stream(layer, hidden)
 

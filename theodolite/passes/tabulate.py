@@ -131,8 +131,7 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         labels = torch.full_like(labels, -1)
     if corpus.images is not None:
         pixels = corpus.images.pixels(slice(0, len(facts.examples)))
-        pictures = corpus.images.reader.shown(pixels)
-        inputs |= {"pictures": pictures, "example_norms": states.of("corpus.examples")}
+        inputs["pictures"] = corpus.images.reader.shown(pixels)
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
     inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {
