@@ -117,9 +117,8 @@ def state_bytes(layers: int, heads: int, d: int, t: int, contexts: int) -> dict[
         "sketches": residual * (g * (2 + d + d * r) + d * r),
         "sample": residual * (d * (2 * sampled + tokens) + 2 * sampled),
         "outliers": residual * (d * (5 * g + 2) + g),
-        "attention": layers * (heads * (5 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
+        "attention": layers * (heads * (4 * t + 2 + 8 * g) + 2 * examples * t + 2 * t + 4 * g + 1),
         "queries and keys": layers * heads * (1 + 2 * (d // heads) ** 2),
-        "logit spread": layers * heads * 2,
         "scalars": residual * ((5 + t) * g + 1),
     }
     split = {"split contexts": layers * min(split_contexts(t), contexts) * t * d * 4}  # float32, as the model

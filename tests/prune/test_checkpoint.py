@@ -228,7 +228,7 @@ def test_opened_it_is_the_merged_checkpoint_bit_by_bit(family, tmp_path, anew):
         assert [path.name for path in (tmp_path / form).glob("*.safetensors")] == ["model.safetensors"]
     lines: list[str] = []
     lazily = open_streamed(tmp_path / "adapter", say=lines.append)
-    assert lines == ["opened whole, since an adapter lies beside its weights"]
+    assert lines[-1] == "opened whole, since an adapter lies beside its weights"
     assert torch.equal(lazily.head_weights(1).w_q, merged.head_weights(1).w_q)
     keys = [Pruned.load(tmp_path / form).low_rank.keys() for form in ("merged", "adapter")]
     assert keys[0] == keys[1]
