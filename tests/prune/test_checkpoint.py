@@ -205,7 +205,7 @@ def test_plain_libraries_put_it_together(family, tmp_path, pruned):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
         alone = base(input_ids=ids).logits
         both = peft.PeftModel.from_pretrained(base, tmp_path / "adapter" / "adapter")
-        torch.testing.assert_close(both(input_ids=ids).logits, merged, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(both(input_ids=ids).logits, merged, rtol=1e-4, atol=5e-5)
         with both.disable_adapter():
             assert torch.equal(both(input_ids=ids).logits, alone)
     assert (alone - merged).abs().max() > 1e-3

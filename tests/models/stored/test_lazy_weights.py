@@ -166,7 +166,7 @@ import sys
 from benchmarks.timing import peak_memory
 from theodolite.models import open_streamed
 for folder in sys.argv[1:]:
-    model = open_streamed(folder, say=sys.exit)
+    model = open_streamed(folder, say=lambda line: "bfloat16" in line or sys.exit(line))
     assert all(model.head_weights(layer).w_q.any() for layer in range(model.layers))
     print(peak_memory())
 """
