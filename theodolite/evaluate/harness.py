@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from theodolite.errors import UsageError, first_line
+from theodolite.evaluate.few_shot import NAME as FEW_SHOT
 from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
@@ -149,7 +150,7 @@ def task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, 
     manager = _all_tasks(include_path)
     for name in names:
         if name not in manager.all_tasks:
-            hint = nearest(name, manager.all_tasks, "`lm-eval ls tasks` lists what there is")
+            hint = nearest(name, [FEW_SHOT, *manager.all_tasks], "`lm-eval ls tasks` lists what there is")
             raise UsageError(f"lm-eval knows no task {name}: {hint}")
     return manager, names
 
