@@ -178,11 +178,6 @@ class Source:
         """Copy the model, with functions that run the copy."""
         return self.of_copy(copy.deepcopy(self.root, memo))
 
-    @property
-    def first_own(self) -> nn.Module:
-        """The module of the model itself that `run` begins with."""
-        return self.trunk if self.trunk in self.root.modules() else self.root
-
     def small_pass(self, length: int) -> Run:
         """Make a pass over `sample(length)`, all of it."""
         return lambda: self.run(self.sample(length))

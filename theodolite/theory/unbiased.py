@@ -84,9 +84,9 @@ class Jackknifed:
         """Give no error where it is not known: NaN for what it is without a group."""
         return Jackknifed(self.value, torch.where(torch.as_tensor(known), self.without, math.nan))
 
-    def above_noise(self, errors: float = 2.0) -> Tensor:
-        """Tell what is above 0 by so many standard errors."""
-        return self.value > errors * self.error
+    def above_noise(self) -> Tensor:
+        """Tell what is above 0 by two standard errors."""
+        return self.value > 2 * self.error
 
 
 def ratio(parts: Shaped[Tensor, "groups ..."], wholes: Shaped[Tensor, "groups ..."]) -> Jackknifed:

@@ -101,13 +101,10 @@ class Matrix:
 
 
 @measures("model")
-def block_matrices(
-    model: OpenModel, visit: Callable[[list[Matrix]], None] = lambda matrices: None
-) -> list[list[Matrix]]:
+def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     """List the matrices of every block, in the order in which the block names them.
 
-    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole. `visit` is
-    called with those of each block while it is present (`OpenModel.block_present`).
+    W_q, W_k and W_v are apart wherever each is entries of one matrix; else the module's matrices stay whole.
 
     Raises:
         UsageError: weights are quantised, offloaded, carry an adapter, or one serves two modules or layers.
@@ -121,7 +118,6 @@ def block_matrices(
     for layer in range(model.layers):
         with model.block_present(layer):
             matrices = _matrices_of(model, layer, names, experts)
-            visit(matrices)
         _refuse_shared(matrices, owners)
         by_block.append(matrices)
     return by_block
