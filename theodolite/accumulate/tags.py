@@ -126,7 +126,7 @@ def measured(
     centred_sums = sums - size.unsqueeze(1) * mean[of]
     squares = (moment * metric).sum(dim=(1, 2))
     between, total, groups, whole_total = sums_of_squares(centred_sums, squares, catches, metric)
-    split, more = _divided(catches)
+    divided = split, more = _divided(catches)
     tokens = counted.sum(dim=1)
     weight = size * (all_counted - size) / all_counted
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
@@ -150,12 +150,14 @@ def measured(
         "head_contexts": torch.ones(len(counted)),
         "head_moment": moment,
         "head_chance": whole_total * more / (tokens - 1).clamp_min(1),
-        **_chance_of_runs(catches, centred, squares, metric),
+        **_chance_of_runs(catches, centred, squares, metric, split),
     }
-    return sums_of_sink, _squares(between, total, groups, whole_total, catches)
+    return sums_of_sink, _squares(between, total, groups, whole_total, *divided)
 
 
-def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor) -> dict[str, Tensor]:
+def _chance_of_runs(
+    catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor, split: Tensor
+) -> dict[str, Tensor]:
     """Compute mean sums of squares between groups that are moved along the context, by sink and by head."""
     shifted_squares = [
         sums_of_squares(
@@ -166,8 +168,7 @@ def _chance_of_runs(catches: Catches, centred: Tensor, squares: Tensor, metric: 
         )
         for groups in shifted_groups(catches)
     ]
-    split, _ = _divided(catches)  # of one group, rounding would be left
-    return {
+    return {  # of one group, rounding would be left
         "chance_of_runs": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0)
         * split,
         "head_chance_of_runs": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
@@ -193,14 +194,13 @@ def shifted_groups(catches: Catches) -> list[Catches]:
 
 def released(catches: Catches, hidden: Float[Tensor, "positions width"]) -> dict[str, Tensor]:
     """Compute one residual layer's and context's terms of `Tags.add_place`."""
-    return _squares(*between_and_total(hidden.double(), catches), catches)
+    return _squares(*between_and_total(hidden.double(), catches), *_divided(catches))
 
 
 def _squares(
-    between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, catches: Catches
+    between: Tensor, total: Tensor, groups: Tensor, whole: Tensor, split: Tensor, more: Tensor
 ) -> dict[str, Tensor]:
     """Collect sums of squares between and in total, by sink and by head: zeros where there are no two groups."""
-    split, more = _divided(catches)
     return {
         "squares": torch.stack([between, total], dim=1) * split.unsqueeze(1),
         "head_squares": torch.stack([groups, whole], dim=1) * (more > 0).unsqueeze(1),
