@@ -84,11 +84,6 @@ def without_interventions() -> Iterator[None]:
         _suspended.reset(token)
 
 
-def suspended() -> bool:
-    """Tell whether interventions are suspended."""
-    return _suspended.get()
-
-
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
     """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
 
