@@ -13,8 +13,8 @@ import transformers
 from tests import checkpoints
 from tests.calls import call, error_of
 from tests.comparison.conftest import TEXT
-from theodolite.comparison.audit import names_of
 from theodolite.models import open_model
+from theodolite.system.wording import names_of
 
 
 @pytest.fixture(scope="module")

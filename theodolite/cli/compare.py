@@ -17,7 +17,7 @@ from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
-from theodolite.system.wording import model_name
+from theodolite.system.wording import model_name, names_of
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -90,7 +90,7 @@ def _measured(
 
     Models are opened one after another, so that no two are in memory at once.
     """
-    from theodolite.comparison.audit import names_of, refuse_unlike, shape_of
+    from theodolite.comparison.audit import refuse_unlike, shape_of
     from theodolite.comparison.outputs import read_outputs
     from theodolite.passes.survey import survey
     from theodolite.sinks.trace import trace_sinks

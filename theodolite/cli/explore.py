@@ -23,7 +23,7 @@ from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.progress import interruptible
 from theodolite.system.run_folders import check_run
-from theodolite.system.wording import model_name, with_extra
+from theodolite.system.wording import model_name, names_of, with_extra
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -90,7 +90,6 @@ def explore_command(
             raise UsageError(f"the page needs gradio: {with_extra('explore')}")
         with TemporaryDirectory(prefix="theodolite-explore-") as temporary:  # what gradio writes
             os.environ |= _GRADIO | {"GRADIO_TEMP_DIR": temporary}  # before it is imported
-            from theodolite.comparison.audit import names_of
             from theodolite.explore.page import application, listen, serve
             from theodolite.explore.subject import Subject, check_pair
             from theodolite.logits.constituents import check_run as check_run_of

@@ -32,7 +32,7 @@ from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
 from theodolite.system.run_folders import check_out, is_run
-from theodolite.system.wording import visible
+from theodolite.system.wording import names_of, visible
 
 if TYPE_CHECKING:
     from theodolite.corpus.corpus import Corpus
@@ -113,7 +113,6 @@ def _survey_series(
     models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path] | None], as_json: bool
 ) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
-    from theodolite.comparison.audit import names_of
     from theodolite.comparison.series import write_series
     from theodolite.report.data import records
 

@@ -27,7 +27,7 @@ from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
-from theodolite.system.wording import head_name, listed, model_name, percent, with_error
+from theodolite.system.wording import head_name, listed, names_of, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
@@ -261,16 +261,6 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
         outputs_of = (written[0], written[place]) if written else None
         audits.append(compare(runs[0], runs[place], *traced, outputs_of=outputs_of, names=(first, other)))
     return audits
-
-
-def names_of(models: Sequence[str]) -> list[str]:
-    """Name each model by the last part of its path or hub name, revision included, numbered where some share it."""
-    names: list[str] = []
-    for model in models:
-        short = model_name(model).replace("@", "-")
-        numbered = (f"{short}-{number}" for number in range(2, len(models) + 2))
-        names.append(next(name for name in (short, *numbered) if name not in names))
-    return names
 
 
 def _means(reference: Run, other: Run) -> dict[str, tuple[Change, Verdict]]:

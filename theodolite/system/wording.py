@@ -11,7 +11,7 @@ import html
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,16 @@ def head_name(layer: int, head: int) -> str:
 def model_name(model_id: str) -> str:
     """Name a model without the folder or the owner that it is called by, and without the ending of a GGUF file."""
     return Path(model_id).name.removesuffix(".gguf") or model_id
+
+
+def names_of(models: Sequence[str]) -> list[str]:
+    """Name each model by the last part of its path or hub name, revision included, numbered where some share it."""
+    names: list[str] = []
+    for model in models:
+        short = model_name(model).replace("@", "-")
+        numbered = (f"{short}-{number}" for number in range(2, len(models) + 2))
+        names.append(next(name for name in (short, *numbered) if name not in names))
+    return names
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
