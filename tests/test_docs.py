@@ -28,10 +28,8 @@ from theodolite.estimates import Estimate
 from theodolite.judging import Criterion
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
-from theodolite.report.sink_trace import TRACE
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
-from theodolite_papers.catch_tag_release.trace_claims import COPIED, LATER, OUTLIER, RELEASED, TAGGED
-from theodolite_papers.declarations import declarations
+from theodolite_papers.catalogue import declarations
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages
 
@@ -236,9 +234,6 @@ def test_the_gallery_has_the_declared_claims_and_no_others():
         declared = declarations()[ALIASES[name].of if name in ALIASES else name].claims.values()
         parts = (part for claim in declared for part in (claim, *claim.values()) if isinstance(part, Mapping))
         claims = [re.escape(part["claim"]) for part in parts if "claim" in part]
-        claims += [
-            re.escape(claim) for claim in (LATER, TAGGED, RELEASED, COPIED, OUTLIER) if name == TRACE.name
-        ]
         patterns = [re.sub(r"\\{.*?\\}", ".*", claim) for claim in claims]
         judged = [verdict["claim"] for verdict in result["verdicts"]]
         missing = {p for p in patterns if not any(re.fullmatch(p, claim) for claim in judged)}

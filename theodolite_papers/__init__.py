@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from theodolite_papers.catalogue import EXPERIMENTS, find, reproduce
-from theodolite_papers.declarations import Alias, aliases
+from theodolite_papers.catalogue import EXPERIMENTS, Alias, aliases, find, reproduce
 
 if TYPE_CHECKING:
     from theodolite_papers.experiment import Experiment, Study

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from theodolite.estimates import Floats
+from theodolite.estimates import Estimate, Floats
 from theodolite.report import style
-from theodolite.report.data import layer_numbers, need_column
-from theodolite.report.drawing.grammar import (
-    HEADROOM,
-    Panel,
-    bars,
-    cosine_map,
-    dots,
-    heat,
-    line,
-    panels,
-    saturation,
-)
-from theodolite.report.style import layer_axis, order_colour
-from theodolite.system.wording import for_plotly, head_name, number, percent
-from theodolite_papers.hidden_geometry import published
-
-if TYPE_CHECKING:
-    from theodolite import Run
+from theodolite.report.drawing.grammar import HEADROOM, Panel, bars, dots, heat, line, panels, saturation
+from theodolite.report.style import layer_axis
+from theodolite.system.wording import for_plotly, head_name, number
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
 MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
@@ -42,8 +27,7 @@ TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
 """Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
 
 
-Values = npt.NDArray[Any]
-"""Numbers or names along an axis."""
+Values = npt.NDArray[Any]  # numbers or names along an axis
 
 
 @dataclass(frozen=True)
@@ -58,10 +42,15 @@ class Line:
     legend: bool = True
 
 
-PUBLISHED = Line("published", style.GREY, "dash")
-CORRECTED = Line("corrected", style.BLUE)
-FINITE = Line("finite length", style.GREEN)
-EXACT = Line("exact", style.VERMILLION)
+def in_order(names: Sequence[str], **look: Any) -> list[Line]:
+    """Make lines of one look whose colours show their order."""
+    last = max(1, len(names) - 1)
+    return [Line(name, style.order_colour(place / last), **look) for place, name in enumerate(names)]
+
+
+def by_category(names: Iterable[str], **look: Any) -> list[Line]:
+    """Make lines of one look in the colours of categories, as many as there are colours."""
+    return [Line(name, colour, **look) for name, colour in zip(names, style.CATEGORIES, strict=False)]
 
 
 def curves(
@@ -99,39 +88,17 @@ def over_layers(
     y: str,
     axis: Mapping[str, Any] | None = None,
     *,
-    baselines: bool = False,
+    baseline: bool = False,
 ) -> go.Figure:
-    """Draw layer measures with their standard errors, by name; `baselines`: each is followed by its own, dotted."""
-    first = Line("", THIS_MODEL, width=2.4, marker=6)
-    second = replace(first, colour=style.BLUE)
-    looks = [first, replace(second, dash="dash")]
-    if baselines:
-        looks = [look for each in (first, second) for look in (each, replace(each, dash="dot", marker=0))]
-    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
+    """Draw one or two layer measures with their standard errors, by name; `baseline`: the second is that, dotted."""
+    first = Line("", style.MEASURED, width=2.4, marker=6)
+    second = (
+        replace(first, dash="dot", marker=0) if baseline else replace(first, colour=style.BLUE, dash="dash")
+    )
+    lines = [replace(look, name=name) for name, look in zip(measured, (first, second), strict=False)]
     values, errors = zip(*measured.values(), strict=True)
     axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
-
-
-def propagation_curves(
-    theta: Floats, etas: Sequence[float], published: Floats, corrected: Floats
-) -> go.Figure:
-    """Draw ρ(θ) of one ξ for every η: corrected solid, published dashed, one colour an η; both (etas, positions)."""
-    lines, values = [], []
-    for index, eta in enumerate(etas):
-        colour = order_colour(index / max(1, len(etas) - 1))
-        lines.append(Line(f"η = {eta:g}", colour))
-        lines.append(Line(f"η = {eta:g}, published", colour, "dash", 1.4, legend=False))
-        values += [corrected[index], published[index]]
-    return curves(theta, lines, values, ("θ", "ρ(θ)"), yaxis=SHARE)
-
-
-def with_window(drawn: go.Figure, name: str, low: float, high: float) -> go.Figure:
-    """Shade an interval of the figure's x axis, named at the top."""
-    look = {"fillcolor": style.translucent(style.CATEGORIES[0], style.BAND), "line_width": 0}
-    return drawn.add_vrect(
-        low, high, **look, annotation_text=for_plotly(name), annotation_position="top left"
-    )
 
 
 def maps(
@@ -149,7 +116,14 @@ def maps(
     """
     largest = max((float(np.nanmax(np.abs(pictures[name]))) for name in signed), default=0.0) or 1.0
     first_of_scale = {name in signed: name for name in list(pictures)[::-1]}
-    both = len(first_of_scale) > 1
+    colour_bars = {name: style.colour_bar(titles[2]) for name in first_of_scale.values()}
+    if len(first_of_scale) > 1:  # of amounts, and below it of signed differences
+        upper, lower = {"y": 1, "yanchor": "top", "len": 0.46}, {"y": 0, "yanchor": "bottom", "len": 0.46}
+        of_amounts, of_signs = first_of_scale[False], first_of_scale[True]
+        colour_bars = {
+            of_amounts: style.colour_bar(titles[2], **upper),
+            of_signs: style.colour_bar(of_signs, **lower),
+        }
     bare: dict[str, Any] = {"showgrid": False, "zeroline": False}
     shown = []
     for index, (name, picture) in enumerate(pictures.items()):
@@ -162,9 +136,7 @@ def maps(
             high,
             f"{hover}<extra></extra>",
             scale=style.SIGNED if name in signed else style.MAGNITUDE,
-            bar=_scale_bar(titles[2], name, name in signed, both)
-            if name in first_of_scale.values()
-            else None,
+            bar=colour_bars.get(name),
             x=axes[0],
             y=axes[1],
         )
@@ -175,61 +147,6 @@ def maps(
     return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
 
 
-def _scale_bar(title: str, name: str, signed: bool, both: bool) -> dict[str, Any]:
-    """Make the colour bar of a map: of amounts, or of `signed` differences, which stands below if there are `both`."""
-    if not both:
-        return style.colour_bar(title)
-    upper = {"y": 1, "yanchor": "top", "len": 0.46}
-    lower = {"y": 0, "yanchor": "bottom", "len": 0.46}
-    return style.colour_bar(name, **lower) if signed else style.colour_bar(title, **upper)
-
-
-PREDICTED = (PUBLISHED, CORRECTED, FINITE, EXACT)
-
-
-def simulation(
-    positions: Floats, simulated: Floats, errors: tuple[Floats, Floats], predictions: Sequence[Floats]
-) -> go.Figure:
-    """Draw ρ_i of one pair of mean and scale: points with both standard errors, and the four predictions."""
-    name, at = "simulated, error over", (positions, simulated, None)
-    hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
-    by_draws = style.error_bars(errors[1], width=4, thickness=1.0)
-    by_walks = style.error_bars(errors[0], width=0, thickness=2.5)
-    drawn = curves(
-        positions,
-        PREDICTED,
-        predictions,
-        ("token i", "ρᵢ"),
-        height=440,
-        yaxis=SHARE,
-        legend={"font": {"size": 10}},
-    )
-    drawn.add_trace(
-        dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, error_y=by_draws, marker={"size": 5})
-    )
-    skipped: dict[str, Any] = {"marker": {"size": 1}, "hoverinfo": "skip"}
-    return drawn.add_trace(dots(*at, f"{name} walks", style.PURPLE, "", error_y=by_walks, **skipped))
-
-
-def entropies(
-    scales: Sequence[float], means: Sequence[float], values: Floats, errors: Floats, least: float
-) -> go.Figure:
-    """Draw mean attention entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
-    colours = [style.order_colour(index / max(1, len(means) - 1)) for index in range(len(means))]
-    lines = [Line(f"mean {mean:g}", colour, marker=7) for mean, colour in zip(means, colours, strict=True)]
-    x = {"type": "log", "tickvals": list(scales), "ticktext": [f"{scale:g}" for scale in scales]}
-    y = TWOS | {"range": [math.log10(least), math.log10(5)]}
-    titles = "scale of the eigenvalues", "entropy in nats"
-    at = np.array(scales, dtype=np.float64)
-    return curves(at, lines, list(values), titles, errors=list(errors), xaxis=x, yaxis=y)
-
-
-def whiskers(middle: Floats, low: Floats, high: Floats) -> dict[str, Any]:
-    """Make error bars from the lower to the upper end of an interval."""
-    up, down = (part.astype(np.float32) for part in (high - middle, middle - low))
-    return {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "thickness": 1.2, "width": 3}
-
-
 def grouped_bars(
     groups: Sequence[str], values: Mapping[str, tuple[Floats, Floats]], y: str, limits: tuple[float, float]
 ) -> go.Figure:
@@ -237,115 +154,21 @@ def grouped_bars(
     traces = []
     for (name, (heights, interval)), colour in zip(values.items(), style.CATEGORIES, strict=False):
         hover = f"%{{x}}<br>{for_plotly(name)}: %{{y:.3f}}<extra></extra>"
-        own = {"error_y": whiskers(heights, *interval)}
+        up, down = (part.astype(np.float32) for part in (interval[1] - heights, heights - interval[0]))
+        ends = {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
+        own: dict[str, Any] = {"error_y": ends | {"thickness": 1.2, "width": 3}}
         traces.append(bars(list(groups), heights, for_plotly(name), colour, hover, **own))
     layout = {"barmode": "group", "yaxis": {"range": list(limits)}}
     return style.figure(traces, "", y, height=CURVES_HEIGHT, layout=layout)
 
 
-THIS_MODEL = style.MEASURED
-PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
-DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
 LINE = 1.3
-PANEL_ROW = 26  # pixels a row
-NARROW = 16  # characters in a line of an axis title
-
-
-def against_published(
-    run: Run, name: str, rows: published.Rows, y: str, errors: Floats, *, log: bool = False
-) -> go.Figure:
-    """Draw a layer column over the rows of Table 4, 5 or 6, one line per model and text, rescaled to this depth."""
-    layers, values = layer_numbers(run), need_column(run.layers, name)
-    drawn = over_layers(layers, {"this model": (values, errors)}, y, TWOS if log else None)
-    depth = np.linspace(0, float(layers.max()), 13).round(4)
-    printed: list[Any] = []
-    for model in published.MODELS:
-        for text, row in zip(published.TEXTS, rows[model], strict=True):
-            hover = f"{model} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>"
-            own: dict[str, Any] = {"width": LINE, "dash": DASHES[text], "opacity": 0.75, "hover": hover}
-            own |= {"customdata": list(range(13)), "showlegend": text == "OpenWebText"}
-            printed += line(depth, row, model, PAPER[model], **own)
-    drawn.add_traces(printed)
-    drawn.data = (*drawn.data[1:], drawn.data[0])  # this model in front
-    return drawn
-
-
-def averages(rows: Mapping[str, Mapping[str, tuple[float, float]]], quantities: Sequence[str]) -> go.Figure:
-    """Draw Table 1 as dots: a panel per quantity, a line per row, a bar of one standard deviation over layers."""
-    names = [for_plotly(name) for name in rows]
-    shown: list[Panel] = []
-    for quantity in quantities:
-        cells = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
-        hover = f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>"
-        own: dict[str, Any] = {
-            "mode": "markers",
-            "error_x": dict(style.error_bars(cells[:, 1]) or {}, color=style.GREY),
-        }
-        own["marker"] = {"size": 9, "color": [THIS_MODEL] + [style.REFERENCE] * (len(names) - 1)}
-        points = line(cells[:, 0], names, "", THIS_MODEL, hover=hover, **own)
-        title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
-        axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
-        axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
-        shown.append(Panel("", points, title, "", {"rangemode": "tozero", "nticks": 4}, axis))
-    height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (0.035, 0)
-    return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
-
-
-def shares_by_cutoff(
-    measured: Mapping[str, Mapping[int, float]], paper: Mapping[str, Mapping[int, float]]
-) -> go.Figure:
-    """Draw the share of energy in the K × K lowest frequencies against K: solid as measured, dotted as in Table 3."""
-    shown = {}
-    for (name, printed), colour in zip(paper.items(), ORDERS, strict=True):
-        shown[Line(name, colour, width=2.2, marker=6)] = measured[name]
-        shown[Line(f"{name}, GPT-2 in Table 3", colour, "dot", LINE, 4)] = printed
-    shown = {curve: shares for curve, shares in shown.items() if shares}
-    values = [np.array([*shares.values()]) for shares in shown.values()]
-    cutoffs = [np.array([*map(str, shares)]) for shares in shown.values()]
-    axes: dict[str, Any] = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
-    return curves(cutoffs, [*shown], values, ("K", "share of energy"), height=360, **axes)
-
-
-def layer_cosines(cosines: Floats) -> go.Figure:
-    """Draw the mean cosine between a token's vectors at every two layers, (N, N)."""
-    rows = [f"layer {layer}" for layer in range(len(cosines))]
-    layers = range(0, len(rows), max(1, len(rows) // 12))
-    return cosine_map(cosines, rows, "mean cosine", [(float(layer), str(layer)) for layer in layers])
-
-
-def singular_values_against(learned: Floats, fixed: Floats, fixed_name: str) -> go.Figure:
-    """Draw singular values over the first: of each layer's learned basis, and, thick, of a fixed one."""
-    depth = max(1, len(learned) - 1)
-    shown = [
-        (Line(f"layer {layer}", order_colour(layer / depth), width=LINE, legend=False), values)
-        for layer, values in enumerate(learned)
-    ]
-    shown.append((Line(fixed_name, THIS_MODEL, width=3.0), fixed))
-    shown = [(curve, values / values.max()) for curve, values in shown if values.max() > 0]
-    # Beyond 10⁻⁸ it is rounding.
-    relative = [np.where(values > 1e-8, values, np.nan) for _, values in shown]
-    titles, y = ("number", "singular value over the largest"), POWERS | {"dtick": 1}
-    number_of = np.arange(1, len(fixed) + 1)
-    drawn = curves(number_of, [curve for curve, _ in shown], relative, titles, height=380, yaxis=y)
-    return drawn.add_trace(depth_bar(len(learned)))
-
-
-def layer_norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
-    """Draw the mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
-    layers = np.arange(len(norms), dtype=np.float64)
-    axis = TWOS | {"tickformat": "~s"}
-    drawn = over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", axis)
-    hover = "GPT-2: %{text} × layer 0<extra></extra>"
-    heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
-    printed, marker = "layer 0 times the ratio of GPT-2", {"size": 9, "symbol": "diamond-open"}
-    return drawn.add_trace(dots([*ratios], heights, names, printed, style.REFERENCE, hover, marker=marker))
 
 
 ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
 TILES_ACROSS = 6
 TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map
 TILE_PIXELS = 190
-LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would press the curves together
 
 
 def weight_tiles(rotated: Floats, diagonal: Floats) -> Floats:
@@ -405,6 +228,18 @@ def weight_maps(tiles: Floats, names: Sequence[str], side: int) -> go.Figure:
     return style.figure([trace], height=height, layout=layout)
 
 
+def intervals(estimates: Mapping[str, Estimate], x: str, axis: Mapping[str, Any]) -> go.Figure:
+    """Draw estimates below one another, by name, with their 95 % intervals; `x`: what they are."""
+    names = ["<br>".join(textwrap.wrap(name, 44)) for name in estimates]
+    values, margins = np.array([(of.value, of.margin) for of in estimates.values()]).T
+    own: dict[str, Any] = {"mode": "markers+text", "textposition": "middle right", "cliponaxis": False}
+    own |= {"marker": {"size": 11}, "error_x": style.error_bars(margins)}
+    texts, hover = [number(value) for value in values], "%{y}: %{x:.3g}<extra></extra>"
+    shown = dots(values, names, texts, None, style.BLUE, hover, **own)
+    layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": axis}
+    return style.figure([shown], x, "", height=150 + 50 * len(names), layout=layout)
+
+
 def head_values(
     grid: Floats, what: str, *, decades: bool = False, notes: Sequence[Sequence[str]] = ()
 ) -> go.Figure:
@@ -437,76 +272,3 @@ def head_scatter(x: Floats, y: Floats, layers: Floats, heads: Floats, titles: tu
     hover = f"%{{text}}<br>{titles[0]} %{{x:.3g}}<br>{titles[1]} %{{y:.3g}}<extra></extra>"
     shown = dots(x, y, names, None, colours, hover, showlegend=False)
     return style.figure([shown, depth_bar(int(depth) + 1)], *titles, height=380)
-
-
-def smoothness_bounds(
-    cutoffs: Sequence[int], bounds: Floats, attained: Floats, trivial: Floats, layer: int
-) -> go.Figure:
-    """Draw Theorem 1 at one layer: the bound for each order (dashed), the attained error, no approximation."""
-    all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
-    positive = all_values[np.isfinite(all_values) & (all_values > 0)]
-    # What is left at the last k is rounding: a curve may leave the picture below.
-    low = max(float(positive.min()), float(trivial.max()) * 1e-7)
-    lines = [Line(f"bound, m = {order}", colour, "dash", 1.8) for order, colour in enumerate(ORDERS, start=1)]
-    lines.append(Line("attained", THIS_MODEL, width=2.4, marker=6))
-    lines.append(Line("no approximation, ‖G‖/T", style.GREY, "dot", 1.5))
-    values = [*bounds[layer], attained[layer], np.full(len(cutoffs), trivial[layer])]
-    ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
-    x = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
-    y = POWERS | {"range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3]}
-    titles = "k, number of frequencies kept", "error, ‖G − approximation‖/T"
-    return curves(np.array(cutoffs), lines, values, titles, height=430, xaxis=x, yaxis=y)
-
-
-def factorisation(
-    levels: Floats,
-    measured: Mapping[str, tuple[Floats, Floats]],
-    bound: tuple[Floats, Floats],
-    here: tuple[str, float],
-) -> go.Figure:
-    """Draw Theorem 2: mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
-
-    here: name and incoherence of the model; one that is at the noise floor is not drawn.
-    """
-    low = min(float(means.min()) for means, _ in measured.values()) / 2
-    shown: list[tuple[Line, Floats, Floats, Floats | None]] = [
-        (Line(name, colour, marker=8), levels, means, errors)
-        for (name, (means, errors)), colour in zip(measured.items(), (THIS_MODEL, style.BLUE), strict=True)
-    ]
-    informative = bound[1] <= LARGEST_ERROR
-    shown.append((Line("bound", style.GREY, "dash", 1.6), bound[0][informative], bound[1][informative], None))
-    name, incoherence = here
-    if incoherence > 0:
-        vertical = np.full(2, incoherence), np.array([low, LARGEST_ERROR])
-        shown.append((Line(name, style.GREEN, width=1.6), *vertical, None))
-    lines, x, values, errors = zip(*shown, strict=True)
-    ends = [math.log10(end(*levels, incoherence if incoherence > 0 else levels[0])) for end in (min, max)]
-    axes: dict[str, Any] = {"xaxis": TWOS | {"range": [ends[0] - 0.1, ends[1] + 0.1]}}
-    axes["yaxis"] = POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]}
-    titles = "incoherence", "relative error of the kernel"
-    return curves(x, lines, values, titles, errors=errors, height=430, **axes)
-
-
-def error_over_incoherence(widths: Floats, measured: Mapping[str, tuple[Floats, Floats]]) -> go.Figure:
-    """Draw Theorem 2 with noise: error over incoherence against the width, log-log, one line an incoherence."""
-    lines = [Line(name, colour, marker=6) for name, colour in zip(measured, style.CATEGORIES, strict=False)]
-    values, errors = zip(*measured.values(), strict=True)
-    x = {"type": "log", "tickvals": widths.tolist(), "ticktext": [f"{d:g}" for d in widths]}
-    titles = "width d", "error over incoherence"
-    return curves(widths, lines, values, titles, errors=errors, height=380, xaxis=x, yaxis=TWOS)
-
-
-def accuracies(
-    names: Sequence[str], measured: tuple[Floats, Floats], paper: Mapping[str, Floats]
-) -> go.Figure:
-    """Draw the accuracy by number of digits: this model with standard errors, and rows of the paper."""
-
-    def points(name: str, values: Floats, colour: str, **own: Any) -> dict[str, Any]:
-        shown = [percent(float(value)) for value in values]
-        return dots(names, values, shown, name, colour, f"%{{x}}<br>{name}: %{{text}}<extra></extra>", **own)
-
-    traces = [points("this model", measured[0], THIS_MODEL, error_y=style.error_bars(measured[1]))]
-    for (name, values), colour in zip(paper.items(), (style.BLUE, style.GREEN), strict=True):
-        traces.append(points(name, values, colour, marker={"symbol": "diamond-open"}))
-    layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
-    return style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)

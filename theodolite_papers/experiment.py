@@ -11,6 +11,9 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
 from theodolite.corpus.groups import halves
@@ -26,7 +29,7 @@ from theodolite.report.exhibit import by_name as by_name
 from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
-from theodolite_papers.declarations import Declaration, declarations
+from theodolite_papers.catalogue import Declaration, declarations
 
 Number = Estimate | Estimates | float
 
@@ -195,8 +198,7 @@ class Study:
         """Prepare a run for experiments.
 
         run: the survey, or the provenance of what is read instead. model, corpus: of the run, where at hand. other: a
-        second text; None: random tokens. folder: of traces and pruned models; None: in memory. focus: prompt and head.
-        show: told how far the work is; it may raise to stop.
+        second text; None: random tokens. folder: of traces and pruned models; None: in memory. show: may raise to stop.
         """
         self._run = run if isinstance(run, Run) else None
         self.provenance: dict[str, Any] = run.provenance if isinstance(run, Run) else run
@@ -287,20 +289,30 @@ def chosen_and_judged(corpus: Corpus) -> tuple[Corpus, Corpus]:
     return corpus.subset(first), corpus.subset(second)
 
 
+def haar_rotation(
+    width: int, generator: torch.Generator, device: torch.device | str = "cpu"
+) -> Float64[Tensor, "width width"]:
+    """Draw an orthogonal matrix uniformly (Haar): QR of a normal matrix with the diagonal of R positive.
+
+    Drawn by a CPU generator, whatever the device of the result.
+    """
+    normal = torch.randn(width, width, generator=generator, dtype=torch.float64).to(device)
+    q, r = torch.linalg.qr(normal)
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
 def of_model(model: OpenModel, seed: int = 0) -> dict[str, Any]:
     """Describe experiments that read a prompt alone, for their provenance."""
     return describe_model(model) | {"seed": seed, "reads": "a prompt"}
 
 
-def of_nothing(seed: int = 0) -> dict[str, Any]:
-    """Describe experiments that read no model and no text, for their provenance."""
-    return of_trainings("no model", "no model", seed=seed)
-
-
-def of_trainings(
-    model: str, architecture: str, *, layers: int = 0, heads: int = 0, seed: int = 0, **provenance: Any
-) -> dict[str, Any]:
-    """Describe experiments that survey no model, for their provenance."""
-    described = {"id": model, "sha256": None, "architecture": architecture, "layers": layers, "heads": heads}
-    entries = {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}
-    return entries | provenance
+def of_nothing(seed: int = 0, **model: Any) -> dict[str, Any]:
+    """Describe experiments that survey no model, for their provenance; `model`: what else they read."""
+    described = {
+        "id": "no model",
+        "sha256": None,
+        "architecture": "no model",
+        "layers": 0,
+        "heads": 0,
+    } | model
+    return {"schema_version": SCHEMA_VERSION, "versions": versions(), "model": described, "seed": seed}

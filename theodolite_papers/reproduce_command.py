@@ -23,10 +23,9 @@ from theodolite.system.files import check_target, json_text
 from theodolite.system.progress import interruptible
 from theodolite.system.wording import harmless, model_name
 from theodolite_papers import catalogue
-from theodolite_papers.declarations import aliases, declarations
+from theodolite_papers.catalogue import aliases, declarations
 
 if TYPE_CHECKING:
-    from theodolite import Corpus, OpenModel
     from theodolite.models.prompts import Focus
     from theodolite.system.progress import ShowStage
     from theodolite_papers.experiment import Experiment, Study
@@ -159,10 +158,11 @@ def _study(request: _Request, experiments: list[Experiment], focus: Focus) -> tu
 
 
 def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
-    """Run experiments on a survey, which is made here or reused if it is finished."""
+    """Run experiments on a survey, made here or reused; where no text is named, an adder reads what it learned."""
     from theodolite import survey
     from theodolite.report.page import write_report
     from theodolite_papers import Study
+    from theodolite_papers.hidden_geometry.smoothness import is_adder, trained_on
 
     model = request.opening.open(request.model, request.text)
     if model.vocabulary is None:
@@ -171,9 +171,15 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
     if request.text.no_pack:
         raise UsageError("the experiments compare positions of contexts of one length: leave out --no-pack")
-    read, second = _read(request, model), None
+    text, second = request.text, None
+    if text.corpus is None and is_adder(model):
+        refuse_unread("additions have no labels", {"--per-label": text.per_label})
+        contexts = text.contexts or text.default_contexts
+        read = trained_on(model).corpus(text.length_for(model), contexts, text.seed)
+    else:
+        read = text.read(model, request.stopped)
     if request.other:
-        other = replace(_with_corpus(request.text, request.other), length=read.contexts.shape[1])
+        other = replace(_with_corpus(text, request.other), length=read.contexts.shape[1])
         second = other.read(model, request.stopped)
     folder = request.out or default_folder(model, read)
     with bars(request.stopped, of=model_name(read.name)) as show:
@@ -182,18 +188,6 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         write_report(run, folder / "report")
     pages = folder / "reproduce"
     return Study(run, model, read, second, folder=pages, focus=focus), pages
-
-
-def _read(request: _Request, model: OpenModel) -> Corpus:
-    """Read the text; where none is named, draw for an adder the additions that it learned."""
-    from theodolite_papers.hidden_geometry.addition import is_adder, trained_on
-
-    text = request.text
-    if text.corpus is not None or not is_adder(model):
-        return text.read(model, request.stopped)
-    refuse_unread("additions have no labels", {"--per-label": text.per_label})
-    contexts = text.contexts or text.default_contexts
-    return trained_on(model).corpus(text.length_for(model), contexts, text.seed)
 
 
 def _list_experiments(console: Console) -> None:
@@ -239,7 +233,7 @@ def _run_experiments(
 
     results: list[dict[str, Any]] = []
     shown_verdicts: set[Any] = set()
-    reasons: list[str] = []
+    reasons: list[UsageError] = []
     page: Path | None = None
     for number, experiment in enumerate(experiments):
         try:
@@ -247,11 +241,10 @@ def _run_experiments(
                 study.show(experiment.name, number, len(experiments))
                 outcome = study.outcome(experiment)
         except UsageError as error:
-            if len(experiments) == 1:
-                raise
-            reasons.append(str(error))
-            skipped = f"{experiment.name} is skipped: {harmless(str(error))}"
-            console.print(skipped, markup=False, highlight=False)
+            reasons.append(error)
+            if len(experiments) > 1:
+                skipped = f"{experiment.name} is skipped: {harmless(str(error))}"
+                console.print(skipped, markup=False, highlight=False)
             continue
         provenance = study.provenance_of(experiment)
         page = write_outcome(experiment, outcome, provenance, place)
@@ -260,7 +253,7 @@ def _run_experiments(
             show_outcome(experiment, outcome, console, shown_verdicts)
             shown_verdicts |= set(outcome.verdicts)
     if not results:
-        raise UsageError(reasons[0])
+        raise reasons[0]
     index = write_index(place)
     if as_json:
         print(json.dumps(results, ensure_ascii=False, allow_nan=False))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,12 +48,12 @@ class _Running:
 
     def train(self, task: Task, config: TaskModelConfig, options: _Small) -> None:
         """Train a model on a task and print its results; `config` has what no option gives."""
-        from theodolite_papers.training.tasks import train_task_model
+        from theodolite_papers.training.models import train_task_model
 
         given = {name: value for name, value in asdict(options).items() if value is not None}
         config, console = replace(config, **given, seed=self.seed), _quiet_screen()
         result = train_task_model(self.out, task, config, threads=self.threads, console=console)
-        _say(task.summary(result), self.out, self.as_json)
+        _say(task.summary(result), self.out, self.as_json, result)
 
 
 @training.command("characters")
@@ -72,7 +71,8 @@ def characters_command(
     Example: theodolite train characters --text shakespeare.txt --out shakespeare
     """
     with one_line_errors():
-        from theodolite_papers.training.tasks import PUBLISHED, Characters
+        from theodolite_papers.training.models import PUBLISHED
+        from theodolite_papers.training.tasks import Characters
 
         running.train(Characters.of_file(text), PUBLISHED["characters"], options)
 
@@ -92,7 +92,8 @@ def addition_command(
     Example: theodolite train addition --digits 10 --positions rotary --out adder
     """
     with one_line_errors():
-        from theodolite_papers.training.tasks import PUBLISHED, Additions
+        from theodolite_papers.training.models import PUBLISHED
+        from theodolite_papers.training.tasks import Additions
 
         running.train(Additions.of_digits(digits), PUBLISHED["addition"], options)
 
@@ -165,11 +166,8 @@ def _quiet_screen() -> Console:
     return screen
 
 
-def _say(lines: list[str], out: Path, as_json: bool) -> None:
-    if not as_json:
-        for line in [*lines, str(out)]:
-            print(line)
-        return
-    record = out / "training.json"  # a grid has none
-    training = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else None
-    print(json_text({"folder": str(out), "said": lines, "training": training}, 2))
+def _say(lines: list[str], out: Path, as_json: bool, training: dict[str, Any] | None = None) -> None:
+    if as_json:
+        print(json_text({"folder": str(out), "said": lines, "training": training}, 2))
+    else:
+        print(*lines, out, sep="\n")

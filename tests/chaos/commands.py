@@ -35,7 +35,7 @@ from theodolite.models import open_model
 from theodolite.passes.survey import merge, survey
 from theodolite_papers.localization import locater_training as grid
 from theodolite_papers.localization.locater_training import Recipe, Setting, TextFiles
-from theodolite_papers.training import tasks
+from theodolite_papers.training import models, tasks
 from theodolite_papers.training.trainer import Trainer
 
 RIGHT, REFUSED = "right", "refused"
@@ -77,10 +77,10 @@ TEXT = "The theodolite stands on its tripod; one reads the angle twice, and then
 
 def _train(root: Path, out: str = "out") -> object:
     """A training smaller than the command can make it."""
-    config = tasks.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4)
+    config = models.TaskModelConfig(2, 2, 16, 4, 20, 1e-3, "cosine", checkpoint_every=4)
     config = replace(config, positions="learned")
     task = tasks.Characters.of_text(TEXT, length=32)
-    return tasks.train_task_model(root / out, task, config, threads=1, console=Console(quiet=True))
+    return models.train_task_model(root / out, task, config, threads=1, console=Console(quiet=True))
 
 
 def _train_grid(root: Path) -> None:

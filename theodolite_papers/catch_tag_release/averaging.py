@@ -4,31 +4,111 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.report.drawing.grammar import line
-from theodolite.system.wording import for_plotly, number
-from theodolite_papers.catch_tag_release.averaging_model import (
-    ABSENT,
-    averaging_error,
-    averaging_model,
-    mean_after,
-)
-from theodolite_papers.drawing import POWERS, maps
+from theodolite.system.wording import number
+from theodolite_papers.drawing import POWERS, Line, by_category, curves, maps
 from theodolite_papers.experiment import Outcome, Study, declared
 
-LENGTH = 20
-"""Tokens of a sequence, [SEP] among them."""
+ABSENT = -1  # as the place of [SEP]: there is none
 
+
+class AveragingOutput(NamedTuple):
+    """The output f(x) of the construction, and its hidden parts.
+
+    attention: A¹, rows are queries, causal. hidden: H = A¹ E W_V¹ + E, of numbers and tags.
+    """
+
+    output: Float[Tensor, "*batch"]
+    attention: Float[Tensor, "*batch length length"]
+    hidden: Float[Tensor, "*batch length 2"]
+
+
+def averaging_model(
+    numbers: Float[Tensor, "*batch length"],
+    separator: Int[Tensor, "*#batch"] | int,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
+) -> AveragingOutput:
+    """Compute the construction of Theorem 4.1 (eqs. 1 to 3) on sequences.
+
+    Numbers are embedded as (x, −1) and [SEP] as (0, −s_tag); what `numbers` has at its place is not read. Logits of the
+    first layer are E Eᵀ, W_V¹ = diag(0, −1); the last query h meets a key h' as (b h_0 + d h_1) h'_1 (W_Q² W_K² as
+    printed, W_Q² (W_K²)ᵀ in eq. 2), and W_V² reads coordinate 0.
+
+    With k ≤ t < j, and up to what vanishes as e^{−s²}, the second coordinates of H are τ_k = 0 and
+    τ_j = (s − 1) A¹_jt, and the last query's logits are (b x_T + d τ_T) τ. So the output tends to the mean of the
+    numbers after [SEP] as s_tag → ∞, and `averaging_error` says how fast. With [SEP] in the last place it is the sum of
+    the numbers over T in the limit, and without [SEP] their mean, for any s_tag: nothing is tagged.
+
+    Args:
+        numbers: any finite values. separator: place of [SEP] from 0 on, the paper's t − 1; `ABSENT` for none.
+        s_tag, b, d > 0: of the theorem.
+    """
+    here = torch.arange(numbers.shape[-1]) == torch.as_tensor(separator)[..., None]
+    values = numbers.masked_fill(here, 0.0)
+    tags = torch.full_like(values, -1.0).masked_fill(here, -s_tag)
+    embedded = torch.stack([values, tags], -1)
+    logits = embedded @ embedded.mT
+    later = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    attention = logits.masked_fill(later, -torch.inf).softmax(-1)
+    hidden = torch.stack([values, tags - (attention @ tags[..., None])[..., 0]], -1)
+    slope = b * hidden[..., -1, 0] + d * hidden[..., -1, 1]
+    last = (slope[..., None] * hidden[..., 1]).softmax(-1)  # the last query sees all keys
+    return AveragingOutput((last * hidden[..., 0]).sum(-1), attention, hidden)
+
+
+def mean_after(
+    numbers: Float[Tensor, "*batch length"], separator: Int[Tensor, "*#batch"] | int
+) -> Float[Tensor, "*batch"]:
+    """Average the numbers after [SEP], 1/(T − t) Σ_{i>t} x_i; NaN where nothing follows."""
+    after = torch.arange(numbers.shape[-1]) > torch.as_tensor(separator)[..., None]
+    return torch.where(after, numbers, 0.0).sum(-1) / after.sum(-1)
+
+
+def averaging_error(
+    numbers: Float[Tensor, "*batch length"],
+    separator: Int[Tensor, "*#batch"] | int,
+    s_tag: float,
+    b: float = 0.0,
+    d: float = 1.0,
+) -> Float[Tensor, "*batch"]:
+    """Compute the leading term of f(x) − mean as s_tag → ∞, signed; ours, the paper has no rate.
+
+        −(s − 1)(b x_T + d (s − 1)) e^{−s} cov_{j>t}(S_j, x_j),   S_j = Σ_{k≤j, k≠t} exp(x_j x_k + 1)
+
+    with the covariance over the tokens after [SEP], each counted once. Derivation: A¹_jt = 1/(1 + S_j e^{−s}), so the
+    last query's logits of tagged tokens differ by −(s − 1)(b x_T + d (s − 1)) S_j e^{−s}; to first order a softmax
+    with logits ℓ_j averages x to its mean plus cov(ℓ_j, x_j). What untagged tokens get is of the order of e^{−d s²}.
+    The error is therefore of the order s² e^{−s} for given numbers, but not uniformly: the constant grows as
+    exp(max x²), and its mean over normal numbers does not exist.
+    """
+    place, separator = torch.arange(numbers.shape[-1]), torch.as_tensor(separator)[..., None]
+    is_number = place != separator
+    products = (numbers[..., :, None] * numbers[..., None, :] + 1).exp()
+    sums = torch.where(is_number[..., None, :], products, 0.0).tril().sum(-1)
+    after = place > separator
+    count = after.sum(-1)
+    mean = torch.where(after, sums, 0.0).sum(-1) / count
+    deviation = torch.where(after, sums - mean[..., None], 0.0)
+    covariance = (deviation * torch.where(after, numbers, 0.0)).sum(-1) / count
+    logit = (s_tag - 1) * (b * numbers[..., -1] + d * (s_tag - 1))  # of a tagged token, but for e^(−s)
+    return -logit * math.exp(-s_tag) * covariance
+
+
+LENGTH = 20  # tokens of a sequence, [SEP] among them
 S_TAGS = np.arange(2.0, 37.0, 2.0)
 SHOWN_TAGS = (2.0, 4.0, 10.0)
 SEQUENCES = 1000
@@ -56,12 +136,12 @@ def construction(study: Study, outcome: Outcome) -> None:
     for tag in (10.0, 20.0, 30.0):
         shown = ", ".join(number(by_tag.loc[tag, name]) for name in ("median", "mean", "largest"))
         outcome.read(f"error at s_tag = {tag:g}: median, mean, largest", shown)
-    curves = {
+    by_variant = {
         str(name): (rows["median"].to_numpy(), rows["derived_median"].to_numpy())
         for name, rows in errors.groupby("b_d", sort=False)
     }
-    curves[f"{PLAIN}, largest"] = (by_tag["largest"].to_numpy(), np.full(len(by_tag), np.nan))
-    outcome.draw("convergence", convergence(S_TAGS, curves, "|f(x) − mean|"))
+    by_variant[f"{PLAIN}, largest"] = (by_tag["largest"].to_numpy(), np.full(len(by_tag), np.nan))
+    outcome.draw("convergence", convergence(by_variant, "|f(x) − mean|"))
     # Where the theorem says nothing: [SEP] in the last place, or absent.
     last, absent = (averaging_model(numbers, place, SHOWN_TAGS[-1]).output for place in (LENGTH - 1, ABSENT))
     for what, difference in (
@@ -73,11 +153,11 @@ def construction(study: Study, outcome: Outcome) -> None:
     ):
         outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))
     table = outcome.tables["attention"] = _rest(numbers, places)
-    curves = {
+    by_query = {
         "tokens after [SEP]": (table["rest"].to_numpy(), table["derived"].to_numpy()),
         "[SEP] itself": (table["rest_of_separator"].to_numpy(), table["derived_of_separator"].to_numpy()),
     }
-    outcome.draw("rest", convergence(S_TAGS, curves, "1 − A¹ to [SEP]"))
+    outcome.draw("rest", convergence(by_query, "1 − A¹ to [SEP]"))
 
 
 def _errors(numbers: Tensor, places: Tensor) -> pd.DataFrame:
@@ -110,8 +190,7 @@ def _rest(numbers: Tensor, places: Tensor) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-BELOW = 1e-16
-"""Errors under it are rounding and are not drawn."""
+BELOW = 1e-16  # errors under it are rounding and are not drawn
 
 
 def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
@@ -125,20 +204,14 @@ def attention_maps(pictures: Mapping[str, Floats], separator: int) -> go.Figure:
     return drawn.add_shape(type="rect", **edges, line=look, row="all", col="all")
 
 
-def convergence(s_tag: Floats, curves: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
+def convergence(measured: Mapping[str, tuple[Floats, Floats]], y: str) -> go.Figure:
     """Draw measured sizes against s_tag, logarithmic, each with its derived rate dotted in the same colour."""
-    traces: list[Any] = []
-    for (name, pair), colour in zip(curves.items(), style.CATEGORIES, strict=False):
-        looks = (name, "solid", 5), (f"{name}, derived", "dot", 0)
-        for values, (label, dash, marker) in zip(pair, looks, strict=True):
-            shown = np.where(values > BELOW, values, np.nan)
-            if np.isfinite(shown).any():
-                hover = f"{for_plotly(label)}<br>s_tag %{{x:g}}: %{{y:.3g}}<extra></extra>"
-                own: dict[str, Any] = {"hover": hover, "legendgroup": name, "showlegend": label == name}
-                traces += line(s_tag, shown, label, colour, dash=dash, marker=marker, **own)
-    highest = max(float(np.nanmax(measured)) for measured, _ in curves.values())
-    lowest = min(float(np.nanmin(np.where(size > BELOW, size, np.nan))) for size, _ in curves.values())
+    lines: list[Line] = []
+    for line in by_category(measured, marker=5):
+        derived = replace(line, name=f"{line.name}, derived", dash="dot", width=1.8, marker=0, legend=False)
+        lines += [line, derived]
+    values = [np.where(each > BELOW, each, np.nan) for pair in measured.values() for each in pair]
+    lowest, highest = (float(of([of(each) for each in values[::2]])) for of in (np.nanmin, np.nanmax))
     # A rate means nothing where it exceeds all errors.
-    window = {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
-    layout = {"yaxis": POWERS | window, "legend": {"y": 1.04}}
-    return style.figure(traces, "s_tag", y, height=420, layout=layout)
+    axis = POWERS | {"range": [math.log10(lowest) - 0.3, math.log10(highest) + 0.7]}
+    return curves(S_TAGS, lines, values, ("s_tag", y), height=420, yaxis=axis, legend={"y": 1.04})

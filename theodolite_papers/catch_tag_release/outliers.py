@@ -10,12 +10,15 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from torch import Tensor
 
 from theodolite import Corpus, OpenModel, find_outliers
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.estimates import Estimate, Floats
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.heads import sinks_table
+from theodolite.models.guard import measures
+from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
@@ -25,9 +28,101 @@ from theodolite.report.drawing.layers import largest_columns
 from theodolite.sinks.outliers import Outliers, position_0_as_one
 from theodolite.system.wording import counted, for_plotly, head_name, listed, number, percent, shown_token
 from theodolite.theory.outliers import GAUSSIAN_CONSISTENCY
-from theodolite_papers.catch_tag_release.growth import LIFE, follow
 from theodolite_papers.drawing import Line, curves
 from theodolite_papers.experiment import Outcome, Study, declared
+
+FOLLOWED_CONTEXTS = 64  # contexts in which massive activations are followed, at most: a fixed cost
+MASSIVE_SHARE = 0.5  # a followed activation is massive in a layer where at least this share of its places are
+ANY_TOKEN = -1  # token id of what is followed at position 0: it is massive there whatever the token
+LIFE = ["dimension", "token_id", "first"]  # what tells one massive activation from another
+GROWTH = [*LIFE[:2], "token", "first", "places", "layer", "value", "share", "appears", "vanishes", "rise"]
+
+
+class _Values(Hooks):
+    """Values of the residual stream at some places of a batch (context, position, dimension), layer by layer."""
+
+    def __init__(self, places: tuple[Tensor, ...]) -> None:
+        self.places = places
+        self.layers: list[Tensor] = []
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        self.layers.append(hidden[self.places].double().cpu())
+
+
+@measures("model")
+def follow(model: OpenModel, corpus: Corpus, found: Outliers) -> pd.DataFrame:
+    """Follow every massive (dimension, token) that was found in a text through all layers.
+
+    In `FOLLOWED_CONTEXTS` contexts at most, which hold the most frequent ones; position 0 under one name, `ANY_TOKEN`.
+    A row for each activation and layer: places followed, mean value, share of places massive there, `life`.
+    """
+    if found.massive.empty:
+        return pd.DataFrame(columns=GROWTH)
+    marked = _marked(found)
+    chosen = _chosen(marked, found.massive, len(corpus.contexts))
+    followed = marked[marked["context"].isin(chosen)]
+    followed = followed.assign(token_id=followed["token_id"].where(~followed["first"], ANY_TOKEN))
+    places = followed[[*LIFE, "context", "position"]].drop_duplicates()
+    some, row = corpus.subset(torch.tensor(chosen)), np.searchsorted(chosen, places["context"])
+    values = np.empty((len(places), model.layers + 1))
+    for part in some.batches(batch_of(some, None)):
+        here = (part.start <= row) & (row < part.stop)
+        position, dimension = (
+            torch.from_numpy(places[of].to_numpy()[here]) for of in ("position", "dimension")
+        )
+        tap = _Values((torch.from_numpy(row[here] - part.start), position, dimension))
+        with hooked(model, tap):
+            model.forward(some.inputs(part))
+        values[here] = torch.stack(tap.layers, dim=1).numpy()
+    counts = places.groupby(LIFE).size()
+    means = pd.DataFrame(values, pd.MultiIndex.from_frame(places[LIFE])).groupby(level=LIFE).mean()
+    massive = followed.groupby([*LIFE, "layer"]).size().unstack(fill_value=0)
+    shares = massive.reindex(columns=means.columns, fill_value=0).div(counts, axis=0)
+    text = dict(zip(found.massive["token_id"], found.massive["token"], strict=True)) | {ANY_TOKEN: "any"}
+    tables = []
+    for key, value in means.iterrows():
+        share = shares.loc[key].to_numpy()
+        names = dict(zip(LIFE, key, strict=True)) | {"token": text[key[1]], "places": counts[key]}
+        rows = {"layer": means.columns, "value": value.to_numpy(), "share": share}
+        tables.append(pd.DataFrame(names | rows).assign(**life(value.to_numpy(), share)))
+    return pd.concat(tables, ignore_index=True)[GROWTH]
+
+
+def _marked(found: Outliers) -> pd.DataFrame:
+    """List where values are massive: layer, dimension, token_id, first, context, position.
+
+    Of position 0 it is known in which contexts some dimension is massive, and with which tokens each: with all of them.
+    """
+    columns = ["layer", "dimension", "context", "position", "token_id"]
+    places = pd.DataFrame(found.places[:, :5].numpy(), columns=columns)
+    at_0 = places.query("position == 0").drop(columns="dimension")
+    first = found.massive.loc[found.massive["first"], ["layer", "dimension", "token_id"]]
+    first = first.merge(at_0, on=["layer", "token_id"])
+    return pd.concat([places.query("position > 0").assign(first=False), first.assign(first=True)])
+
+
+def _chosen(marked: pd.DataFrame, massive: pd.DataFrame, contexts: int) -> list[int]:
+    """Choose contexts with an example of each activation, the frequent first, filled up with evenly spread others."""
+    keys = ["layer", *LIFE]
+    frequent = massive.sort_values("contexts", ascending=False, kind="stable")
+    examples = frequent.merge(marked.groupby(keys, as_index=False)["context"].min(), on=keys, how="left")
+    examples["token_id"] = examples["token_id"].where(~examples["first"], ANY_TOKEN)
+    examples = examples.drop_duplicates(LIFE)["context"]
+    spread = np.linspace(0, contexts - 1, min(FOLLOWED_CONTEXTS, contexts)).round().astype(int)
+    return sorted(list(dict.fromkeys([*examples.tolist(), *spread.tolist()]))[:FOLLOWED_CONTEXTS])
+
+
+def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
+    """Find where an activation appears and vanishes, NaN for never, and how suddenly it rises.
+
+    value: mean at every layer. share: of its places that are massive there.
+    """
+    size, layers = np.abs(value), np.flatnonzero(share >= MASSIVE_SHARE)
+    first, last = (layers[0], layers[-1]) if len(layers) else (np.nan, len(value) - 1)
+    vanishes = np.nan if last == len(value) - 1 else float(last + 1)
+    rise = np.diff(size, prepend=0.0).max() / max(size.max(), np.finfo(np.float64).tiny)
+    return {"appears": float(first), "vanishes": vanishes, "rise": float(rise)}
+
 
 EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 """A dimension is consistent whose values are half as even as Gaussian numbers (ours)."""
@@ -36,12 +131,10 @@ EVEN = 0.5 * GAUSSIAN_CONSISTENCY
 @declared("sinks/outliers")
 def outliers(study: Study, outcome: Outcome) -> None:
     corpus, run = study.require_corpus(), study.run
-    seed = int(run.provenance["seed"])
-    outliers = study.cached("outliers", lambda: find_outliers(study.require_model(), corpus, seed=seed))
-    texts = parts_of(corpus)
-    growth = follow(study.require_model(), corpus, outliers)
-    parts = [find_outliers(study.require_model(), part, seed=seed) for part in texts]
-    grown = [follow(study.require_model(), text, part) for text, part in zip(texts, parts, strict=True)]
+    model, seed, texts = study.require_model(), int(run.provenance["seed"]), parts_of(corpus)
+    outliers, *parts = (find_outliers(model, text, seed=seed) for text in (corpus, *texts))
+    growth = follow(model, corpus, outliers)
+    grown = [follow(model, text, part) for text, part in zip(texts, parts, strict=True)]
     flags = ["published", "adaptive", "large_rms", "massive"]
     flagged, heads = (
         table[table[flags].any(axis=1)].reset_index(drop=True)
@@ -59,7 +152,7 @@ def outliers(study: Study, outcome: Outcome) -> None:
     _read(outcome, outliers)
     judge_consistency(outcome, outliers, parts)
     judge_massive(outcome, (outliers, growth), list(zip(parts, grown, strict=True)))
-    sinks = [sinks_of(study.require_model(), part) for part in texts]
+    sinks = [sinks_of(model, part) for part in texts]
     judge_sinks(outcome, (outliers, run.sinks), list(zip(parts, sinks, strict=True)), corpus)
     draw(outcome, outliers, growth, len(corpus.contexts))
 
@@ -73,9 +166,8 @@ def parts_of(corpus: Corpus) -> list[Corpus]:
 
 def sinks_of(model: OpenModel, corpus: Corpus) -> pd.DataFrame:
     """Survey this text for its table of sinks."""
-    stage = Stage(
-        "corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch_of(corpus, None))
-    )
+    batch = batch_of(corpus, None)
+    stage = Stage("corpus", "reading sinks", lambda states: HeadsPass(model, corpus, 0, batch))
     states = run_stages([stage], lambda what, done, total: None)
     table, _ = sinks_table(states.of("corpus.attention"), text_of_tokens(model, corpus))
     return table
@@ -115,16 +207,9 @@ Followed = tuple[Outliers, pd.DataFrame]
 
 
 def _at_delimiters(outliers: Outliers) -> float:
-    if outliers.massive.empty:
-        return math.nan
     tokens = _by_token(outliers.massive)
-    places = tokens["places"].to_numpy(dtype=np.float64)
-    return float(places[tokens["first"] | tokens["token"].map(is_delimiter)].sum() / places.sum())
-
-
-def _staying(growth: pd.DataFrame) -> float:
-    shares = stays(growth)
-    return float(np.median(shares)) if len(shares) else math.nan
+    at = tokens["first"] | tokens["token"].map(is_delimiter)
+    return float(tokens["places"][at].sum() / tokens["places"].sum()) if len(tokens) else math.nan
 
 
 MASSIVE: dict[str, Callable[[Outliers, pd.DataFrame], float]] = {
@@ -132,7 +217,7 @@ MASSIVE: dict[str, Callable[[Outliers, pd.DataFrame], float]] = {
     "delimiters": lambda each, _: _at_delimiters(each),
     "dimensions": lambda each, _: float(each.massive["dimension"].nunique()),
     "sudden": lambda _, growth: float(growth.drop_duplicates(LIFE)["rise"].median()),
-    "stays": lambda _, growth: _staying(growth),
+    "stays": lambda _, growth: float(pd.Series(stays(growth)).median()),
 }
 """Claim of Sun et al. 2024 on massive activations → its number."""
 
@@ -203,13 +288,10 @@ def _nothing(outliers: Outliers) -> str:
     """Say why nothing can be said of massive activations: the published rule finds none; empty: it does."""
     if outliers.layers["massive_published"].any():
         return ""
-    by_layer = outliers.massive[["token_id", "first", "dimension"]]
-    tokens = len(by_layer[~by_layer["first"]]["token_id"].unique()) + bool(by_layer["first"].any())
-    others = (
-        f"{counted(tokens, 'token')} (position 0 as one), {counted(by_layer['dimension'].nunique(), 'dimension')}"
-        if tokens
-        else "none either"
-    )
+    massive, others = outliers.massive, "none either"
+    if tokens := massive.loc[~massive["first"], "token_id"].nunique() + bool(massive["first"].any()):
+        dimensions = counted(massive["dimension"].nunique(), "dimension")
+        others = f"{counted(tokens, 'token')} (position 0 as one), {dimensions}"
     sizes = _largest(outliers)
     largest, ratio = float(sizes.max()), float((sizes / typical_rms(outliers)).max())
     return (

@@ -32,15 +32,9 @@ TAIL = criterion("sinks/rare").limit
 """Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""
 
 MOST_SHIFTS = 999
-LEAST_SHIFTS = math.ceil(1 / TAIL) - 1
-"""With fewer, no place is rare enough."""
-
-TIE = 1e-12
-"""Of two η²: a grouping and its complement explain the same, but for rounding."""
-
-CLUSTER = 2
-"""Tokens that a group needs: one alone is no cluster."""
-
+LEAST_SHIFTS = math.ceil(1 / TAIL) - 1  # with fewer, no place is rare enough
+TIE = 1e-12  # of two η²: a grouping and its complement explain the same, but for rounding
+CLUSTER = 2  # tokens that a group needs: one alone is no cluster
 DETRENDED = "less a quadratic in position"
 
 
@@ -56,8 +50,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         else turned(principal_scores(vectors, grouped), reference, grouped)
         for name, vectors in vectors_at.items()
     }
-    names = {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
-    names |= {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    names = {LEFT_OUT: "position 0, or a sink", UNCAUGHT: "not caught"}
+    names |= {place: f"caught by {_sink(int(sink), tokens)}" for place, sink in enumerate(trace.sinks)}
     groups = [names[group] for group in trace.group.tolist()]
     places = outcome.tables["places"] = explained_by_place(vectors_at, trace.group, grouped)
     outcome.tables["tokens"] = pd.DataFrame(
@@ -70,9 +64,9 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
         }
     )
     head = head_name(trace.layer, trace.head)
-    why = ", chosen because its sinks divide the prompt most evenly, by its attention alone"
     if chosen:
-        outcome.read("head", head + why)
+        why = "chosen because its sinks divide the prompt most evenly, by its attention alone"
+        outcome.read("head", f"{head}, {why}")
     outcome.read(f"sinks of {head}", _listed_sinks(trace, tokens))
     for row in places.itertuples():
         judged = f"{DETRENDED} {number(row.beyond_position)}, shifted {number(row.shifted)}"
@@ -97,8 +91,8 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:
     """Return the vectors that are coloured, in computing order: before the head, its output, deeper layers."""
-    layer, last = trace.layer, len(trace.streams) - 1
-    deeper = [layer + 1 + step for step in evenly(last - layer, DEEPER)]
+    layer = trace.layer
+    deeper = [layer + 1 + step for step in evenly(len(trace.streams) - 1 - layer, DEEPER)]
     return {
         f"stream into block {layer}": trace.streams[layer],
         "output of the head": trace.output,
@@ -116,10 +110,9 @@ def _listed_sinks(trace: PromptTrace, tokens: list[str]) -> str:
             f"none: no key receives more than {SINK_THRESHOLD} of the attention of the queries that see it, "
             "or enough of a span's"
         )
-    sizes = [int((trace.group == number_of).sum()) for number_of in range(len(trace.sinks))]
-    sinks = [_sink(int(position), tokens) for position in trace.sinks]
     return "; ".join(
-        f"{sink} catches {counted(size, 'token')}" for sink, size in zip(sinks, sizes, strict=True)
+        f"{_sink(int(position), tokens)} catches {counted(int((trace.group == place).sum()), 'token')}"
+        for place, position in enumerate(trace.sinks)
     )
 
 
@@ -169,8 +162,6 @@ def judge_places(outcome: Outcome, trace: PromptTrace, places: pd.DataFrame) -> 
     shifts, why = int(places["shifts"].iloc[0]), ""
     if not len(trace.sinks):
         why = "the head has no sink on this prompt (name another with --layer and --head)"
-    elif len(sizes) < 2:
-        why = "all tokens are in one group"
     elif int((sizes >= CLUSTER).sum()) < 2 or shifts < LEAST_SHIFTS:
         why = (
             f"{counted(int(sizes.sum()), 'token')} in groups of {', '.join(map(str, sizes.tolist()))}: two groups "

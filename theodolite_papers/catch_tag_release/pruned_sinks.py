@@ -7,13 +7,11 @@ beside the pages, and read by whatever needs it again.
 from __future__ import annotations
 
 import copy
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -35,24 +33,17 @@ from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.report.drawing.compare import parallel_map
-from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
+from theodolite_papers.drawing import intervals
 from theodolite_papers.experiment import Outcome, Study, declared
 
 METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
-
-SPARSITY = 0.5
-"""As in the paper's figures."""
-
-ITERATIONS, RANK_RATIO = 80, 0.25
-"""Of OATS, as published."""
-
-MOST_CONTEXTS = 128
-"""That are measured, evenly chosen, and as many that calibrate."""
-
+SPARSITY = 0.5  # as in the paper's figures
+ITERATIONS, RANK_RATIO = 80, 0.25  # of OATS, as published
+MOST_CONTEXTS = 128  # that are measured, evenly chosen, and as many that calibrate
 DENSE = "dense"
 CONTROL_SEED = 0
 
@@ -66,8 +57,7 @@ class ModelSinks:
     prompt: PromptTrace | None = None
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """The head that is shown, and on which prompt."""
 
     ids: Tensor
@@ -97,7 +87,7 @@ def measure_sinks(model: OpenModel, corpus: Corpus, prompt: Prompt | None = None
         with hooked(model, batch_sinks):
             losses.append(next_token_losses(model.logits(ids), ids).mean(dim=1))
         sinks.append(batch_sinks.sinks)
-    traced = None if prompt is None else trace_prompt(model, prompt.ids, prompt.layer, prompt.head)
+    traced = None if prompt is None else trace_prompt(model, *prompt)
     return ModelSinks(torch.cat(losses), torch.cat(sinks), traced)
 
 
@@ -172,10 +162,10 @@ def pruned_measures(
     """
     (_, measured), prompt = halves(study), prompt_of(study)
     model, pruned = pruned_model(study, method)
-    whole, layer = METHODS[method], prompt.layer
-    measures = {whole: measured_once(study, whole, model)}
+    measures = {METHODS[method]: measured_once(study, METHODS[method], model)}
+    factors = pruned.factors(prompt.layer) if ablations else None
     for name, control in (ablations or {}).items():
-        with without_low_rank(model, layer, factors=pruned.factors(layer), control=control):
+        with without_low_rank(model, prompt.layer, factors=factors, control=control):
             measures[name] = measure_sinks(model, measured, prompt)
     return measures
 
@@ -206,10 +196,8 @@ def judge_methods(outcome: Outcome, dense: ModelSinks, measured: Mapping[str, Mo
     """Judge whether OATS keeps the sinks, and more of them than each other method: paired by context."""
     others = [name for name in measured if name != "OATS"]
     if not dense.sinks.any():
-        why = "the dense model has no sink in this text"
-        outcome.cannot_judge("retains", why)
-        for name in others:
-            outcome.cannot_judge("loses", why, method=name)
+        for claim, method in (("retains", "OATS"), *(("loses", name) for name in others)):
+            outcome.cannot_judge(claim, "the dense model has no sink in this text", method=method)
         return
     kept = {name: (dense.sinks & of.sinks).int() for name, of in measured.items()}
     outcome.judge("retains", kept_sinks(dense, measured["OATS"]).floored(), sparsity=f"{SPARSITY:.0%}")
@@ -254,13 +242,7 @@ def judge_low_rank(outcome: Outcome, left: Mapping[str, Estimate], layer: int) -
     )
     joined = all_of if removed.answer == FAILS else mix_of
     outcome.verdicts.append(joined(outcome.sentence("low-rank", layer=layer), [removed, spared]))
-    names = ["<br>".join(textwrap.wrap(name, 44)) for name in left]
-    margins = style.error_bars([share.margin for share in left.values()])
-    values, hover = [share.value for share in left.values()], "%{y}: %{x:.3f}<extra></extra>"
-    own: dict[str, Any] = {"marker": {"size": 11}, "error_x": margins}
-    shown = dots(np.array(values), names, None, None, style.BLUE, hover, **own)
-    layout = {"xaxis": {"range": [-0.03, 1.03]}, "yaxis": {"autorange": "reversed", "automargin": True}}
-    drawn = style.figure([shown], "share left", height=150 + 60 * len(names), layout=layout)
+    drawn = intervals(left, "share left", {"range": [-0.03, 1.03]})
     for part in parts:
         limit = outcome.criterion(part).limit
         drawn.add_vline(x=limit, line={"dash": "dot", "width": 1, "color": style.REFERENCE})

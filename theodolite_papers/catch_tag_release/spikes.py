@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -25,28 +24,32 @@ from theodolite.estimates import Estimate
 from theodolite.evaluate.few_shot import prompts_for
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import next_token_losses
-from theodolite.report import style
-from theodolite.report.drawing.grammar import dots
 from theodolite.system.wording import listed, number, percent, with_error
-from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, hidden, other_keys, under_ablations
+from theodolite_papers.catch_tag_release.ablated import (
+    Ablation,
+    Reading,
+    Spikes,
+    find_spikes,
+    hidden,
+    other_keys,
+    replace_activations,
+    under_ablations,
+)
 from theodolite_papers.catch_tag_release.few_shot import (
     Answers,
     accuracy_by_shots,
+    answered,
     by_k,
     over_tasks,
     tabulated,
+    texts_of,
 )
-from theodolite_papers.catch_tag_release.few_shot_ablation import answered, texts_of
-from theodolite_papers.catch_tag_release.massive_activations import Spikes, find_spikes, replace_activations
 from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of, ratio_over_contexts
+from theodolite_papers.drawing import intervals
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
 
-CONTEXTS = 32
-"""That are judged at most, and as many on which massive activations are found."""
-
-PROMPTS, SEED = 8, 1
-"""Of each word task."""
-
+CONTEXTS = 32  # that are judged at most, and as many on which massive activations are found
+PROMPTS, SEED = 8, 1  # of each word task
 REMOVED, DIMENSIONS = "massive activations taken out", "as many other dimensions of these tokens taken out"
 CONSTANT = "these tokens held constant"
 HIDDEN, KEYS = "the sinks' attention hidden", "as many of the most attended other keys hidden"
@@ -146,12 +149,13 @@ def spikes(study: Study, outcome: Outcome) -> None:
     _read(outcome, massive, rows, answers)
     judge_text(outcome, rows)
     judge_answers(outcome, answers, prompts.tasks)
-    outcome.draw("loss", costs(rows))
+    more_by_name = {name: more(rows, name) for name in rows if name != DENSE}
+    drawn = intervals(more_by_name, "nats per token more", {"rangemode": "tozero"})
+    outcome.draw("loss", drawn)
     outcome.draw("accuracy", accuracy_by_shots({name: of.astype(np.float64) for name, of in answers.items()}))
 
 
-Rows = Mapping[str, Mapping[str, np.ndarray]]
-"""Ablation → `loss`, `attention` and `sinks` of each context."""
+Rows = Mapping[str, Mapping[str, np.ndarray]]  # ablation → `loss`, `attention` and `sinks` of each context
 
 
 def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
@@ -207,16 +211,3 @@ def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Seque
         lost = over_tasks(last[DENSE] - last[name], tasks)
         beyond = over_tasks(last[control] - last[name], tasks).floored()
         outcome.judge("examples", beyond, name=words, lost=lost)
-
-
-def costs(rows: Rows) -> go.Figure:
-    """Draw what every ablation costs, with 95 % intervals."""
-    names = [name for name in rows if name != DENSE]
-    estimates = [more(rows, name) for name in names]
-    values = np.array([of.value for of in estimates])
-    hover = "%{y}: %{x:.3g} nats more<extra></extra>"
-    own = {"marker": {"size": 11}, "error_x": style.error_bars([of.margin for of in estimates])}
-    named = {"mode": "markers+text", "textposition": "middle right", "cliponaxis": False}
-    layout = {"yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"rangemode": "tozero"}}
-    shown = dots(values, names, [number(of) for of in values], None, style.BLUE, hover, **own, **named)
-    return style.figure([shown], "nats per token more", "", height=150 + 40 * len(names), layout=layout)

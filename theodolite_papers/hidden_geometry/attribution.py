@@ -5,9 +5,11 @@ Figs. 6, 19 and 30 to 34 of Song & Zhong 2024, and what the global mean does to 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,26 +26,27 @@ from theodolite.judging import untestable
 from theodolite.logits.attribution import repeated_patterns, repeated_sequences
 from theodolite.measure.attribution import ATTRIBUTED, attribute
 from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
-from theodolite.measure.head_matrices import MOST_POSITIONS, HeadMatrix, head_matrices
+from theodolite.measure.head_matrices import ADDITIVE, MOST_POSITIONS, HeadMatrix, head_matrices
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.measure.position import CUTOFFS
 from theodolite.models.prompts import REPEATED, prompt_ids
 from theodolite.models.token_texts import token_texts
 from theodolite.models.weights.head_weights import HeadWeights, no_head_matrix
-from theodolite.report.data import blocks, evenly, heads_per_block, provenance
-from theodolite.report.drawing.constituents import qk_panels
+from theodolite.report import style
+from theodolite.report.data import attributed, blocks, evenly, heads_per_block, provenance
+from theodolite.report.drawing.constituents import GROUP_COLOURS, qk_panels
+from theodolite.report.drawing.grammar import Panel, bars, panels
 from theodolite.system.wording import counted, head_name, listed, number, percent
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
-from theodolite_papers.hidden_geometry import figures
-from theodolite_papers.hidden_geometry.addition import of_an_adder
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_UNSMOOTH_POSITIONS,
     Basis,
     bases_by_group,
     unless_hidden,
 )
+from theodolite_papers.hidden_geometry.smoothness import of_an_adder
 
 TIMES_UNIFORM = 2.0
 """A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
@@ -76,7 +79,7 @@ CLAIMS = [
 
 @dataclass(frozen=True)
 class Head:
-    """One attributed head and pattern. `groups`: index group; columns share, only, without, kept, left.
+    """One attributed head and pattern. `groups`: index group; columns share, kept, left.
 
     kept, left: what is left of the score's excess over uniform attention with this group only, and without it.
     """
@@ -88,11 +91,6 @@ class Head:
     groups: pd.DataFrame
 
     @property
-    def name(self) -> str:
-        """Name of the head, such as `L3H5`."""
-        return head_name(self.layer, self.head)
-
-    @property
     def follows(self) -> bool:
         """True if the head has the pattern at all."""
         return self.score >= STRONG and self.score >= TIMES_UNIFORM * self.uniform
@@ -102,23 +100,17 @@ class Head:
         """The group that keeps most of the pattern by itself, of those that share nothing."""
         return str(self.groups.loc[[*DISJOINT, "additive"], "kept"].idxmax())
 
-    def determined_by(self, pattern: PatternClaim, group: str) -> bool:
-        """Tell whether `group`, the pattern's own or the strict one in it, keeps enough, and no other more."""
-        return self.strongest == pattern.group and bool(RETAINS.met(float(self.groups.loc[group, "kept"])))
-
     def summary(self, group: str) -> str:
         """Summarise the head's numbers in a line."""
-        row = self.groups.loc[group]
-        evidence = f"{self.name} (score {number(self.score)}, uniform attention {number(self.uniform)})"
+        scores = f"(score {number(self.score)}, uniform attention {number(self.uniform)})"
+        evidence = f"{head_name(self.layer, self.head)} {scores}"
         if not self.follows:
             return evidence
-        evidence += (
-            f": {group} alone retains {percent(float(row['kept']))}, ablating it leaves {percent(float(row['left']))}, "
-            f"its share of the logits' variance is {percent(float(row['share']))}"
-        )
+        kept, left, share = map(percent, self.groups.loc[group, ["kept", "left", "share"]])
+        evidence += f": {group} alone retains {kept}, ablating it leaves {left}, "
+        evidence += f"its share of the logits' variance is {share}"
         if self.strongest != group:
-            most = percent(float(self.groups.loc[self.strongest, "kept"]))
-            evidence += f"; {self.strongest} alone retains {most}"
+            evidence += f"; {self.strongest} alone retains {percent(self.groups.loc[self.strongest, 'kept'])}"
         return evidence
 
 
@@ -133,43 +125,89 @@ def retained(attributed: pd.DataFrame) -> pd.DataFrame:
 
 def attributed_heads(run: Run, pattern: str) -> list[Head]:
     """List the attributed heads of a pattern, those that follow it most first."""
-    table = run.attribution
-    if not len(table):
-        return []
     heads = []
-    of_pattern = retained(table[table["pattern"] == pattern])
-    for (layer, head), rows in of_pattern.groupby(["layer", "head"], sort=False):
-        groups = rows.set_index("group")[["share", "only", "without", "kept", "left"]].astype(np.float64)
-        score, uniform = (float(rows[name].iloc[0]) for name in ("score", "uniform"))
-        heads.append(Head(int(layer), int(head), score, uniform, groups))
-    return sorted(heads, key=lambda head: -head.score)
+    for rows in attributed(run, pattern):
+        groups = retained(rows).set_index("group")[["share", "kept", "left"]].astype(np.float64)
+        layer, head, score, uniform = rows.iloc[0][["layer", "head", "score", "uniform"]]
+        heads.append(Head(int(layer), int(head), float(score), float(uniform), groups))
+    return heads
 
 
 def judge_pattern(outcome: Outcome, pattern: PatternClaim, heads: list[Head]) -> None:
     """Judge a pattern's claims, the paper's and ours, on all heads that follow it: one head alone decides nothing."""
     followers = [head for head in heads if head.follows]
-    words = {"tokens": pattern.tokens, "side": pattern.side}
+    words: dict[str, Any] = {"tokens": pattern.tokens, "side": pattern.side}
     if not followers:
-        best = "0 heads attributed"
-        if heads:
-            best = f"the highest score is that of {heads[0].summary(pattern.strict)}"
+        highest = f"the highest score is that of {heads[0].summary(pattern.strict)}" if heads else ""
+        best = highest or "0 heads attributed"
         asked = f"at least {STRONG:g} and {TIMES_UNIFORM:g} times uniform attention is required of such a head (ours)"
         outcome.cannot_judge("pattern.strict", f"{best}; {asked}", group=pattern.strict, **words)
         return
     for claim, group in (("pattern.strict", pattern.strict), ("pattern.group", pattern.group)):
-        kept = float(np.mean([head.groups.loc[group, "kept"] for head in followers]))
-        outcome.judge(
-            claim,
-            [head.determined_by(pattern, group) for head in followers],
-            found=len(followers),
-            attributed=len(heads),
-            strong=STRONG,
-            times=TIMES_UNIFORM,
-            group=group,
-            kept=percent(kept),
-            best=followers[0].summary(group),
-            **words,
+        kept = np.array([head.groups.loc[group, "kept"] for head in followers])
+        strongest = np.array([head.strongest == pattern.group for head in followers])
+        enough = (strongest & RETAINS.met(kept)).tolist()  # and no other group keeps more
+        words |= {"group": group, "kept": percent(float(kept.mean())), "best": followers[0].summary(group)}
+        words |= {"found": len(followers), "attributed": len(heads), "strong": STRONG, "times": TIMES_UNIFORM}
+        outcome.judge(claim, enough, **words)
+
+
+PANELS = 6  # heads of one pattern that are drawn; the table has them all
+PANEL, TITLE = 128, 22  # pixels of one panel with its title, and of its title
+STANDS_OUT = 2.0
+"""A head follows a pattern, weakly at least, where it pays it so many times what uniform attention does."""
+
+
+def pattern_panels(run: Run, pattern: str) -> go.Figure:
+    """Draw attention along a pattern by its strongest heads: from one group of constituents alone, and with it ablated.
+
+    One panel per head that stands out, the strongest first; where none does, the strongest, and none for none. Lines:
+    the score as it is (solid) and of uniform attention (dotted).
+    """
+    every = attributed(run, pattern)
+    stands_out = [rows["score"].iloc[0] >= STANDS_OUT * rows["uniform"].iloc[0] for rows in every]
+    heads = [*itertools.compress(every, stands_out)][:PANELS] or every[:1]
+    rows = pd.concat(heads)
+    if not (rows.loc[rows["group"] == ADDITIVE, "share"].abs() > 0).any():
+        heads = [of_head[of_head["group"] != ADDITIVE] for of_head in heads]
+    end = 1.06 * float(rows[["score", "only", "without"]].to_numpy().max())
+    last = len(heads) - 1
+    drawn = [_attribution_panel(of_head, end, n == 0, n == last) for n, of_head in enumerate(heads)]
+    gap = TITLE / (PANEL * len(heads))
+    layout = {"barmode": "group", "bargap": 0.28, "margin": {"l": 84, "r": 12, "b": 44}}
+    return panels(drawn, 1, height=PANEL, gaps=(0, gap), layout=layout | {"legend": {"traceorder": "normal"}})
+
+
+def _attribution_panel(rows: pd.DataFrame, end: float, first: bool, last: bool) -> Panel:
+    """Draw one head's bars, its score and that of uniform attention; `end` of the axis of scores, named in the last."""
+    drawn = [
+        bars(
+            rows[name],
+            rows["group"].tolist(),
+            label,
+            colour,
+            f"%{{y}}<br>{label}: %{{x:.3f}}<br>%{{customdata:.1%}} of the logits' variance<extra></extra>",
+            customdata=rows["share"].to_numpy(dtype=np.float32),
+            orientation="h",
+            legendgroup=name,
+            showlegend=first,
         )
+        for name, label, colour in (("only", "alone", style.MEASURED), ("without", "ablated", style.SKY))
+    ]
+    layer, head, score, uniform = rows.iloc[0][["layer", "head", "score", "uniform"]]
+    return Panel(
+        head_name(int(layer), int(head)),
+        drawn,
+        "mean attention along the pattern" if last else "",
+        xaxis={"range": [0, end], "showticklabels": last, "ticks": "outside" if last else ""},
+        yaxis={"autorange": "reversed", "ticks": "", "showgrid": False, "dtick": 1, "tickfont": {"size": 11}},
+        # Short, since a panel may be as narrow as a phone and Plotly cuts what is longer.
+        note=f"{number(score, 2)}, uniform {number(uniform, 2)}",
+        marks=[
+            (float(score), {"width": 1.6, "color": style.GREY}),
+            (float(uniform), {"width": 1.2, "dash": "dot", "color": style.GREY}),
+        ],
+    )
 
 
 @declared("geometry/attribution")
@@ -182,7 +220,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
         outcome.read(f"heads that attend to {pattern.title}", f"{len(followers)}{top}")
         judge_pattern(outcome, pattern, heads)
         if heads:
-            drawn = figures.attribution(run, pattern.name)
+            drawn = pattern_panels(run, pattern.name)
             target = ATTENTION_PATTERNS[pattern.name].target
             values = {"title": pattern.title, "target": target, "group": pattern.group}
             outcome.draw(pattern.name, drawn, "pattern", **values)
@@ -193,7 +231,7 @@ def attribution(study: Study, outcome: Outcome) -> None:
 def read_refusals(outcome: Outcome, run: Run) -> None:
     """Report layers that could not be split, with the reason."""
     if refused := provenance(run, "constituents_refused"):
-        reasons = "; ".join(list(refused.values())[:REFUSALS_SHOWN])
+        reasons = "; ".join([*refused.values()][:REFUSALS_SHOWN])
         outcome.read("layers whose logits cannot be split", f"{len(refused)}: {reasons}")
 
 
@@ -243,20 +281,27 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
     for claim, group, wins in (("dominant", "pos-pos", largest_strict), ("ours", "position", largest)):
         words = {"heads": counted(heads, "head"), "group": group, "share": percent(means[group])}
         outcome.judge(claim, wins[group], limit=1 / len(wins), groups=len(wins), **words)
-    outcome.tables["shares"] = pd.DataFrame(
-        {"layer": layer, "head": head} | {group: float(grid[layer, head]) for group, grid in grids.items()}
-        for layer in range(blocks(run))
-        for head in range(heads_per_block(run))
-    )
+    places = product(range(blocks(run)), range(heads_per_block(run)))
+    by_head = pd.DataFrame(places, columns=["layer", "head"])
+    outcome.tables["shares"] = by_head.assign(**{group: grid.ravel() for group, grid in grids.items()})
 
     def draw(place: int) -> go.Figure:
         return drawing.head_values(list(grids.values())[place], "share of logit variance")
 
     outcome.draw("shares", by_name("group", list(grids), draw, grid=True), groups=listed([*apart]))
-    drawn = figures.shares_by_layer(
-        np.arange(blocks(run), dtype=np.float64),
-        {group: pd.DataFrame(grid).mean(axis=1).to_numpy() for group, grid in apart.items()},
-    )
+    bars_shown = [
+        bars(
+            np.arange(blocks(run)),
+            pd.DataFrame(grid).mean(axis=1).to_numpy(),
+            group,
+            GROUP_COLOURS[group],
+            f"layer %{{x}}<br>{group}: %{{y:.3f}}<extra></extra>",
+        )
+        for group, grid in apart.items()
+    ]
+    axis = {"zeroline": False} | style.every_tick(blocks(run))
+    layout = {"barmode": "relative", "bargap": 0.25, "xaxis": axis}
+    drawn = style.figure(bars_shown, "layer", "mean share of logit variance", height=340, layout=layout)
     outcome.draw("by-layer", drawn)
 
 
@@ -369,12 +414,13 @@ def _panel_caption(study: Study, length: int) -> str:
     """Describe what the panels show, for their captions."""
     kind = "of random tokens, twice" if study.focus.prompt is None else "of the prompt"
     shown = f"; the first {MOST_POSITIONS} of them" if length - 1 > MOST_POSITIONS else ""
-    rotated = (
-        "This family rotates queries and keys, so relative position is within every panel, constant too: there the "
-        "rotated mean and biases differ by distance. "
-    )
     caption = f"Logits {kind}, {length} tokens, position 0 left out{shown}. "
-    return caption + (rotated if study.provenance["model"].get("positions") == "rotary" else "")
+    if study.provenance["model"].get("positions") == "rotary":
+        caption += (
+            "This family rotates queries and keys, so relative position is within every panel, constant too: "
+        )
+        caption += "there the rotated mean and biases differ by distance. "
+    return caption
 
 
 def _tables(ids: Tensor, tokens: list[str], panels: dict[str, list[HeadMatrix]]) -> dict[str, pd.DataFrame]:

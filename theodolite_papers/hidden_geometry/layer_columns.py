@@ -25,11 +25,7 @@ from theodolite.corpus.spec import RANDOM
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.position import (
-    SCREENOT_RANK,
-    grouped_basis,
-    screenot_bound,
-)
+from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
 from theodolite.passes.positions import read_means, survey_positions
 from theodolite.report.data import (
     AT_FLOOR,
@@ -46,8 +42,9 @@ from theodolite.system.wording import counted, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, stacked
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
-Basis = Float64[Tensor, "groups positions width"]
-"""The positional basis of a layer, of each group of contexts."""
+Basis = Float64[
+    Tensor, "groups positions width"
+]  # the positional basis of a layer, of each group of contexts
 
 
 def bases_of(means: State) -> list[Basis] | None:
@@ -108,19 +105,15 @@ WITHOUT_TEXT = (
 )
 
 
-def gram_between(
-    p: Basis, used: Float64[Tensor, " groups"] | None = None
-) -> Float64[Tensor, "positions positions"]:
-    """Average P_g P_hᵀ over pairs of different groups (of those used, weight 1), in which no error meets itself."""
-    return grams_between(p)(torch.ones(len(p), dtype=torch.float64) if used is None else used)
+def grams_between(p: Basis) -> Callable[[Tensor | None], Float64[Tensor, "positions positions"]]:
+    """Average P_g P_hᵀ over pairs of different groups, in which no error meets itself: a function of the groups used.
 
-
-def grams_between(p: Basis) -> Callable[[Tensor], Tensor]:
-    """Return `gram_between` of some groups as a function of their weights, with each group's own product made once."""
+    Those of weight 1 are used; None: all.
+    """
     own = p @ p.mT
 
-    def between(used: Tensor) -> Tensor:
-        chosen = used > 0
+    def between(used: Tensor | None) -> Tensor:
+        chosen = torch.ones(len(p), dtype=torch.bool) if used is None else used > 0
         whole, count = p[chosen].sum(dim=0), int(chosen.sum())
         return (whole @ whole.T - own[chosen].sum(dim=0)) / (count * (count - 1))
 
@@ -232,12 +225,11 @@ LEAST_UNSMOOTH_POSITIONS = 20
 def no_room(run: Run) -> str | None:
     """Explain why no rank can be judged in contexts this short; None: it can."""
     positions, width = need(run, "positional_basis").shape[1:]
-    if min(positions - 1, width) >= LEAST_RANKED:
-        return None
-    return (
-        f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of {SCREENOT_RANK} no room: use "
-        f"contexts of {LEAST_RANKED + 1} or more"
+    why = (
+        f"{positions - 1} positions of width {width} leave ScreeNOT's upper bound of {SCREENOT_RANK} no room"
     )
+    short = min(positions - 1, width) < LEAST_RANKED
+    return f"{why}: use contexts of {LEAST_RANKED + 1} or more" if short else None
 
 
 def found_ranks(run: Run) -> Estimates:
@@ -252,15 +244,12 @@ def energy_within_rank(study: Study) -> Estimates | None:
     if bases is None:
         return None
 
-    def of_layer(p: Basis, rank: float) -> Jackknifed:
-        if not rank > 0:
-            return Jackknifed.constant(torch.tensor(torch.nan, dtype=torch.float64), len(p))
-        curve = energy_within(p)
-        return curve[int(rank) - 1]
-
     def of_layers() -> Estimates:
-        ranks = value_of(study.run, "rank")
-        return estimates_of(stacked([of_layer(p, rank) for p, rank in zip(bases, ranks, strict=True)]))
+        ranks = np.nan_to_num(value_of(study.run, "rank")).astype(int)
+        curves = zip(map(energy_within, bases), ranks, strict=True)
+        return estimates_of(
+            stacked([curve[max(rank, 1) - 1].where(torch.tensor(rank > 0)) for curve, rank in curves])
+        )
 
     return study.cached("energy within the rank", of_layers)
 
@@ -276,14 +265,10 @@ def judge_low_rank(outcome: Outcome, study: Study, *, every: bool) -> None:
     claim, layers, parts = outcome.sentence("low-rank"), int((~hidden).sum()), []
     if layers:
         ranks = replace(ranks, values=np.where(hidden, np.nan, ranks.values))
-        worst = int(np.nanargmax(ranks.values))
-        words = {
-            "worst": worst,
-            "possible": min(basis.shape),
-            "most": screenot_bound(torch.from_numpy(basis)),
-        }
+        worst, most = int(np.nanargmax(ranks.values)), screenot_bound(torch.from_numpy(basis))
+        words = {"worst": worst, "possible": min(basis.shape), "most": most, "layers": layers}
         highest = ranks.at(worst) if every else mean_of(ranks)
-        parts.append(outcome.verdict("low-rank.rank", highest, layers=layers, **words))
+        parts.append(outcome.verdict("low-rank.rank", highest, **words))
         if energy is None:
             what = outcome.sentence("low-rank.energy", "what", layers=layers)
             parts.append(untestable(claim, f"{what}: {WITHOUT_TEXT}"))

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import Run
 from theodolite.comparison.parts import chance_overlap, overlap
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
+from theodolite.report import style
 from theodolite.report.data import (
     column,
     error_of,
+    evenly,
     layer_average,
     layer_estimates,
     layer_numbers,
@@ -29,11 +35,13 @@ from theodolite.report.data import (
     value_of,
 )
 from theodolite.report.drawing import geometry
-from theodolite.system.wording import MISSING, number, percent, visible, with_error
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels
+from theodolite.system.wording import MISSING, for_plotly, number, percent, visible, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, stacked, together
 from theodolite_papers import drawing
+from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import figures, layer_columns, published
+from theodolite_papers.hidden_geometry import layer_columns, published
 from theodolite_papers.hidden_geometry.layer_columns import (
     WITHOUT_TEXT,
     Basis,
@@ -48,6 +56,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     shown,
     unless_hidden,
 )
+from theodolite_papers.hidden_geometry.smoothness import dct, singular_values
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
@@ -57,6 +66,12 @@ QUANTITIES = {
     "intra-cluster similarity": ("similarity_within", "within"),
     "incoherence": ("incoherence_mean", "incoherence"),
 }
+PAPER = dict(zip(published.MODELS, (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE), strict=True))
+DASHES = dict(zip(published.TEXTS, ("dot", "solid", "dash"), strict=True))
+WAVE_POSITIONS = 160
+CURVES = 13
+PANEL_ROW = 26  # pixels a row
+NARROW = 16  # characters in a line of an axis title
 ROWS_OF_TABLE_3 = {
     "PPᵀ": ("pp_", "layers", published.LOW_FREQUENCY),
     "PWPᵀ": ("pwp_", "heads", published.LOW_FREQUENCY_PWP),
@@ -78,32 +93,42 @@ def table_1(study: Study, outcome: Outcome) -> None:
         decimals = 3 if field == "incoherence" else 2  # as printed
         printed = f"{model}: {paper[0]:.{decimals}f} ({paper[1]:.2f})"
         outcome.read(f"{quantity}, mean (sd) over layers", here, printed)
-    rows = {"this run": this_run}
-    for row in published.TABLE_1:
-        cells = {quantity: getattr(row, field) for quantity, (_, field) in QUANTITIES.items()}
-        rows[f"{row.model} · {row.text}"] = {q: cell for q, cell in cells.items() if math.isfinite(cell[0])}
-    table = pd.DataFrame({"row": list(rows)})
-    for quantity in QUANTITIES:
-        pairs = np.array([row.get(quantity, (math.nan, math.nan)) for row in rows.values()])
-        table[quantity], table[f"{quantity} sd"] = pairs.T
+    rows = published.TABLE_1
+    table = pd.DataFrame({"row": ["this run", *(f"{row.model} · {row.text}" for row in rows)]})
+    for quantity, (_, field) in QUANTITIES.items():
+        pairs = [this_run.get(quantity, (math.nan, math.nan)), *(getattr(row, field) for row in rows)]
+        table[quantity], table[f"{quantity} sd"] = np.array(pairs).T
     outcome.tables["averages"] = table.join(pd.DataFrame([errors]))
     layer_columns.judge_low_rank(outcome, study, every=False)
     layer_columns.judge_significant(outcome, run)
-    _separation(outcome, run)
-    ratio = estimates_of(layer_columns.over_random(run))
-    judge_seen(outcome, "incoherent", mean_of(ratio), ratio.values)
-    outcome.draw("table1", drawing.averages(rows, list(QUANTITIES)))
-
-
-def _separation(outcome: Outcome, run: Run) -> None:
     labels = need(run, "context_label")
     labels = labels[labels >= 0]
-    if not len(labels) > len(np.unique(labels)) > 1:
+    if len(labels) > len(np.unique(labels)) > 1:
+        separated = estimates_of(layer_columns.between_over_within(run))
+        levels = {name: layer_average(run, f"similarity_{name}")[0].value for name in ("within", "between")}
+        judge_seen(outcome, "separated", mean_of(separated), separated.values, **levels)
+    else:
         outcome.cannot_judge("separated", "the text has no labels, or no two contexts with the same one")
-        return
-    ratio = estimates_of(layer_columns.between_over_within(run))
-    levels = {name: layer_average(run, f"similarity_{name}")[0].value for name in ("within", "between")}
-    judge_seen(outcome, "separated", mean_of(ratio), ratio.values, **levels)
+    ratio = estimates_of(layer_columns.over_random(run))
+    judge_seen(outcome, "incoherent", mean_of(ratio), ratio.values)
+    outcome.draw("table1", _averages(table))
+
+
+def _averages(table: pd.DataFrame) -> go.Figure:
+    """Draw Table 1 as dots: a panel per quantity, a line per row, a bar of one standard deviation over layers."""
+    names, shown = [for_plotly(name) for name in table["row"]], []
+    colours = [style.MEASURED] + [style.REFERENCE] * (len(names) - 1)
+    for quantity in QUANTITIES:
+        hover = f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>"
+        bar = dict(style.error_bars(table[f"{quantity} sd"].to_numpy()) or {}, color=style.GREY)
+        own = {"error_x": bar, "marker": {"size": 9}}
+        points = dots(table[quantity], names, None, "", colours, hover, **own)
+        title = "<br>".join(textwrap.wrap(quantity, NARROW))  # beside others
+        axis: dict[str, Any] = {"autorange": "reversed", "type": "category"}
+        axis |= {"matches": "y", "showticklabels": False, "ticks": ""} if shown else {}
+        shown.append(Panel("", [points], title, "", {"rangemode": "tozero", "nticks": 4}, axis))
+    height, gaps = 110 + PANEL_ROW * len(names) - HEADROOM, (0.035, 0)
+    return panels(shown, len(shown), height=height, gaps=gaps, layout={"showlegend": False})
 
 
 @declared("geometry/table2")
@@ -133,11 +158,9 @@ def table_2(study: Study, outcome: Outcome) -> None:
     here, other = (layer_columns.columns_with_errors(run, compared) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
     outcome.tables["robustness"] = here.join(other)
-    for column_name, y in (("rank", "dimensions"), ("low_frequency_10", "share of energy")):
-        of_runs = ((value_of(run, column_name), error_of(run, column_name)) for run in runs)
-        curves = dict(zip(names, of_runs, strict=True))
-        axis = None if column_name == "rank" else drawing.SHARE
-        outcome.draw(column_name.replace("_", "-"), drawing.over_layers(layers, curves, y, axis))
+    for of, y, axis in (("rank", "dimensions", None), ("low_frequency_10", "share of energy", drawing.SHARE)):
+        curves = {name: (value_of(run, of), error_of(run, of)) for name, run in zip(names, runs, strict=True)}
+        outcome.draw(of.replace("_", "-"), drawing.over_layers(layers, curves, y, axis))
     if second is not first:
         outcome.runs["other"] = second.provenance
 
@@ -156,9 +179,8 @@ def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
         changes = other.values - here.values
         errors, hidden = np.hypot(error_of(first, "rank"), error_of(second, "rank")), np.isnan(changes)
         means = (mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
-        words = dict(zip(("here", "other"), means, strict=True))
         change = mean_of(replace(here, values=changes, errors=errors))
-        judge_seen(outcome, "rank", change, changes, **words)
+        judge_seen(outcome, "rank", change, changes, **dict(zip(("here", "other"), means, strict=True)))
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, second))
 
 
@@ -192,11 +214,13 @@ def table_3(study: Study, outcome: Outcome) -> None:
     run = study.run
     smooth = _concentrated(outcome, run, "concentrated", "PPᵀ")
     outcome.verdicts.append(smooth)
-    shares_here, rows = {}, []
-    for name, (prefix, over, paper) in ROWS_OF_TABLE_3.items():
+    rows: list[dict[str, Any]] = []
+    shown: dict[Line, Mapping[int, float]] = {}
+    for (name, (prefix, over, paper)), colour in zip(ROWS_OF_TABLE_3.items(), drawing.ORDERS, strict=True):
         columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
         shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
-        shares_here[name] = shares
+        shown[Line(name, colour, width=2.2, marker=6)] = shares
+        shown[Line(f"{name}, GPT-2 in Table 3", colour, "dot", drawing.LINE, 4)] = paper
         for where, of_row in (("this run", shares), ("GPT-2, Table 3", paper)):
             cells = {f"K = {k}": of_row.get(k, math.nan) for k in CUTOFFS}
             rows.append({"row": name, "where": where} | cells)
@@ -213,35 +237,45 @@ def table_3(study: Study, outcome: Outcome) -> None:
             inherited = untestable(inherited.claim, why)
         outcome.verdicts.append(inherited)
     outcome.tables["shares"] = pd.DataFrame(rows)
-    drawn = drawing.shares_by_cutoff(
-        shares_here, {name: paper for name, (*_, paper) in ROWS_OF_TABLE_3.items()}
-    )
-    outcome.draw("table3", drawn)
+    shown = {curve: of_curve for curve, of_curve in shown.items() if of_curve}
+    values = [np.array([*of_curve.values()]) for of_curve in shown.values()]
+    cutoffs = [np.array([*map(str, of_curve)]) for of_curve in shown.values()]
+    axes: dict[str, Any] = {"yaxis": {"range": [0, 1.05]}, "xaxis": {"type": "category"}}
+    titles = "K", "share of energy"
+    outcome.draw("table3", drawing.curves(cutoffs, [*shown], values, titles, height=360, **axes))
 
 
 def _beside_published(
     outcome: Outcome, run: Run, name: str, title: str, rows: published.Rows, place: str, *, log: bool = False
 ) -> None:
     """Show a layer column beside a published table: the means, all rows as a table, and the figure."""
-    values, errors = value_of(run, name), error_of(run, name)
-    model = published.closest(run)
-    printed = ", ".join(
-        f"{_bracketed(*mean_over_layers(row)[:2])} on {text}"
-        for text, row in zip(published.TEXTS, rows[model], strict=True)
-    )
-    here = _bracketed(*mean_over_layers(values)[:2])
-    outcome.read(f"{title}, mean (sd) over layers", here, f"{model}: {printed}")
+    values, errors, model = value_of(run, name), error_of(run, name), published.closest(run)
+    every = [
+        (of, text, row)
+        for of in published.MODELS
+        for text, row in zip(published.TEXTS, rows[of], strict=True)
+    ]
+    means = [f"{_mean_and_deviation(row)} on {text}" for of, text, row in every if of == model]
+    printed = f"{model}: {', '.join(means)}"
+    outcome.read(f"{title}, mean (sd) over layers", _mean_and_deviation(values), printed)
     outcome.tables["this_run"] = layer_columns.columns_with_errors(run, [name])
     outcome.tables["published"] = pd.DataFrame(
-        [
-            {"model": model, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
-            for model in published.MODELS
-            for text, row in zip(published.TEXTS, rows[model], strict=True)
-        ]
+        {"model": of, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
+        for of, text, row in every
     )
-    drawn = drawing.against_published(run, name, rows, title, errors, log=log)
-    title = title[0].upper() + title[1:]
-    outcome.draw(name.replace("_", "-"), drawn, "published", title=title, place=place)
+    layers = layer_numbers(run)
+    drawn = drawing.over_layers(
+        layers, {"this model": (values, errors)}, title, drawing.TWOS if log else None
+    )
+    depth = np.linspace(0, float(layers.max()), 13).round(4)  # the paper's layers, rescaled to this depth
+    for of, text, row in every:
+        hover = f"{of} on {text}, layer %{{customdata}}: %{{y:g}}<extra></extra>"
+        own: dict[str, Any] = {"width": drawing.LINE, "dash": DASHES[text], "opacity": 0.75, "hover": hover}
+        own |= {"customdata": list(range(13)), "showlegend": text == "OpenWebText"}
+        drawn.add_traces(line(depth, row, of, PAPER[of], **own))
+    drawn.data = (*drawn.data[1:], drawn.data[0])  # this model in front
+    key, title = name.replace("_", "-"), title[0].upper() + title[1:]
+    outcome.draw(key, drawn, "published", title=title, place=place)
 
 
 @declared("geometry/table4")
@@ -249,7 +283,7 @@ def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank_screenot", "ScreeNOT rank", published.RANK, "Table 4")
     outcome.read(
         "directions that contexts which did not choose them show, too",
-        _bracketed(*mean_over_layers(value_of(study.run, "rank"))[:2]),
+        _mean_and_deviation(value_of(study.run, "rank")),
     )
     layer_columns.judge_low_rank(outcome, study, every=True)
 
@@ -309,15 +343,25 @@ def shape_of(bases: list[Basis]) -> dict[str, Jackknifed]:
 
 
 def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
-    layers, bases = len(run.layers), bases_by_group(study, run)
-    if bases is None:
+    if bases := bases_by_group(study, run):
+        _judge_shape(outcome, shape_of(bases), place)
+    else:
         for claim in ("continuous", "low-dimensional", "spiral"):
             outcome.cannot_judge(claim, WITHOUT_TEXT, place=place)
-    else:
-        _judge_shape(outcome, shape_of(bases), place)
-    drawn = by_layer(layers, lambda layer: geometry.spiral(run, layer), grid=True)
+    drawn = by_layer(len(run.layers), lambda layer: geometry.spiral(run, layer), grid=True)
     outcome.draw("principal-components", drawn, place=place)
-    outcome.draw("waves", by_layer(layers, lambda layer: figures.waves(run, layer)))
+    outcome.draw("waves", by_layer(len(run.layers), lambda layer: waves(run, layer)))
+
+
+def waves(run: Run, layer: int) -> go.Figure:
+    """Draw the positional basis' first three principal components against position: waves of rising frequency."""
+    basis = need(run, "positional_pca")[layer, 1:]
+    rows = evenly(len(basis), WAVE_POSITIONS)
+    lines, titles = (
+        drawing.in_order([f"component {place}" for place in (1, 2, 3)]),
+        ("position", "projection"),
+    )
+    return drawing.curves(np.array(rows) + 1, lines, list(basis[rows, :3].T), titles, height=340)
 
 
 def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> None:
@@ -327,13 +371,12 @@ def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> 
         judge_seen(outcome, claim, estimates[name], estimates[name].values, place=place)
     continuous, _ = outcome.criterion("continuous").decided(rough.values, rough.shared_margins)
     if continuous.any():
-        outcome.judge(
-            "spiral", replace(turned, values=np.where(continuous, turned.values, np.nan)), place=place
-        )
+        of_continuous = replace(turned, values=np.where(continuous, turned.values, np.nan))
+        outcome.judge("spiral", of_continuous, place=place)
     else:
         why = f"of {len(rough.values)} layers none has a curve that is known to be continuous"
         outcome.cannot_judge("spiral", why, place=place)
-    means = {name: _bracketed(*mean_over_layers(each.values)[:2]) for name, each in estimates.items()}
+    means = {name: _mean_and_deviation(each.values) for name, each in estimates.items()}
     outcome.read("share of energy in two directions, mean (sd)", means["share_of_two_directions"])
     outcome.read("roughness of the curve on these two (random order: 1)", means["roughness"], "“continuous”")
     outcome.read("turns about the centre", means["turns"], "“often spiral”")
@@ -345,12 +388,11 @@ def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> 
 @declared("geometry/figure1")
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
-    bases = bases_by_group(study)
-    if bases is None:
-        outcome.cannot_judge("growing", WITHOUT_TEXT)
-    else:
+    if bases := bases_by_group(study):
         growth = scale_growth(bases)
         judge_seen(outcome, "growing", growth, np.array([growth.value]))
+    else:
+        outcome.cannot_judge("growing", WITHOUT_TEXT)
 
 
 def scale_growth(bases: list[Basis]) -> Estimate:
@@ -381,17 +423,20 @@ def spectrum(study: Study, outcome: Outcome) -> None:
         outcome.read("share of energy within the rank", percent(mean_of(energy).value))
         lowest, highest = (number(of(ranks[ranks > 0], default=0)) for of in (min, max))
         judge_seen(outcome, "few-values", energy, energy.values, lowest=lowest, highest=highest)
-    singular_values = need(run, "singular_values")
-    for index in range(singular_values.shape[1]):
-        table[f"singular_value_{index + 1}"] = singular_values[:, index]
+    singular = need(run, "singular_values")
+    for index in range(singular.shape[1]):
+        table[f"singular_value_{index + 1}"] = singular[:, index]
     outcome.tables["spectrum"] = table
     smooth, _ = layer_average(run, "low_frequency_10")
     outcome.read("energy of the 10 × 10 lowest frequencies", shown(smooth), "GPT-2: 99.7 %")
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
-    outcome.draw("singular-values", figures.singular_values(run))
-    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: figures.dct(run, layer)))
+    screenot = column(run.layers, "rank_screenot")
+    outcome.draw("singular-values", singular_values(singular, ranks=screenot, most=CURVES))
+    frequencies = np.abs(need(run, "dct"))
+    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: dct(frequencies[layer])))
 
 
-def _bracketed(mean: float, deviation: float) -> str:
+def _mean_and_deviation(values: Sequence[float] | Floats) -> str:
     """Write mean and standard deviation over layers as in Table 1: `11.4 (1.86)`."""
+    mean, deviation, _ = mean_over_layers(values)
     return f"{number(mean)} ({number(deviation)})" if math.isfinite(mean) else number(mean)

@@ -16,9 +16,11 @@ from theodolite.report.published import TABLE_1 as TABLE_1
 from theodolite.report.published import closest as closest
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
-TEXTS = ("GitHub", "OpenWebText", "WikiText")
-"""The texts of the three rows that Tables 4 to 6 give each model."""
-
+TEXTS = (
+    "GitHub",
+    "OpenWebText",
+    "WikiText",
+)  # the texts of the three rows that Tables 4 to 6 give each model
 Rows = dict[str, list[list[float]]]
 
 

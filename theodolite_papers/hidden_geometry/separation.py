@@ -161,11 +161,8 @@ def _deepens(outcome: Outcome, gap: Floats) -> None:
         outcome.judge("deepens", Estimate.mean(np.diff(gap), "steps"), layers=len(gap))
 
 
-SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24
-"""Of the Gram matrix: the most frequent labels, and contexts of each."""
-
-LISTED_LABELS = 24
-"""Of the table of labels and clusters."""
+SHOWN_LABELS, SHOWN_CONTEXTS = 8, 24  # of the Gram matrix: the most frequent labels, and contexts of each
+LISTED_LABELS = 24  # of the table of labels and clusters
 
 
 def cluster_shares(labels: np.ndarray, clusters: np.ndarray, listed: list[int]) -> Floats:
@@ -248,5 +245,5 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     outcome.read("over that of random directions", number(mean_of(estimates_of(ratio)).value))
     _judge_layers(outcome, "mean", ratio)
     outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES)
-    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "cosine", baselines=True)
+    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "cosine", baseline=True)
     outcome.draw("incoherence", drawn)

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import Corpus, OpenModel, Run
+from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats
-from theodolite.judging import untestable
+from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
+from theodolite.measure.position import CUTOFFS
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.report.data import evenly, layer_average, layer_estimates, need
-from theodolite.system.wording import number, percent, with_error
+from theodolite.report import style
+from theodolite.report.data import (
+    error_of,
+    evenly,
+    layer_average,
+    layer_estimates,
+    layer_numbers,
+    need,
+    provenance,
+    value_of,
+)
+from theodolite.report.drawing.grammar import cosine_map, dots, heat, line
+from theodolite.system.wording import counted, number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
-from theodolite_papers.hidden_geometry import figures, published
-from theodolite_papers.hidden_geometry.addition import of_an_adder
+from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, criterion, declared
+from theodolite_papers.hidden_geometry import published
 from theodolite_papers.hidden_geometry.layer_columns import (
     LEAST_POSITIONS,
     LEAST_UNSMOOTH_POSITIONS,
@@ -39,11 +57,137 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     smooth_verdict,
     unless_hidden,
 )
+from theodolite_papers.training.tasks import CHARACTERS, QUICK_TEST, Additions
+
+PAPER_ACCURACY = {
+    "absolute positions (paper)": (0.326, 0.080, 0.111, 0.099),
+    "rotary positions (paper)": (0.356, 0.134, 0.200, 0.385),
+}
+"""Appendix D.3, on 1, 2, 3 and 4 digits."""
+
+RECORD = "training.json"
+
+
+def is_adder(model: OpenModel) -> bool:
+    """Return whether the model reads the characters of additions alone, as those of `theodolite train addition` do."""
+    if model.tokenizer is None or model.vocabulary != len(CHARACTERS):
+        return False
+    return model.tokenizer.get_vocab() == {character: index for index, character in enumerate(CHARACTERS)}
+
+
+def task_of(run: Run) -> Additions:
+    """Make the task of additions of as many digits as the run's text says, which are those the model was trained on."""
+    return Additions.named(provenance(run, "corpus", "name") or "") or Additions()
+
+
+def trained_on(model: OpenModel) -> Additions:
+    """Read which additions an adder learned from the record of its training."""
+    with suppress(OSError, ValueError, AttributeError):  # of another program's file
+        record = json.loads((Path(model.id) / RECORD).read_text(encoding="utf-8"))
+        if task := Additions.named(record.get("task", "")):
+            return task
+    raise UsageError(
+        f"{model.id} has no {RECORD} of `theodolite train addition`, which says what it adds: name a --corpus"
+    )
+
+
+def digits_in_words(digits: tuple[int, int]) -> str:
+    """Word a range of digits: `5 to 10 digits`."""
+    fewest, most = digits
+    return counted(most, "digit") if fewest == most else f"{fewest} to {most} digits"
+
+
+def on_cpu(model: OpenModel) -> Any:
+    """Move the model to where the examples of the task are."""
+    return model.hf if model.device.type == "cpu" else copy.deepcopy(model.hf).cpu()
+
+
+def share_of_sums(share: float, count: int) -> Estimate:
+    """Give an accuracy its error, at (k + 2)/(n + 4) (Agresti & Coull 1998): all or none right has one too."""
+    moved = (share * count + 2) / (count + 4)
+    return Estimate(share, math.sqrt(moved * (1 - moved) / count), count, "sums", by_chance=True)
+
+
+def why_not_an_adder(model: OpenModel | None, run: Run) -> str | None:
+    """Explain why the model is not known to add, with its accuracy where it can be measured; None: it adds."""
+    if model is None:
+        return "whether the model adds is unknown without it: pass the model together with the run"
+    if not is_adder(model):
+        return f"{model.id} was not trained on addition alone, so whether it adds is not known"
+    task = task_of(run)
+    what = f"exact-match accuracy on {QUICK_TEST} sums of {digits_in_words(task.digits)}"
+    return why_not_known_to_add(what, share_of_sums(task.accuracy(on_cpu(model)), QUICK_TEST))
+
+
+def why_not_known_to_add(what: str, accuracy: Estimate) -> str | None:
+    """Explain why a model of this accuracy (`what`: on what) is not known to add; None: it adds."""
+    verdict = judge("", what, accuracy, criterion("geometry/adds"))
+    return None if verdict.answer == HOLDS else f"this model is not known to add: {verdict.evidence}"
+
+
+def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: str) -> Verdict:
+    """Judge what the paper says of models trained on addition: not testable where the model is none."""
+    characters = set("".join(run.examples["token"].astype(str))) if len(run.examples) else set()
+    if not {"+", "="} <= characters <= set(CHARACTERS):
+        why = f"the corpus of this run contains no addition problems ({measured})"
+        why += ": survey a model trained on addition on addition problems"
+        return untestable(verdict.claim, why)
+    if verdict.answer != UNTESTABLE and (unknown := why_not_an_adder(model, run)):
+        return untestable(verdict.claim, f"{unknown} ({measured})")
+    return verdict
+
+
+def judge_accuracy(outcome: Outcome, accuracies: Sequence[Estimate], trained: str) -> None:
+    """Judge accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
+    in_distribution, *by_digits = accuracies
+    count, words = in_distribution.n, {"count": in_distribution.n, "trained": trained}
+    outcome.judge("in-distribution", in_distribution, **words)
+    values, errors = np.array([(each.value, each.error) for each in by_digits]).T
+    spread = float(np.sqrt(np.square(errors).mean() / len(errors)))
+    of_shorter = Estimate(float(values.mean()), spread, count * len(errors), "sums", by_chance=True)
+    shorter = outcome.verdict("shorter", of_shorter, **words)
+    what = outcome.sentence("in-distribution", "what", **words)
+    if unknown := why_not_known_to_add(what, in_distribution):
+        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
+    outcome.verdicts.append(shorter)
+
+
+@declared("geometry/addition")
+def addition(study: Study, outcome: Outcome) -> None:
+    model = study.require_model()
+    if not is_adder(model):
+        raise UsageError(
+            f"{model.id} was not trained on addition: pass a folder that `theodolite train addition` wrote"
+        )
+    task = task_of(study.run)
+    trained = digits_in_words(task.digits)
+    measured = task.measure(on_cpu(model))
+    count, by_digits = measured["tested"], measured["accuracy_by_digits"]
+    names = [trained, *(counted(int(digits), "digit") for digits in by_digits)]
+    accuracies = [share_of_sums(value, count) for value in (measured["accuracy"], *by_digits.values())]
+    values, errors = np.array([(each.value, each.error) for each in accuracies]).T
+    absolute, rotary = PAPER_ACCURACY.values()
+    printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
+    for name, words, accuracy in zip(names, ["“above 99 %”", *printed], accuracies, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(accuracy.value, accuracy.error), words)
+    outcome.read("positions of this model", model.positions, "absolute; rotary")
+    judge_accuracy(outcome, accuracies, trained)
+    columns = {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
+    outcome.tables["accuracy"] = pd.DataFrame(columns)
+
+    def points(name: str, values: Floats, colour: str, **own: Any) -> dict[str, Any]:
+        texts = [percent(float(value)) for value in values]
+        return dots(names, values, texts, name, colour, f"%{{x}}<br>{name}: %{{text}}<extra></extra>", **own)
+
+    traces = [points("this model", values, style.MEASURED, error_y=style.error_bars(errors))]
+    for (name, row), colour in zip(PAPER_ACCURACY.items(), (style.BLUE, style.GREEN), strict=True):
+        traces.append(points(name, np.array([np.nan, *row]), colour, marker={"symbol": "diamond-open"}))
+    layout = {"yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}, "xaxis": {"type": "category"}}
+    drawn = style.figure(traces, "", "exact-match accuracy", height=360, layout=layout)
+    outcome.draw("accuracy", drawn, count=count)
 
 
 class _Streams(Hooks):
-    """The residual stream of one sequence by layer, position 0 left out, in float64."""
-
     def __init__(self) -> None:
         self.layers: list[Tensor] = []
 
@@ -84,27 +228,38 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     for layer, ratio in printed.items():
         shown = with_error(ratios[layer], ratio_errors[layer])
         outcome.read(f"norm of layer {layer} over layer 0", shown, f"GPT-2: {ratio:g}")
-    others = cosines[0, 1:]
+    others, tokens = cosines[0, 1:], (length - 1, "tokens")
     between = f"{number(others.min())} to {number(others.max())}"
     outcome.read("mean cosine of layer 0 with the others", between, "“close to 0”")
-    grown = Estimate(float(ratios[last]), float(ratio_errors[last]), length - 1, "tokens")
+    grown = Estimate(float(ratios[last]), float(ratio_errors[last]), *tokens)
     outcome.judge("growing", grown, last=last, tokens=length - 1)
     far = int(np.abs(others).argmax()) + 1
-    cosine = Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), length - 1, "tokens")
+    cosine = Estimate(float(cosines[0, far]), float(cosine_errors[0, far]), *tokens)
     outcome.judge("unrelated", cosine, layer=far)
     layers = range(len(norms))
     columns = {"layer": layers, "norm": norms, "norm_se": errors, "norm_ratio": ratios}
-    outcome.tables["norms"] = pd.DataFrame(columns)
-    outcome.tables["cosines"] = pd.DataFrame(cosines, columns=[f"layer {layer}" for layer in layers])
-    outcome.draw("norms", drawing.layer_norms(norms, errors, printed))
-    outcome.draw("cosines", drawing.layer_cosines(cosines))
+    names = [f"layer {layer}" for layer in layers]
+    outcome.tables |= {"norms": pd.DataFrame(columns), "cosines": pd.DataFrame(cosines, columns=names)}
+    outcome.draw("norms", _norms(norms, errors, printed))
+    ticks = [(float(layer), str(layer)) for layer in layers[:: max(1, len(layers) // 12)]]
+    outcome.draw("cosines", cosine_map(cosines, names, "mean cosine", ticks))
 
 
-SHOWN_POSITIONS = 128
-SHOWN_FREQUENCIES = 10
-NEARBY = 32
-"""The diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away."""
+def _norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
+    """Draw the mean norm of the vectors at every layer, log axis, and dots where the paper's ratios would put it."""
+    layers = np.arange(len(norms), dtype=np.float64)
+    axis = drawing.TWOS | {"tickformat": "~s"}
+    drawn = drawing.over_layers(layers, {"this model": (norms, errors)}, "mean ‖h‖₂", axis)
+    hover = "GPT-2: %{text} × layer 0<extra></extra>"
+    heights, names = norms[0] * np.array([*ratios.values()]), [number(ratio, 4) for ratio in ratios.values()]
+    printed, marker = "layer 0 times the ratio of GPT-2", {"size": 9, "symbol": "diamond-open"}
+    return drawn.add_trace(dots([*ratios], heights, names, printed, style.REFERENCE, hover, marker=marker))
 
+
+SHOWN_POSITIONS, SHOWN_FREQUENCIES = 128, 10
+DCT_DECADES = 4
+GRAM_CELLS = 50_000  # of all Gram matrices on a page, at most
+NEARBY = 32  # the diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away
 ENERGY = 0.9
 
 
@@ -172,18 +327,94 @@ def _judge_difference(
     outcome.verdicts.append(unless_hidden(verdict, hidden))
 
 
-def _pictured(run: Run, bases: Tensor) -> Run:
-    """Put the Gram matrices and frequencies of other bases (N, n, d), positions 1…n, into the run for its figures."""
-    count = bases.shape[1]
-    shown = torch.tensor(evenly(count, SHOWN_POSITIONS))
-    grams = normalised_gram(bases)
-    arrays = {
-        "gram": grams[:, shown][:, :, shown].float(),
-        "gram_position": shown + 1,
-        "gram_label": torch.empty(0, dtype=torch.int64),
-        "dct": dct2(grams, SHOWN_FREQUENCIES).abs(),
+def singular_values(
+    learned: Floats, *, ranks: Floats | None = None, most: int | None = None, rounding: float = 1e-10
+) -> go.Figure:
+    """Draw the singular values of each layer's P over the first, at `most` layers, with ranks marked.
+
+    What is nothing but rounding, as the last value (P's columns sum to 0), is not drawn. Song & Zhong 2024, Fig. 3.
+    """
+    traces: list[Any] = [drawing.depth_bar(len(learned))]
+    index = np.arange(1, learned.shape[1] + 1, dtype=np.int32)
+    lines = drawing.in_order([f"layer {layer}" for layer in range(len(learned))])
+    for layer in evenly(len(learned), most or len(learned)):
+        of_layer, largest = learned[layer], learned[layer].max()
+        if not largest > 0:
+            continue
+        rank = 0 if ranks is None or np.isnan(ranks[layer]) else int(ranks[layer])
+        hover = f"layer {layer}, number %{{x}}<br>singular value %{{customdata:.4g}}"
+        hover += (f"<br>rank {rank}" if rank else "") + "<extra></extra>"
+        relative = np.where(of_layer > rounding * largest, of_layer / largest, np.nan)
+        name, colour = lines[layer].name, lines[layer].colour
+        own: dict[str, Any] = {"customdata": of_layer.astype(np.float32), "showlegend": False, "hover": hover}
+        own |= {"marker": {"size": np.where(index == rank, 10, 3), "color": colour}, "width": drawing.LINE}
+        traces += line(index, relative, name, colour, **own)
+    titles = "number", "singular value over the largest"
+    return style.figure(traces, *titles, height=360, layout={"yaxis": drawing.POWERS | {"dtick": 1}})
+
+
+def dct(magnitudes: Floats) -> go.Figure:
+    """Draw the lowest 10 × 10 coefficients of a Gram matrix's 2-D DCT over the largest (Song & Zhong 2024, Fig. 3)."""
+    largest = magnitudes.max()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
+    ticks = {
+        "tickvals": list(range(-DCT_DECADES, 1)),
+        "ticktext": ["≤ 1/10 000", "1/1000", "1/100", "1/10", "1"],
     }
-    return replace(run, arrays=arrays)
+    cells = heat(
+        np.clip(decades, -DCT_DECADES, 0),
+        -DCT_DECADES,
+        0,
+        "frequencies %{y}, %{x}<br>magnitude %{customdata:.4g}<extra></extra>",
+        bar=style.colour_bar("share of the largest", **ticks),
+        cells=True,
+        customdata=magnitudes.astype(np.float32),
+    )
+    axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
+    layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
+    return style.figure([cells], "frequency", "frequency", height=440, layout=layout)
+
+
+def gram(cosines: Floats, most: int) -> go.Figure:
+    """Draw the normalised Gram matrix of `most` positions, evenly chosen from 1 on (Song & Zhong 2024, Fig. 2)."""
+    shown = evenly(len(cosines), most)
+    names = [f"position {place + 1}" for place in shown]
+    ticks = [(len(names) / 2, "positions →")]
+    upright = {"tickangle": -90}
+    return cosine_map(cosines[np.ix_(shown, shown)], names, "cosine", ticks, height=440, yaxis=upright)
+
+
+def low_frequency(run: Run) -> go.Figure:
+    """Draw the share of the Gram matrix's energy in its K×K lowest frequencies for every K, beside Table 3."""
+    layers, sizes = layer_numbers(run), CUTOFFS
+    lines = drawing.in_order([f"K = {size}" for size in sizes], marker=5)
+    drawn = drawing.curves(
+        layers,
+        lines,
+        [value_of(run, f"low_frequency_{size}") for size in sizes],
+        ("layer", "share of energy"),
+        errors=[error_of(run, f"low_frequency_{size}") for size in sizes],
+        xaxis=style.layer_axis(layers),
+        yaxis={"range": [0, 1.05]},
+    )
+    ends = layers[[0, -1]]
+    for size, of_size in zip(sizes, lines, strict=True):
+        hover = f"GPT-2: %{{y:.3f}} (K = {size}, Table 3)<extra></extra>"
+        own: dict[str, Any] = {"dash": "dot", "width": 1.2, "hover": hover, "showlegend": size == 10}
+        drawn.add_traces(line(ends, [published.LOW_FREQUENCY[size]] * 2, "GPT-2", of_size.colour, **own))
+    return drawn
+
+
+def _pictures(bases: Tensor) -> tuple[Callable[[int], go.Figure], Callable[[int], go.Figure]]:
+    """Return what draws the Gram matrix, and its frequencies, of each of some bases (N, n, d), positions 1 … n."""
+    grams = normalised_gram(bases)
+    frequencies = dct2(grams, SHOWN_FREQUENCIES).abs().numpy()
+    most = min(SHOWN_POSITIONS, max(40, int((GRAM_CELLS / len(grams)) ** 0.5)))
+    return (
+        lambda place: gram(grams[place].numpy(), most),
+        lambda place: dct(frequencies[place]),
+    )
 
 
 @declared("geometry/figure7")
@@ -202,11 +433,15 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             table[name] = np.concatenate([numbers, learned[name].values])
     outcome.tables["bases"] = table
     bases = torch.cat([centred[None], bases])
-    pictured, options = _pictured(run, bases), ["sinusoidal", *layer_names]
-    outcome.draw("gram", by_name("basis", options, lambda place: figures.gram(pictured, place), grid=True))
-    values = torch.linalg.svdvals(bases).numpy()
-    outcome.draw("singular-values", drawing.singular_values_against(values[1:], values[0], "sinusoidal"))
-    outcome.draw("frequencies", by_name("basis", options, lambda place: figures.dct(pictured, place)))
+    (picture, frequencies), options = _pictures(bases), ["sinusoidal", *layer_names]
+    outcome.draw("gram", by_name("basis", options, picture, grid=True))
+    of_basis, *learned_values = torch.linalg.svdvals(bases).numpy()
+    drawn = singular_values(np.array(learned_values), rounding=1e-8)  # of arrays in float32
+    numbers, relative = np.arange(1, len(of_basis) + 1), of_basis / of_basis[0]
+    relative[relative <= 1e-8] = np.nan
+    drawn.add_traces(line(numbers, relative, "sinusoidal", style.MEASURED, width=3))
+    outcome.draw("singular-values", drawn)
+    outcome.draw("frequencies", by_name("basis", options, frequencies))
 
 
 @declared("geometry/figure5")
@@ -222,9 +457,8 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
-    pictured = _pictured(run, torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
-    layers = len(run.layers)
-    outcome.draw("gram", by_layer(layers, lambda layer: figures.gram(pictured, layer), grid=True))
-    outcome.draw("frequencies", by_layer(layers, lambda layer: figures.dct(pictured, layer)))
+    picture, frequencies = _pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
+    outcome.draw("gram", by_layer(len(run.layers), picture, grid=True))
+    outcome.draw("frequencies", by_layer(len(run.layers), frequencies))
     if math.isfinite(mean.value):
-        outcome.draw("smoothness", figures.low_frequency(run))
+        outcome.draw("smoothness", low_frequency(run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,34 +16,30 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats, jackknife_error
 from theodolite.judging import all_of
 from theodolite.measure.position import squared_lengths
+from theodolite.report import style
 from theodolite.report.data import OF_GROUPS, evenly, layer_average, need
 from theodolite.system.wording import number, with_error
 from theodolite.theory import dct2, normalised_gram
 from theodolite.theory.unbiased import Jackknifed, leaving_out, product, stacked
 from theodolite_papers import drawing
+from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.hidden_geometry.layer_columns import (
     WITHOUT_TEXT,
     Basis,
     bases_by_group,
     estimates_of,
-    gram_between,
+    grams_between,
     judge_seen,
     shown,
 )
 
 
-@dataclass(frozen=True)
-class SmoothnessBound:
-    """Both sides of Theorem 1, of the Gram matrix's batch shape and one entry a k.
-
-    bound: 6/(8k)^m · ‖Δ^{(m,m)}G̃‖_max, as printed.
-    attained: ‖G − F_k B (F_k B)ᵀ‖_op / T.
-    """
+class SmoothnessBound(NamedTuple):
+    """Both sides of Theorem 1: 6/(8k)^m · ‖Δ^{(m,m)}G̃‖_max, as printed, and ‖G − F_k B (F_k B)ᵀ‖_op / T."""
 
     bound: Float64[Tensor, "*batch frequencies"]
     attained: Float64[Tensor, "*batch frequencies"]
@@ -69,10 +66,7 @@ def smoothness_bound(gram: Float64[Tensor, "*batch T T"], k: Sequence[int], m: i
 
     Rounding of G, ε, enters the differences as up to (2T)^{2m} ε: at T = 512 and m = 3, ε = 1e-16 is seen.
 
-    Args:
-        gram: symmetric positive semidefinite (..., T, T).
-        k: numbers of frequencies, 1 … T.
-        m: order of the difference, from 1.
+    gram: symmetric positive semidefinite. k: numbers of frequencies, 1 … T. m: order of the difference, from 1.
     """
     factors = torch.tensor([6 / (8 * count) ** m for count in k], dtype=torch.float64)
     spectrum = dct2(gram)
@@ -86,12 +80,9 @@ def smoothness_bound(gram: Float64[Tensor, "*batch T T"], k: Sequence[int], m: i
 
 
 def _largest_difference(gram: Tensor, m: int) -> Tensor:
-    """Compute ‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃.
-
-    Along each axis the m-th difference of a half-sample symmetric sequence is symmetric or antisymmetric
-    about (m − 1)/2 and about T + (m − 1)/2, so that ⌊m/2⌋ … ⌊m/2⌋ + T hold all its magnitudes.
-    """
+    """Compute ‖Δ^{(m,m)}G̃‖_max, of the batch's shape, from (T + m + 1)² entries of G̃."""
     size = gram.shape[-1]
+    # An m-th difference of G̃ is (anti)symmetric about (m − 1)/2 and T + (m − 1)/2 along each axis.
     index = torch.arange(m // 2 - m, m // 2 + size + 1, device=gram.device) % (2 * size)
     index = torch.minimum(index, 2 * size - 1 - index)
     difference = gram.index_select(-2, index).index_select(-1, index)
@@ -100,21 +91,17 @@ def _largest_difference(gram: Tensor, m: int) -> Tensor:
     return difference.abs().amax((-2, -1))
 
 
-_PAIRS = 64
-"""Query-key pairs evaluated with each drawn set of weights."""
+_PAIRS = 64  # query-key pairs evaluated with each drawn set of weights
 
 
 @dataclass(frozen=True)
 class KernelSetting:
-    """The distribution of the weights and tokens of one experiment.
-
-    vectors: sizes of both bases. sparsity: terms of each W_αβ. noise: whether standard normal Z_αβ/√d is added.
-    """
+    """The distribution of the weights and tokens of one experiment."""
 
     width: int = 128
-    vectors: tuple[int, int] = (96, 96)
-    sparsity: int = 4
-    noise: bool = False
+    vectors: tuple[int, int] = (96, 96)  # in both bases
+    sparsity: int = 4  # terms of each W_αβ
+    noise: bool = False  # whether standard normal Z_αβ/√d is added
 
 
 @dataclass(frozen=True)
@@ -132,10 +119,16 @@ class FactorisationError:
 
     @property
     def slope(self) -> float:
-        """Least-squares slope of ln(mean error) against ln(incoherence): 1 by the theorem, where small."""
-        x, y = self.incoherence.log(), self.mean.log()
-        x = x - x.mean()
-        return float((x * y).sum() / x.square().sum())
+        """Slope of ln(mean error) against ln(incoherence): 1 by the theorem, where small."""
+        return float(log_slope(self.incoherence, self.mean))
+
+
+def log_slope(
+    x: Float64[Tensor, " points"], y: Float64[Tensor, "*batch points"]
+) -> Float64[Tensor, "*batch"]:
+    """Fit ln y by least squares on ln x, and return the slope."""
+    along = x.log() - x.log().mean()
+    return y.log() @ along / along.square().sum()
 
 
 def kernel_factorisation(
@@ -143,16 +136,9 @@ def kernel_factorisation(
 ) -> FactorisationError:
     """Measure how the error of the factorised kernel grows with the incoherence of the two bases.
 
-    Every incoherence sees the same random numbers. With noise the error is flat below some incoherence at a fixed
-    width, which says nothing of an upper bound: see `error_growth`.
-
-    Raises:
-        UsageError: an incoherence outside [0, 1], or fewer than 2 draws.
+    Every incoherence, from 0 to 1, sees the same random numbers. With noise the error is flat below some incoherence at
+    a fixed width, which says nothing of an upper bound.
     """
-    if draws < 2 or not all(0 <= incoherence <= 1 for incoherence in incoherences):
-        raise UsageError(
-            f"{draws} draws at {list(incoherences)}: give 2 or more, at incoherences from 0 to 1"
-        )
     levels = torch.tensor(list(incoherences), dtype=torch.float64)
     error = torch.stack([_drawn(incoherence, setting, draws, seed) for incoherence in levels.tolist()])
     by_draw = error.mean(-1)
@@ -163,36 +149,6 @@ def kernel_factorisation(
         maximum=error.amax((-2, -1)),
         bound=factorisation_bound(levels, setting.sparsity),
     )
-
-
-@dataclass(frozen=True)
-class ErrorGrowth:
-    """Mean relative error over incoherence, where incoherence falls as d^−γ: is it bounded, as O(incoh) says?"""
-
-    exponent: float
-    widths: Float64[Tensor, " widths"]
-    ratio: Float64[Tensor, "draws widths"]
-    largest: Float64[Tensor, " widths"]
-
-    @property
-    def growth(self) -> Float64[Tensor, " leave_one_out"]:
-        """Least-squares slope of ln(mean ratio) on ln d, one draw left out after the other: 0 or less if bounded."""
-        draws = len(self.ratio)
-        means = (self.ratio.sum(0) - self.ratio) / (draws - 1)
-        x = self.widths.log() - self.widths.log().mean()
-        return means.log() @ x / x.square().sum()
-
-
-def error_growth(
-    widths: Sequence[int], exponent: float, setting: KernelSetting, draws: int = 100, seed: int = 0
-) -> ErrorGrowth:
-    """Measure the error over an incoherence of d^−`exponent` for growing d: the rest stays, noise included."""
-    errors = [
-        _drawn(width**-exponent, replace(setting, width=width), draws, seed) / width**-exponent
-        for width in widths
-    ]
-    ratio = torch.stack(errors, dim=-1)
-    return ErrorGrowth(exponent, torch.tensor(widths, dtype=torch.float64), ratio.mean(1), ratio.amax((0, 1)))
 
 
 def factorisation_bound(incoherence: Float[Tensor, "*levels"], sparsity: int) -> Float64[Tensor, "*levels"]:
@@ -237,6 +193,7 @@ def factorisation_log_ratio(
 
 
 def _drawn(incoherence: float, setting: KernelSetting, draws: int, seed: int) -> Tensor:
+    """Compute the relative errors of some draws, (draws, _PAIRS)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([_draw(incoherence, setting, generator) for _ in range(draws)])
 
@@ -286,28 +243,23 @@ ORDERS = (1, 2, 3)
 def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
     """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
     lengths = squared_lengths(product(p), torch.arange(1, p.shape[1] + 1))[0][0].sqrt()
-    return gram_between(p, used) / lengths.outer(lengths)
+    return grams_between(p)(used) / lengths.outer(lengths)
 
 
 def premise_of(p: Basis, cutoff: int) -> tuple[float, float]:
     """Estimate the bound over the error of no approximation at k = `cutoff`, of the best m, and its standard error.
 
-    A largest difference takes the noise along, and the differences amplify it: that of noise alone, from two halves of
-    the contexts, is how far off it is at most, taken for two standard errors.
+    A largest difference takes the noise along: that of noise alone, from two halves of the contexts, is how far off it
+    is at most, taken for two standard errors.
     """
     cosines, halves = cosines_between(p), torch.arange(len(p)) % 2
     if not cosines.isfinite().all():
         return math.nan, math.nan
     one, other = (cosines_between(p, (halves == half).double()) for half in (0, 1))
     trivial = torch.linalg.matrix_norm(cosines, 2) / len(cosines)
-    of_orders = (
-        [
-            float(smoothness_bound(gram, [cutoff], order).bound / trivial)
-            for gram in (cosines, (one - other) / 2)
-        ]
-        for order in ORDERS
-    )
-    value, noise = min(of_orders)
+    both = torch.stack([cosines, (one - other) / 2])
+    of_orders = [smoothness_bound(both, [cutoff], order).bound[:, 0] / trivial for order in ORDERS]
+    value, noise = min(of_order.tolist() for of_order in of_orders)
     return value, noise / 2
 
 
@@ -326,17 +278,15 @@ def attained_over_none(p: Basis, cutoff: int) -> Jackknifed:
 
 LARGEST_CUTOFF, CUTOFFS_SHOWN = 64, 13
 SHOWN_LAYERS = 13  # all of the twelve-block models of the paper; of deeper ones as many, evenly chosen
-MODERATE = 10
-"""K up to which Tables 2 and 3 look, taken for a “moderate k”."""
-
+MODERATE = 10  # K up to which Tables 2 and 3 look, taken for a “moderate k”
 INCOHERENCES = (0.003, 0.01, 0.03, 0.1, 0.2, 0.3)
 DRAWS = 100
 SETTING = KernelSetting()
-
 WIDTHS = (128, 512, 2048, 8192)
 EXPONENTS = (0.25, 0.375, 0.5)
-"""γ of incoherences d^−γ ≥ 1/√d, where the statement with noise says something: its probability is
-1 − O(n₁n₂)·exp(−incoh²·d)."""
+"""γ of incoherences d^−γ ≥ 1/√d, where the statement, of probability 1 − O(n₁n₂)·exp(−incoh²·d), says something."""
+
+LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would press the curves together
 
 BELOW_NOISE = 0.75
 """γ of incoherences below 1/√d, where noise of size 1/√d must make the error outgrow them, as d^¼."""
@@ -369,8 +319,24 @@ def _draw_bounds(
     columns["no_approximation"] = np.repeat(trivial, len(cutoffs))
     outcome.tables["bounds"] = pd.DataFrame(columns)
 
+    all_values = np.concatenate([bounds.ravel(), attained.ravel(), trivial])
+    positive = all_values[np.isfinite(all_values) & (all_values > 0)]
+    # What is left at the last k is rounding: a curve may leave the picture below.
+    low = max(float(positive.min()), float(trivial.max()) * 1e-7)
+    lines = [
+        Line(f"bound, m = {order}", colour, "dash", 1.8)
+        for order, colour in zip(ORDERS, drawing.ORDERS, strict=True)
+    ]
+    lines.append(Line("attained", style.MEASURED, width=2.4, marker=6))
+    lines.append(Line("no approximation, ‖G‖/T", style.GREY, "dot", 1.5))
+    ticks = [k for k in (1, 2, 5, 10, 20, 50, 100) if k <= max(cutoffs)]
+    x = {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
+    y = drawing.POWERS | {"range": [math.log10(low) - 0.3, math.log10(float(positive.max())) + 0.3]}
+    titles = "k, number of frequencies kept", "error, ‖G − approximation‖/T"
+
     def draw(place: int) -> go.Figure:
-        return drawing.smoothness_bounds(cutoffs, bounds, attained, trivial, place)
+        values = [*bounds[place], attained[place], np.full(len(cutoffs), trivial[place])]
+        return drawing.curves(np.array(cutoffs), lines, values, titles, height=430, xaxis=x, yaxis=y)
 
     drawn = by_name("layer", [f"layer {layer}" for layer in layers], draw, start=len(layers) // 2)
     outcome.draw("bound", drawn)
@@ -455,27 +421,56 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     for name, errors in (("error", clean), ("noisy_error", noisy)):
         columns |= {name: errors.mean, f"{name}_se": errors.standard_error, f"{name}_max": errors.maximum}
     outcome.tables["errors"] = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
-    along = torch.logspace(math.log10(INCOHERENCES[0]), math.log10(INCOHERENCES[-1]), 60, dtype=torch.float64)
-    curves = {"without noise": clean, "with noise": noisy}
-    drawn = drawing.factorisation(
-        clean.incoherence.numpy(),
-        {name: (error.mean.numpy(), error.standard_error.numpy()) for name, error in curves.items()},
-        (along.numpy(), factorisation_bound(along, SETTING.sparsity).numpy()),
-        ("this model: root mean square", mean.value),
-    )
-    outcome.draw("factorisation", drawn)
+    outcome.draw("factorisation", _factorisation(clean, noisy, mean.value))
+
+
+def _factorisation(clean: FactorisationError, noisy: FactorisationError, here: float) -> go.Figure:
+    """Draw the mean error of the factorised kernel against incoherence, log-log, with the bound (dashed).
+
+    here: incoherence of the model; one that is at the noise floor is not drawn.
+    """
+    levels, low = clean.incoherence.numpy(), float(torch.cat([clean.mean, noisy.mean]).min()) / 2
+    shown: list[tuple[Line, Floats, Floats, Floats | None]] = [
+        (Line(name, colour, marker=8), levels, of.mean.numpy(), of.standard_error.numpy())
+        for name, colour, of in (
+            ("without noise", style.MEASURED, clean),
+            ("with noise", style.BLUE, noisy),
+        )
+    ]
+    along = torch.from_numpy(np.geomspace(INCOHERENCES[0], INCOHERENCES[-1], 60))
+    bound = factorisation_bound(along, SETTING.sparsity)
+    informative = bound <= LARGEST_ERROR
+    of_bound = along[informative].numpy(), bound[informative].numpy()
+    shown.append((Line("bound", style.GREY, "dash", 1.6), *of_bound, None))
+    ends = [INCOHERENCES[0], INCOHERENCES[-1]]
+    if here > 0:
+        vertical = np.full(2, here), np.array([low, LARGEST_ERROR])
+        shown.append((Line("this model: root mean square", style.GREEN, width=1.6), *vertical, None))
+        ends = [min(ends[0], here), max(ends[1], here)]
+    lines, x, values, errors = zip(*shown, strict=True)
+    axes: dict[str, Any] = {
+        "xaxis": drawing.TWOS | {"range": [math.log10(ends[0]) - 0.1, math.log10(ends[1]) + 0.1]},
+        "yaxis": drawing.POWERS | {"dtick": 1, "range": [math.log10(low), math.log10(LARGEST_ERROR)]},
+    }
+    titles = "incoherence", "relative error of the kernel"
+    return drawing.curves(x, lines, values, titles, errors=errors, height=430, **axes)
 
 
 def _with_noise(outcome: Outcome) -> None:
     """Judge the theorem's “moreover”: with noise 1/√d the error stays within a multiple of incoh = d^−γ ≥ 1/√d."""
-    noisy = replace(SETTING, noise=True)
+    settings = [replace(SETTING, noise=True, width=width) for width in WIDTHS]
+    widths, draws = np.array(WIDTHS, dtype=np.float64), DRAWS // 2
     verdicts, tables, curves = [], [], {}
     for gamma in (*EXPONENTS, BELOW_NOISE):
-        grown = error_growth(WIDTHS, gamma, noisy, max(2, DRAWS // 2))
-        left_out = grown.growth.numpy()
-        slope = Estimate(float(left_out.mean()), float(jackknife_error(left_out)), len(left_out), "draws")
-        mean = grown.ratio.mean(0).numpy()
-        errors = (grown.ratio.std(0) / math.sqrt(len(grown.ratio))).numpy()
+        levels = widths**-gamma
+        by_width = [
+            _drawn(level, each, draws, 0) / level for level, each in zip(levels, settings, strict=True)
+        ]
+        ratio = torch.stack(by_width, dim=-1)  # (draws, pairs, widths)
+        largest, ratio = ratio.amax((0, 1)), ratio.mean(1)
+        left_out = log_slope(torch.from_numpy(widths), (ratio.sum(0) - ratio) / (draws - 1)).numpy()
+        slope = Estimate(float(left_out.mean()), float(jackknife_error(left_out)), draws, "draws")
+        mean, errors = ratio.mean(0).numpy(), (ratio.std(0) / math.sqrt(draws)).numpy()
         words = {
             "first": number(mean[0]),
             "narrowest": WIDTHS[0],
@@ -487,9 +482,14 @@ def _with_noise(outcome: Outcome) -> None:
         outcome.read(what, with_error(slope.value, slope.error), "0 or less" if gamma <= 0.5 else "left out")
         verdicts.append(verdict)
         curves[f"incoh = d^−{gamma:g}"] = mean, errors
-        columns = {"exponent": gamma, "width": WIDTHS, "incoherence": [width**-gamma for width in WIDTHS]}
+        columns = {"exponent": gamma, "width": WIDTHS, "incoherence": levels}
         columns |= {"error_over_incoherence": mean, "error_over_incoherence_se": errors}
-        tables.append(pd.DataFrame(columns | {"largest": grown.largest.numpy()}))
+        tables.append(pd.DataFrame(columns | {"largest": largest.numpy()}))
     outcome.verdicts.append(all_of(outcome.sentence("with-noise"), verdicts[:-1]))
     outcome.tables["growth"] = pd.concat(tables, ignore_index=True)
-    outcome.draw("growth", drawing.error_over_incoherence(np.array(WIDTHS, dtype=np.float64), curves))
+    lines = drawing.by_category(curves, marker=6)
+    values, of_values = zip(*curves.values(), strict=True)
+    x = {"type": "log", "tickvals": WIDTHS, "ticktext": [str(width) for width in WIDTHS]}
+    titles, axes = ("width d", "error over incoherence"), {"xaxis": x, "yaxis": drawing.TWOS}
+    drawn = drawing.curves(widths, lines, values, titles, errors=of_values, height=380, **axes)
+    outcome.draw("growth", drawn)

@@ -5,10 +5,10 @@ W = W_q W_kᵀ · scaling = V L Vᵀ + D + noise, V the right singular vectors o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,22 +28,15 @@ from theodolite.report.data import evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
 from theodolite.theory import qk_moments
 from theodolite_papers import drawing
-from theodolite_papers.experiment import Outcome, Study, by_name, declared, share_of_heads
-from theodolite_papers.haar import haar_rotation
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, haar_rotation, share_of_heads
 from theodolite_papers.hidden_geometry.layer_columns import Basis, bases_by_group
 
-CORNERS = (5, 10, 20, 40, 60)
-"""Sizes K of the corner; the paper sees K ≈ 20 in its figure 4."""
-
-SHOWN = 60
-"""Side of the maps: `top_num` of the published code, the axes of figures 4 and 26–29."""
-
-_SEED = 0
-"""Of the random rotations: every layer and every run is compared with the same ones."""
+CORNERS = (5, 10, 20, 40, 60)  # sizes K of the corner; the paper sees K ≈ 20 in its figure 4
+SHOWN = 60  # side of the maps: `top_num` of the published code, the axes of figures 4 and 26–29
+_SEED = 0  # of the random rotations: every layer and every run is compared with the same ones
 
 
-@dataclass(frozen=True)
-class RotatedEnergy:
+class RotatedEnergy(NamedTuple):
     """The shares of the energy Σ entries² of W_rot = Vᵀ(W − D)V by place, for each head; float64.
 
     threshold: τ = √(2 ln d²) · std of W_rot's entries (the published code rounds the deviation to three decimals).
@@ -83,17 +76,12 @@ def decouple(
 
     A random corner holds K²/d² of the energy. `corner_energy` is the number to compare: few entries survive at random.
 
-    w_q, w_k: factors of W, (H, d, d_h). v: orthogonal (d, d), the right singular vectors of P. scaling: of the logit.
-    corners: K. rotations: how many random bases, at least 2.
-
-    Raises:
-        UsageError: V is not orthogonal, or there are too few rotations for a standard deviation.
+    w_q, w_k: factors of W, (H, d, d_h). v: orthogonal (d, d), the right singular vectors of P; `UsageError` if not.
+    scaling: of the logit. corners: K. rotations: how many random bases.
     """
     w_q, w_k, v = w_q.double(), w_k.double(), v.to(w_q.device).double()
     if not torch.allclose(v.mT @ v, torch.eye(len(v), dtype=v.dtype, device=v.device), rtol=0.0, atol=1e-4):
         raise UsageError("v is not orthogonal: give all right singular vectors as columns")
-    if rotations < 2:
-        raise UsageError(f"rotations is {rotations}: a standard deviation needs at least 2")
     heads, width = w_q.shape[:2]
     moments = qk_moments(w_q, w_k)
     w_q = w_q * scaling
@@ -159,22 +147,13 @@ def _energy(rotated: Tensor, corners: Sequence[int]) -> RotatedEnergy:
 
 
 def _stack(parts: Sequence[RotatedEnergy]) -> RotatedEnergy:
-    names = [field.name for field in dataclasses.fields(RotatedEnergy)]
-    return RotatedEnergy(**{name: torch.stack([getattr(part, name) for part in parts]) for name in names})
+    return RotatedEnergy(*map(torch.stack, zip(*parts, strict=True)))
 
 
-MOSTLY = 0.8
-"""“for more than 80 % positions t” (section 4.2)."""
+MOSTLY = 0.8  # “for more than 80 % positions t” (section 4.2)
 
 LOCALITY = {"previous_token": "attention to the previous token", "entropy": "entropy of attention"}
 """How local a head's attention is on the text: high, and low."""
-
-
-def _by_layers(run: Run, correlation: float) -> Estimate:
-    """Give a rank correlation over heads the error of one over as many layers: heads of one layer may be alike."""
-    layers = len(np.unique(need_column(run.heads, "layer")))
-    error = error_under_independence(layers) if layers > 1 else math.nan
-    return Estimate(correlation, error, layers, "layers", by_chance=True)
 
 
 def _correlations(run: Run, shares: Floats) -> pd.DataFrame:
@@ -207,24 +186,21 @@ def figure_25(study: Study, outcome: Outcome) -> None:
             why = f"{count:g} heads with both, or no difference between them"
             outcome.cannot_judge(claim, f"{outcome.sentence(claim, 'what')}: {why}")
         else:
-            outcome.judge(claim, _by_layers(run, float(correlation)))
+            # Heads of one layer may be alike: the error is that of a correlation over as many layers.
+            layers = run.heads["layer"].nunique()
+            error = error_under_independence(layers) if layers > 1 else math.nan
+            known = Estimate(float(correlation), error, layers, "layers", by_chance=True)
+            outcome.judge(claim, known)
     outcome.tables["heads"] = run.heads.filter(["layer", "head", "argmax_property", *LOCALITY])
     outcome.tables["correlations"] = correlations
-    grid = head_grid(run, "argmax_property")
-    assert grid is not None
-    outcome.draw("argmax-property", drawing.head_values(grid, "share of positions"))
-    drawn = drawing.head_scatter(
-        published,
-        need_column(run.heads, "previous_token"),
-        need_column(run.heads, "layer"),
-        need_column(run.heads, "head"),
-        ("argmax property", "attention to the previous token"),
-    )
-    outcome.draw("locality", drawn)
+    if (grid := head_grid(run, "argmax_property")) is not None:
+        outcome.draw("argmax-property", drawing.head_values(grid, "share of positions"))
+    other, layers, heads = (need_column(run.heads, name) for name in ("previous_token", "layer", "head"))
+    titles = "argmax property", "attention to the previous token"
+    outcome.draw("locality", drawing.head_scatter(published, other, layers, heads, titles))
 
 
-CORNER = 20
-"""K of the verdicts and of the map: the paper sees the large values within K ≈ 20."""
+CORNER = 20  # K of the verdicts and of the map: the paper sees the large values within K ≈ 20
 
 SHOWN_HEADS, SHOWN_LAYERS = 12, 13
 """Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
@@ -319,21 +295,13 @@ def _judge(outcome: Outcome, table: pd.DataFrame, corner: int, shortened: str) -
     # Where hardly anything survives, where it lies is chance.
     concentrated = (table[f"corner_surviving_{corner}"] >= 0.5) & (table["surviving"] >= LEAST_SURVIVING)
     median = table.median(numeric_only=True)
-    words = {
-        "heads": f"{len(table)} heads{shortened}",
-        "corner": corner,
-        "times": TIMES,
-        "deviations": DEVIATIONS,
-        "entries": LEAST_SURVIVING,
-        "energy": percent(median[f"corner_energy_{corner}"]),
-        "ratio": number(median["corner_ratio"]),
-        "diagonal": percent(median["diagonal"]),
-        "random": percent(median["diagonal_random"]),
-    }
+    words: dict[str, Any] = {"heads": f"{len(table)} heads{shortened}", "corner": corner, "times": TIMES}
+    words |= {"deviations": DEVIATIONS, "entries": LEAST_SURVIVING, "ratio": number(median["corner_ratio"])}
+    words |= {"diagonal": percent(median["diagonal"]), "random": percent(median["diagonal_random"])}
+    words["energy"] = percent(median[f"corner_energy_{corner}"])
     aligned = outcome.verdict("low-rank", low_rank.tolist(), **words)
-    outcome.verdicts.append(
-        unless_explained(aligned, HOLDS, _noise_explains(outcome, table, corner, low_rank))
-    )
+    noise = _noise_explains(outcome, table, corner, low_rank)
+    outcome.verdicts.append(unless_explained(aligned, HOLDS, noise))
     outcome.judge("diagonal", (table["diagonal_ratio"] >= TIMES).tolist(), **words)
     outcome.judge("concentrated", concentrated.tolist(), **words)
 
@@ -350,7 +318,7 @@ def _noise_explains(outcome: Outcome, table: pd.DataFrame, corner: int, low_rank
     return f"in {int(beyond.sum())} of them more than in bases of the text's sampling noise alone, by {DEVIATIONS:g} sd"
 
 
-def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
+def _draw_maps(outcome: Outcome, layers: list[_Layer]) -> None:
     heads = evenly(len(layers[0].split.diagonal), SHOWN_HEADS)
     chosen = [layers[place] for place in evenly(len(layers), SHOWN_LAYERS)]
     side = chosen[0].split.diagonal_map.shape[1]
@@ -360,35 +328,24 @@ def _maps(outcome: Outcome, layers: list[_Layer]) -> None:
         tiles = drawing.weight_tiles(*(each[heads].cpu().numpy() for each in maps))
         return drawing.weight_maps(tiles, [f"head {head}" for head in heads], side)
 
-    outcome.draw(
-        "weights",
-        by_name("layer", [f"block {layer.block}" for layer in chosen], draw, start=len(chosen) // 2),
-        side=side,
-    )
+    blocks = [f"block {layer.block}" for layer in chosen]
+    outcome.draw("weights", by_name("layer", blocks, draw, start=len(chosen) // 2), side=side)
 
 
 def _read(outcome: Outcome, table: pd.DataFrame, corner: int) -> None:
     median = table.median(numeric_only=True)
-    outcome.read(
-        f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads",
-        ", ".join(percent(median[f"corner_energy_{k}"]) for k in CORNERS),
-    )
-    random = ", ".join(percent(median[f"corner_energy_{k}_random"]) for k in CORNERS)
-    outcome.read("the same in random bases", random)
-    outcome.read(
-        "entries above the threshold, median over heads (in random bases)",
-        f"{number(median['surviving'])} ({number(median['surviving_random'])})",
-    )
-    outcome.read(
-        f"share of their energy in the {corner} × {corner} corner, median over heads",
-        percent(median[f"corner_surviving_{corner}"]),
-        f"“concentrated in the top left (K ≈ {CORNER})”",
-    )
+    what = f"off-diagonal energy in the K × K corner, K = {', '.join(map(str, CORNERS))}, median over heads"
+    for quantity, of in ((what, ""), ("the same in random bases", "_random")):
+        outcome.read(quantity, ", ".join(percent(median[f"corner_energy_{k}{of}"]) for k in CORNERS))
+    surviving = f"{number(median['surviving'])} ({number(median['surviving_random'])})"
+    outcome.read("entries above the threshold, median over heads (in random bases)", surviving)
+    what = f"share of their energy in the {corner} × {corner} corner, median over heads"
+    paper = f"“concentrated in the top left (K ≈ {CORNER})”"
+    outcome.read(what, percent(median[f"corner_surviving_{corner}"]), paper)
     best = table.loc[table["corner_ratio"].idxmax()]
-    outcome.read(
-        "head with the largest corner, over random",
-        f"{head_name(int(best['layer']), int(best['head']))}: {number(float(best['corner_ratio']))} times",
-    )
+    times = f"{number(float(best['corner_ratio']))} times"
+    name = head_name(int(best["layer"]), int(best["head"]))
+    outcome.read("head with the largest corner, over random", f"{name}: {times}")
 
 
 @declared("geometry/figure4")
@@ -405,7 +362,7 @@ def figure_4(study: Study, outcome: Outcome) -> None:
     shortened = f" (weights as in: {', '.join(named)})" if named else ""
     shortened += f" (blocks {', '.join(map(str, without))} have no query-key matrix)" if without else ""
     _judge(outcome, table, corner, shortened)
-    _maps(outcome, layers)
+    _draw_maps(outcome, layers)
     notes = [[""] * model.heads for _ in range(model.layers)]
     over_corner, over_diagonal = np.full((2, model.layers, model.heads), np.nan)
     for row in table.to_dict("records"):

@@ -70,7 +70,7 @@ class Block(nn.Module):
         return query @ key.mT / math.sqrt(x.shape[-1])
 
     def factors(self) -> tuple[Float[Tensor, "1 width width"], Float[Tensor, "1 width width"]]:
-        """Return W_q and W_k of the one head, (1, d, d), as views of the parameters."""
+        """Return W_q and W_k of the one head, as views of the parameters."""
         query, key, _ = self.projections.weight.chunk(3)
         return query.mT[None], key.mT[None]
 

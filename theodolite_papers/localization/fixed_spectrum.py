@@ -19,35 +19,26 @@ from torch import Tensor
 
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Verdict, mix_of
-from theodolite.report import style
 from theodolite.system.wording import number
 from theodolite.theory import curve_width, propagation_exact
 from theodolite_papers import drawing
-from theodolite_papers.drawing import Line
-from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.haar import haar_rotation
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, haar_rotation
 
-SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)
-"""tr W over its largest value at this tr W², √(d tr W²): eq. 5."""
-
+SHARES = (-1.0, -0.5, 0.0, 0.5, 1.0)  # tr W over its largest value at this tr W², √(d tr W²): eq. 5
 WIDTHS = (8, 32, 128, 512)
-RATIOS = (3.0, 5.12, 10.0)
-"""tr W/λ, kept while d grows: Lemma 2 localizes above 2; 5.12 is Fig. 3's."""
+RATIOS = (3.0, 5.12, 10.0)  # tr W/λ, kept while d grows: Lemma 2 localizes above 2; 5.12 is Fig. 3's
 LENGTH = 64
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the simulation (ours).
-
-    T independent N(0, I) tokens, each attending to all. draws: W_QK of each tr W and scale. scales: √(tr W²)/λ, λ = √d.
-    """
+    """Sizes of the simulation (ours): T independent N(0, I) tokens, each attending to all."""
 
     width: int = 64
     length: int = 32
     layers: int = 3
-    draws: int = 20
-    scales: tuple[float, ...] = (0.1, 0.5, 2.0)
+    draws: int = 20  # W_QK of each tr W and scale
+    scales: tuple[float, ...] = (0.1, 0.5, 2.0)  # √(tr W²)/λ, λ = √d
 
 
 SETTING = Setting()
@@ -96,8 +87,7 @@ LINKS = {
 }
 
 
-ROUNDING = 1e-10
-"""A link that is violated by less than this share of its larger side holds."""
+ROUNDING = 1e-10  # a link that is violated by less than this share of its larger side holds
 
 
 def links_of(
@@ -205,7 +195,7 @@ def collapse(study: Study, outcome: Outcome) -> None:
     outcome.tables["layers"] = pd.DataFrame(rows, columns=columns)
     sizes = f"{SETTING.length}; {SETTING.width}; {SETTING.draws}"
     outcome.read("tokens; width; heads of each kind", sizes, "not simulated")
-    lines = _lines([f"tr W = {share:g} of its largest" for share in SHARES])
+    lines = drawing.by_category([f"tr W = {share:g} of its largest" for share in SHARES])
     steps: Floats = np.arange(1, SETTING.layers + 1, dtype=np.float64)
 
     def draw(place: int) -> go.Figure:
@@ -213,10 +203,6 @@ def collapse(study: Study, outcome: Outcome) -> None:
         return drawing.curves(steps, lines, values, ("layer", "‖X − 1x̄ᵀ‖/‖X‖"), yaxis=drawing.POWERS)
 
     outcome.draw("layers", by_name("√(tr W²)/λ", [f"{scale:g}" for scale in SETTING.scales], draw, grid=True))
-
-
-def _lines(names: list[str]) -> list[Line]:
-    return [Line(name, colour) for name, colour in zip(names, style.CATEGORIES, strict=False)]
 
 
 def widths() -> Float64[Tensor, "ratios widths"]:
@@ -237,6 +223,6 @@ def width(study: Study, outcome: Outcome) -> None:
     table = pd.DataFrame(product(RATIOS, WIDTHS), columns=["trace_over_temperature", "width"])
     table = table.assign(xi=np.sqrt(table["width"]), share=shares.flatten().numpy())
     outcome.tables["widths"] = table
-    lines = _lines([f"tr W/λ = {ratio:g}" for ratio in RATIOS])
+    lines = drawing.by_category([f"tr W/λ = {ratio:g}" for ratio in RATIOS])
     across, titles = np.array(WIDTHS, dtype=np.float64), ("d", "effective share")
     outcome.draw("widths", drawing.curves(across, lines, list(shares.numpy()), titles, xaxis={"type": "log"}))

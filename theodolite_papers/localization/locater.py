@@ -24,7 +24,7 @@ from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
 from theodolite.report.drawing.grammar import Panel, band, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
-from theodolite_papers.drawing import TWOS, Line, curves
+from theodolite_papers.drawing import TWOS, by_category, curves
 from theodolite_papers.experiment import (
     Experiment,
     Outcome,
@@ -32,7 +32,7 @@ from theodolite_papers.experiment import (
     by_name,
     criterion,
     declared,
-    of_trainings,
+    of_nothing,
 )
 from theodolite_papers.localization.locater_training import (
     PUBLISHED_STEPS,
@@ -53,8 +53,7 @@ MEASURES = {
 }
 """Columns of `at_step`. Of attention those of the first layer, as in appendix D."""
 
-BY_LOGARITHM = ("frobenius_squared", "entropy")
-"""Measures of which settings differ by a factor."""
+BY_LOGARITHM = ("frobenius_squared", "entropy")  # measures of which settings differ by a factor
 
 READINGS: dict[Reduction, str] = {
     "mean": "κ against the mean loss of a token",
@@ -85,8 +84,7 @@ def without_seed(setting: Setting) -> Setting:
 
 def common_step(runs: Sequence[GridRun]) -> int:
     """Return the last step at which every one of the training runs was measured."""
-    measured = [set(run.losses["step"].tolist()) for run in runs]
-    return int(max(set.intersection(*measured)))
+    return int(max(set.intersection(*(set(run.losses["step"]) for run in runs))))
 
 
 def at_step(runs: Sequence[GridRun], step: int) -> pd.DataFrame:
@@ -202,19 +200,15 @@ def association(rows: pd.DataFrame, groups: Sequence[Sequence[Setting]], name: s
 
 @dataclass(frozen=True)
 class Comparable:
-    """The training runs of one depth and width, all at one step.
-
-    published: LocAteR settings by rising κ₂ at κ₁ = 100 with the exact gradient, by the reduction of the loss. others:
-    other ways of LocAteR, in words → settings by rising κ₂. decays: settings without LocAteR; plain: the published one.
-    """
+    """The training runs of one depth and width, all at one step; settings of LocAteR by rising κ₂."""
 
     runs: list[GridRun]
     step: int
     rows: pd.DataFrame
-    published: dict[Reduction, list[Setting]]
-    others: dict[str, list[Setting]]
-    decays: list[Setting]
-    plain: Setting | None
+    published: dict[Reduction, list[Setting]]  # at κ₁ = 100 with the exact gradient
+    others: dict[str, list[Setting]]  # other ways of LocAteR, in words
+    decays: list[Setting]  # without LocAteR
+    plain: Setting | None  # the published one of these
 
     def of(self, setting: Setting) -> list[GridRun]:
         """List the training runs of a setting, one per seed."""
@@ -267,20 +261,16 @@ def in_both_readings(
 
 def _final(outcome: Outcome, data: Comparable, key: str) -> bool:
     """Return whether the training runs are as long as the published ones, of whose end the claim is; if not, say so."""
-    if data.step < PUBLISHED_STEPS:
-        why = f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
-        outcome.cannot_judge(key, why)
-    return data.step >= PUBLISHED_STEPS
+    if data.step >= PUBLISHED_STEPS:
+        return True
+    outcome.cannot_judge(
+        key, f"compared at step {number(data.step)} of the published {number(PUBLISHED_STEPS)}"
+    )
+    return False
 
 
 def strongest(
-    outcome: Outcome,
-    data: Comparable,
-    key: str,
-    name: str,
-    against: Setting | None = None,
-    /,
-    **values: object,
+    outcome: Outcome, data: Comparable, key: str, name: str, against: Setting | None = None, /, **values: Any
 ) -> None:
     """Judge the strongest κ₂ against a setting (None: the weakest) in either reading; by its loss at the end alone."""
     if name != "final_loss" or _final(outcome, data, key):
@@ -306,14 +296,15 @@ def against_none(outcome: Outcome, data: Comparable) -> None:
     plain = data.plain
     if plain is None:
         return
-    if data.published:
-        for key, name in (("entropy-against-none", "entropy"), ("perplexity-against-none", "final_loss")):
-            strongest(outcome, data, key, name, plain, none=label_of(plain))
-    if data.step < PUBLISHED_STEPS:
-        for how, settings in data.with_locater.items():
-            values = {"how": how, "strongest": label_of(settings[-1]), "none": label_of(plain)}
+    none = label_of(plain)
+    for key, name in (("entropy-against-none", "entropy"), ("perplexity-against-none", "final_loss")):
+        if data.published:
+            strongest(outcome, data, key, name, plain, none=none)
+    for how, settings in data.with_locater.items():
+        if data.step < PUBLISHED_STEPS:
             less = difference(data.rows, settings[-1], plain, "final_loss")
-            outcome.judge("perplexity-so-far", less, step=data.step, **values)
+            values = {"how": how, "strongest": label_of(settings[-1]), "none": none, "step": data.step}
+            outcome.judge("perplexity-so-far", less, **values)
 
 
 def against_decay(outcome: Outcome, data: Comparable) -> None:
@@ -337,13 +328,15 @@ def linked(outcome: Outcome, data: Comparable) -> None:
     ):
         if name == "final_loss" and not _final(outcome, data, key):
             continue
-        groups = distinct(data.rows, settings, against, criterion("localization/rises"))
+        groups, measure = (
+            distinct(data.rows, settings, against, criterion("localization/rises")),
+            MEASURES[against],
+        )
         if len(groups) < 2:
-            why = f"{MEASURES[against]}: no two of {len(settings)} settings differ in it"
-            outcome.cannot_judge(key, why)
+            outcome.cannot_judge(key, f"{measure}: no two of {len(settings)} settings differ in it")
             continue
         order = "difference between the two" if len(groups) == 2 else f"rank correlation over {len(groups)}"
-        values = {"order": order, "measure": MEASURES[against], "settings": len(settings), "step": data.step}
+        values = {"order": order, "measure": measure, "settings": len(settings), "step": data.step}
         outcome.judge(key, association(data.rows, groups, name, against), **values)
 
 
@@ -360,8 +353,7 @@ def stripes(outcome: Outcome, data: Comparable) -> None:
 
 ACROSS = 2
 MAP_HEIGHT = 380
-MOST_COLUMNS = 400
-"""Steps that a map shows at most: more are not to be seen."""
+MOST_COLUMNS = 400  # steps that a map shows at most: more are not to be seen
 
 CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("trace", "heads", "tr W_QK", {"type": "linear"}),
@@ -428,7 +420,7 @@ def _draw_maps(outcome: Outcome, data: Comparable) -> None:
     exact = [setting for settings in data.published.values() for setting in (settings[0], settings[-1])]
     chosen = list(dict.fromkeys([*exact, *([data.plain] if data.plain else [])]))[: len(style.CATEGORIES)]
     profiles = [np.mean([profile(run, data.step) for run in data.of(one)], axis=0) for one in chosen]
-    lines = [Line(label_of(one), of) for one, of in zip(chosen, style.CATEGORIES, strict=False)]
+    lines = by_category(map(label_of, chosen))
     titles = "position i of the key", "ρ, mean over steps"
     outcome.draw("profiles", curves(np.arange(1.0, length + 1), lines, profiles, titles), step=data.step)
 
@@ -514,10 +506,6 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 def grid_provenance(folder: str | Path) -> dict[str, Any]:
     """Return the provenance of these figures."""
     recipe, runs = read_grid(folder)
-    return of_trainings(
-        f"{len(runs)} training runs in {Path(folder).name}",
-        "Post-LN decoder",
-        layers=max(run.setting.layers for run in runs),
-        heads=1,
-        grid={"folder": str(folder), **recipe},
-    )
+    model = {"id": f"{len(runs)} training runs in {Path(folder).name}", "architecture": "Post-LN decoder"}
+    layers = max(run.setting.layers for run in runs)
+    return of_nothing(**model, layers=layers, heads=1) | {"grid": {"folder": str(folder), **recipe}}

@@ -55,9 +55,8 @@ END_OF_LINE, UNKNOWN = "</s>", "<unk>"
 class GridText:
     """Windows of length + 1 tokens, each sharing one token with the next, so that every token is predicted once.
 
-    tokenizer: trained on the training text alone. train, held_out: ids, (windows, length + 1). tokens_per_word: of
-    the held-out text; a line end is a word, as in the usual perplexity of WikiText. sha256: of both files' bytes
-    and of how they were cut.
+    tokenizer: trained on the training text alone. tokens_per_word: of the held-out text; a line end is a word, as in
+    the usual perplexity of WikiText. sha256: of both files' text and of how it was cut.
     """
 
     tokenizer: Tokenizer
@@ -144,8 +143,7 @@ def _windows(stream: np.ndarray, length: int) -> Int[Tensor, "windows window"]:
 
 PUBLISHED_STEPS = 50_000
 BETAS = (0.9, 0.999)
-EARLY = (1, 2, 5, 10, 20, 50, 100)
-"""Steps that are measured besides the regular ones and step 0."""
+EARLY = (1, 2, 5, 10, 20, 50, 100)  # steps that are measured besides the regular ones and step 0
 
 Reduction = Literal["mean", "sum"]
 """Of the loss over a batch's tokens, where the penalty is added to it; the paper doesn't say which.
@@ -161,13 +159,11 @@ HEADS = ("trace", "trace_of_square", "frobenius_squared", "entropy", "propagatio
 class Recipe:
     """Settings that all runs of a grid share; the defaults are as published or, where the paper is silent, fairseq's.
 
-    Published: length, batch, one head, width of the feed-forward layer = width, ReLU and Post-LN (`decoder.py`), Adam
-    with (0.9, 0.999) and 1e-8, no clipping, a fixed rate (`published_rate`), half precision. fairseq 0.12.2: dropout
-    0.1 on embeddings and on both sublayers' outputs and none in attention, sinusoidal positions, embeddings times √d,
-    no tied output, its initial weights, weight decay on all parameters and decoupled (p −= rate · decay · p), batches
-    of whole blocks of the running text in another order every epoch. Ours: the vocabulary (theirs is of whole words:
-    None); bfloat16 in place of float16 (float32 on processors without), and in the output's products only, where nearly
-    all of the time goes.
+    Published: length, batch, one head, the decoder, Adam with (0.9, 0.999) and 1e-8, no clipping, a fixed rate, half
+    precision. fairseq 0.12.2: dropout 0.1 on embeddings and on both sublayers' outputs and none in attention, its
+    positions, embeddings, initial weights and untied output, decoupled weight decay on all parameters, batches of whole
+    blocks of the running text in another order every epoch. Ours: the vocabulary (theirs is of whole words: None);
+    bfloat16 in the output's products only, where nearly all of the time goes (float32 on processors without).
     """
 
     length: int = 64  # tokens of a context
@@ -476,9 +472,8 @@ class Job:
 
 def train_grid(job: Job, settings: list[Setting], files: TextFiles, console: Console) -> None:
     """Bring every setting to `job.steps` steps."""
-    for what, number in (("setting", len(settings)), ("step", job.steps)):
-        if number < 1:
-            raise UsageError(f"there is nothing to train: give at least one {what}.")
+    if not settings or job.steps < 1:
+        raise UsageError(f"there is nothing to train: give at least one {'step' if settings else 'setting'}.")
     for setting in settings:
         setting.check()
     check_target(job.folder)
@@ -521,18 +516,14 @@ def train_in_turn(
 
 @dataclass(frozen=True)
 class GridRun:
-    """The measurements of one training run of a grid so far.
-
-    propagation: ρ_i of the last query, for `propagation_steps`. summary: on all held-out text; None before the last
-    step.
-    """
+    """The measurements of one training run of a grid so far."""
 
     setting: Setting
     losses: pd.DataFrame
     heads: pd.DataFrame
-    propagation: Float[Tensor, "steps layers length"]
+    propagation: Float[Tensor, "steps layers length"]  # ρ_i of the last query
     propagation_steps: list[int]
-    summary: dict[str, Any] | None
+    summary: dict[str, Any] | None  # on all held-out text; None before the last step
 
 
 def is_grid(folder: str | Path) -> bool:

@@ -4,32 +4,144 @@ simulated signal propagation and entropy against four predictions of ρ."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from theodolite import theory
+from theodolite.attention.piecewise import empirical_propagation
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
+from theodolite.report.drawing.grammar import dots
 from theodolite.system.wording import number, with_error
 from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagation
 from theodolite_papers import drawing
-from theodolite_papers.drawing import CORRECTED, PUBLISHED, Line
-from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.localization.walks import (
-    COVARIANCES,
-    Simulation,
-    WalkSetting,
-    over_draws,
-    simulate_walks,
-)
+from theodolite_papers.drawing import Line
+from theodolite_papers.experiment import Outcome, Study, by_name, declared, haar_rotation
 
+UNIFORM_EDGE = 2.5
+COVARIANCES = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}
+"""Of the walks' steps (Bao et al. 2024, section 5)."""
+
+
+@dataclass(frozen=True)
+class WalkSetting:
+    """Sizes of the simulation, as in the paper, and pairs of mean and scale, which are ours."""
+
+    width: int = 128
+    length: int = 40  # T, tokens per walk
+    walks: int = 300  # for each W_QK
+    draws: int = 10  # W_QK for each pair
+    means: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
+    scales: tuple[float, ...] = (0.1, 0.5, 2.0)  # of the eigenvalues w ~ N(mean, scale²) of W_QK
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """(mean, scale), the scales of one mean together."""
+        return list(product(self.means, self.scales))
+
+    @property
+    def temperature(self) -> float:
+        """λ = √d, “commonly” (section 2); the paper does not say what its simulation takes."""
+        return math.sqrt(self.width)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The counts of a simulation of P pairs and D draws of W_QK for each, and the exact spectra.
+
+    propagates: share of the walks in which token i propagates to the last query. entropy: mean over walks of the
+    entropy of softmax(ω) in nats, ω the logits of the last query. eigenvalues: of Σ^½ W_QK Σ^½. walks: of each W_QK.
+    """
+
+    propagates: Float64[Tensor, "pairs draws tokens"]
+    entropy: Float64[Tensor, "pairs draws"]
+    entropy_variance: Float64[Tensor, "pairs draws"]
+    eigenvalues: Float64[Tensor, "pairs draws width"]
+    walks: int
+
+    @property
+    def propagation(self) -> Tensor:
+        """ρ_1 … ρ_T of every pair, (P, T): mean over draws."""
+        return self.propagates.mean(1)
+
+    def propagation_errors(self) -> tuple[Tensor, Tensor]:
+        """Compute the standard errors of `propagation`: of the walks alone, with these W_QK; of the draws."""
+        return (
+            over_walks(self.propagates * (1 - self.propagates) * self.walks / (self.walks - 1), self.walks),
+            over_draws(self.propagates),
+        )
+
+    def entropy_errors(self) -> tuple[Tensor, Tensor]:
+        """Compute these two standard errors of the mean entropy of every pair, (P,) each."""
+        return over_walks(self.entropy_variance, self.walks), over_draws(self.entropy)
+
+
+def over_walks(variance: Tensor, walks: int) -> Tensor:
+    """Give the standard error of a mean over draws (dimension 1), each itself a mean over walks of this variance."""
+    return (variance.mean(1) / (walks * variance.shape[1])).sqrt()
+
+
+def over_draws(values: Tensor) -> Tensor:
+    """Give the standard error of the mean over draws (dimension 1) from their own spread."""
+    return values.std(1) / math.sqrt(values.shape[1])
+
+
+def simulate_walks(setting: WalkSetting, covariance: str, seed: int) -> Simulation:
+    """Simulate random walks and count which tokens propagate.
+
+    x_1 ~ N(0, Σ), x_{t+1} ~ N(x_t, Σ) (Assumption 1); W_QK = B diag(w) Bᵀ with B a uniformly random orthogonal
+    matrix; ω = X W_QK x_T/λ. Every draw has its own walks, B and standard normal z; w = mean + scale · z, so
+    that pairs differ by mean and scale and not by luck. Σ, of a name of `COVARIANCES`, is drawn once.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = setting.width
+    uniform = torch.rand(width, width, generator=generator, dtype=torch.float64)
+    # Rows of independent normals times `root` have covariance rootᵀ root = Σ.
+    root = torch.eye(width, dtype=torch.float64)
+    if covariance == "anisotropic":
+        root = (2 * uniform - 1) * UNIFORM_EDGE / math.sqrt(width)
+    drawn = [_draw(setting, root, generator) for _ in range(setting.draws)]
+    propagates, entropy, variance, eigenvalues = (torch.stack(part, 1) for part in zip(*drawn, strict=True))
+    return Simulation(propagates, entropy, variance, eigenvalues, setting.walks)
+
+
+def _draw(
+    setting: WalkSetting, root: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw one W_QK a pair, on the same walks: shares (P, T), entropy (P), its variance (P), eigenvalues (P, d)."""
+    size = setting.walks, setting.length, setting.width
+    steps = torch.randn(size, generator=generator, dtype=torch.float64)
+    tokens = (steps @ root).cumsum(1)
+    basis = haar_rotation(setting.width, generator)
+    standard = torch.randn(setting.width, generator=generator, dtype=torch.float64)
+    rows = []
+    for mean, scale in setting.pairs:
+        w_qk = (basis * (mean + scale * standard)) @ basis.T
+        logits = (tokens @ (tokens[:, -1:] @ w_qk).mT).squeeze(-1) / setting.temperature
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+        rows.append(
+            (
+                empirical_propagation(logits).double().mean(0),
+                entropy.mean(),
+                entropy.var(),
+                torch.linalg.eigvalsh(root @ w_qk @ root.T),  # those of Σ^½ W_QK Σ^½, as root = QΣ^½
+            )
+        )
+    shares, means, variances, eigenvalues = (torch.stack(part) for part in zip(*rows, strict=True))
+    return shares, means, variances, eigenvalues
+
+
+PUBLISHED, CORRECTED = Line("published", style.GREY, "dash"), Line("corrected", style.BLUE)
 BOUND_LENGTHS = (16, 64, 512, 4096)
 NU = torch.linspace(0, 30, 601, dtype=torch.float64)
 
@@ -47,14 +159,21 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         length: {name: entropy_lower_bound(NU, length, variant) for name, (variant, _) in BOUNDS.items()}
         for length in BOUND_LENGTHS
     }
+    tables = []
     for length, curves in bounds.items():
         peak = int(curves["published"].argmax())
-        exact = f"{number(float(curves['exact'].max()))} at ν = 0; exact bound at the printed peak: "
+        highest, at_peak, printed = (
+            number(float(each))
+            for each in (curves["exact"].max(), curves["exact"][peak], curves["published"][peak])
+        )
         outcome.read(
             f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}",
-            exact + number(float(curves["exact"][peak])),
-            f"{number(float(curves['published'][peak]))} at ν = {number(float(NU[peak]))}",
+            f"{highest} at ν = 0; exact bound at the printed peak: {at_peak}",
+            f"{printed} at ν = {number(float(NU[peak]))}",
         )
+        first = {"tokens": length, "nu": NU[::10].numpy(), "highest": math.log(length)}
+        tables.append(pd.DataFrame(first | {name: curve[::10].numpy() for name, curve in curves.items()}))
+    outcome.tables["bounds"] = pd.concat(tables, ignore_index=True)
     shortest, longest = (
         number(float((bounds[length]["asymptotic"] - bounds[length]["exact"]).abs().max()))
         for length in (BOUND_LENGTHS[0], BOUND_LENGTHS[-1])
@@ -62,11 +181,6 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
     what = "largest difference of the large-T form with exp(−ν) from the exact bound"
     lengths = f"T = {BOUND_LENGTHS[0]} and {BOUND_LENGTHS[-1]}"
     outcome.read(f"{what}, {lengths}", f"{shortest} and {longest}")
-    tables = []
-    for length, curves in bounds.items():
-        first = {"tokens": length, "nu": NU[::10].numpy(), "highest": math.log(length)}
-        tables.append(pd.DataFrame(first | {name: curve[::10].numpy() for name, curve in curves.items()}))
-    outcome.tables["bounds"] = pd.concat(tables, ignore_index=True)
 
     def draw(place: int) -> go.Figure:
         length = BOUND_LENGTHS[place]
@@ -75,8 +189,7 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
         titles, zero = ("ν = ‖XXᵀ‖₂ ‖W_QK‖₂/λ", "nats"), {"rangemode": "tozero"}
         return drawing.curves(NU.numpy(), lines, [each.numpy() for each in values], titles, yaxis=zero)
 
-    drawn = by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw)
-    outcome.draw("bounds", drawn)
+    outcome.draw("bounds", by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw))
 
 
 LENGTHS = (2, 8, 40, 64)
@@ -85,7 +198,6 @@ LENGTHS = (2, 8, 40, 64)
 VARIANTS = ("published", "corrected")
 THETA = torch.linspace(0, 1, 401, dtype=torch.float64)
 TABLE_STEP = 10  # of THETA, in tables and maps
-
 XIS = (-20.0, -10.0, -5.0, -2.0, -1.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 ETAS = (0.001, 0.1, 0.5, 1.0, 2.0, 5.0, 20.0)
 """Ours: the text names ξ = ±1 and ±5 and η = 0.001 and 0.5, and the figure's other values are not printed."""
@@ -108,29 +220,23 @@ def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
 def softmax(study: Study, outcome: Outcome) -> None:
     logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
     pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS}
+    tables = []
     for length, (soft, piecewise) in pairs.items():
         gap = (soft - piecewise).abs()
         two = "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2"
         others = f"the same for {length} inputs, at ω₁ = {number(float(logit[gap.argmax()]), 2)}"
         outcome.read(two if length == 2 else others, number(float(gap.max())))
-    tables = []
-    for length, curves in pairs.items():
-        columns = zip(("logit", "softmax", "piecewise"), (logit, *curves), strict=True)
-        tables.append(pd.DataFrame({"inputs": length} | {name: of[::9].numpy() for name, of in columns}))
+        columns = {"logit": logit, "softmax": soft, "piecewise": piecewise}
+        tables.append(
+            pd.DataFrame({"inputs": length} | {name: of[::9].numpy() for name, of in columns.items()})
+        )
     outcome.tables["inputs"] = pd.concat(tables, ignore_index=True)
     side = torch.linspace(-5, 5, 41, dtype=torch.float64)
     logit_pairs = torch.stack(torch.meshgrid(side, side, indexing="xy"), -1)
     first, linear = logit_pairs.softmax(-1)[..., 0].numpy(), piecewise_softmax(logit_pairs)[..., 0].numpy()
-    outcome.draw(
-        "plane",
-        drawing.maps(
-            {"softmax S": first, "piecewise linear S̃": linear, "S̃ − S": linear - first},
-            (side.numpy(), side.numpy()),
-            ("ω₁", "ω₂", "of the first input"),
-            (0.0, 1.0),
-            signed=("S̃ − S",),
-        ),
-    )
+    pictures = {"softmax S": first, "piecewise linear S̃": linear, "S̃ − S": linear - first}
+    axes, titles = (side.numpy(), side.numpy()), ("ω₁", "ω₂", "of the first input")
+    outcome.draw("plane", drawing.maps(pictures, axes, titles, (0.0, 1.0), signed=("S̃ − S",)))
 
     def draw(place: int) -> go.Figure:
         lines = (Line("softmax", style.BLUE), Line("piecewise linear", style.VERMILLION))
@@ -162,11 +268,16 @@ def by_spectrum(study: Study, outcome: Outcome) -> None:
         axes = (MAP_XI.numpy(), theta.numpy())
         return drawing.maps(pictures, axes, ("ξ", "θ", "ρ"), (0.0, 1.0), signed=("published − corrected",))
 
-    def draw_curves(place: int) -> go.Figure:
-        return drawing.propagation_curves(THETA.numpy(), ETAS, published[place], corrected[place])
+    lines = drawing.in_order([f"η = {value:g}" for value in ETAS])
+    lines += [
+        replace(line, name=f"{line.name}, published", dash="dash", width=1.4, legend=False) for line in lines
+    ]
 
-    drawn = by_name("η", [f"η = {value:g}" for value in ETAS], draw_map)
-    outcome.draw("maps", drawn)
+    def draw_curves(place: int) -> go.Figure:
+        values = [*corrected[place], *published[place]]
+        return drawing.curves(THETA.numpy(), lines, values, ("θ", "ρ(θ)"), yaxis=drawing.SHARE)
+
+    outcome.draw("maps", by_name("η", [f"η = {value:g}" for value in ETAS], draw_map))
     outcome.draw("curves", by_name("ξ", [f"ξ = {value:g}" for value in XIS], draw_curves, grid=True))
 
 
@@ -200,21 +311,21 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
 
     def draw(place: int) -> go.Figure:
         values, titles, y = [published[place], corrected[place]], ("θ", "ρ(θ)"), {"range": [-0.02, 1.15]}
-        lines = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
-        return drawing.with_window(lines, "½ ≤ θ ≤ ½ + 1/5.12", *window(5.12))
+        drawn = drawing.curves(THETA.numpy(), (PUBLISHED, CORRECTED), values, titles, yaxis=y)
+        look = {"fillcolor": style.translucent(style.CATEGORIES[0], style.BAND), "line_width": 0}
+        named = {"annotation_text": "½ ≤ θ ≤ ½ + 1/5.12", "annotation_position": "top left"}
+        return drawn.add_vrect(*window(5.12), **look, **named)
 
     outcome.draw("curves", by_name("ξ and η", labels, draw, grid=True))
 
 
 SETTING = WalkSetting()
-
 PREDICTED = ("published", "corrected", "finite", "exact")
-"""The predictions of ρ of random walks, in the order in which they are drawn."""
+LINES = (PUBLISHED, CORRECTED, Line("finite length", style.GREEN), Line("exact", style.VERMILLION))
+"""The predictions of ρ of random walks, and how they are drawn."""
 
 FAR = 3.0  # standard errors
 LEAST_ENTROPY = 0.02  # nats, where the axis begins
-
-SIGMA = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}
 
 
 def predictions(sim: Simulation, setting: WalkSetting) -> Tensor:
@@ -270,16 +381,36 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
         def draw(place: int, sim: Simulation = sim, curves: Tensor = predicted[name]) -> go.Figure:
             walks, draws = (error[place].numpy() for error in sim.propagation_errors())
-            simulated = sim.propagation[place].numpy()
-            return drawing.simulation(positions, simulated, (walks, draws), [*curves[:, place].numpy()])
+            name, at = "simulated, error over", (positions, sim.propagation[place].numpy(), None)
+            hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
+            small, titles = {"legend": {"font": {"size": 10}}}, ("token i", "ρᵢ")
+            predicted, look = [*curves[:, place].numpy()], small | {"yaxis": drawing.SHARE}
+            drawn = drawing.curves(positions, LINES, predicted, titles, height=440, **look)
+            own: dict[str, Any] = {
+                "marker": {"size": 5},
+                "error_y": style.error_bars(draws, width=4, thickness=1.0),
+            }
+            drawn.add_trace(dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, **own))
+            own = {"marker": {"size": 1}, "error_y": style.error_bars(walks, width=0, thickness=2.5)}
+            return drawn.add_trace(dots(*at, f"{name} walks", style.PURPLE, "", hoverinfo="skip", **own))
 
         pairs = [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs]
         drawn = by_name("mean ± scale", pairs, draw, grid=True)
-        outcome.draw(name, drawn, "simulated", name=name, covariance=SIGMA[name])
+        outcome.draw(name, drawn, "simulated", name=name, covariance=COVARIANCES[name])
+
+    means = drawing.in_order([f"mean {mean:g}" for mean in SETTING.means], marker=7)
 
     def draw_entropy(place: int) -> go.Figure:
-        grids = entropy[COVARIANCES[place]]
-        return drawing.entropies(SETTING.scales, SETTING.means, *grids, LEAST_ENTROPY)
+        """Draw the mean entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
+        x = {
+            "type": "log",
+            "tickvals": SETTING.scales,
+            "ticktext": [f"{scale:g}" for scale in SETTING.scales],
+        }
+        y = drawing.TWOS | {"range": [math.log10(LEAST_ENTROPY), math.log10(5)]}
+        values, errors = map(list, entropy[[*COVARIANCES][place]])
+        titles, at = ("scale of the eigenvalues", "entropy in nats"), np.array(SETTING.scales)
+        return drawing.curves(at, means, values, titles, errors=errors, xaxis=x, yaxis=y)
 
     outcome.draw("entropy", by_name("Σ", list(COVARIANCES), draw_entropy))
 
@@ -296,7 +427,7 @@ def _judge_predictions(outcome: Outcome, sims: dict[str, Simulation], gaps: Tens
     for key, of_key in zip(PREDICTED, gaps.unbind(1), strict=True):
         worst = np.unravel_index(int(of_key.argmax()), of_key.shape)
         mean, scale = SETTING.pairs[worst[1]]
-        where = f"{COVARIANCES[worst[0]]} Σ, mean {mean:g}, scale {scale:g}, token {worst[2] + 1}"
+        where = f"{[*COVARIANCES][worst[0]]} Σ, mean {mean:g}, scale {scale:g}, token {worst[2] + 1}"
         gap = Estimate(float(of_key[worst]), float(errors[worst]), walks, "walks")
         outcome.judge(key, gap, points=points, where=where)
     of_exact = beyond[:, PREDICTED.index("exact")].mean(0).numpy()
@@ -353,11 +484,8 @@ def _pairs(sims: dict[str, Simulation], gaps: dict[str, Tensor]) -> pd.DataFrame
         columns = {"xi": xi.mean(1), "eta": eta.mean(1), "r": (xi * eta).mean(1)}
         columns |= {"width": widths.mean(1), "width_se": over_draws(widths), "entropy": sim.entropy.mean(1)}
         columns |= {"entropy_se_walks": walks, "entropy_se_draws": draws}
-        worst = zip(PREDICTED, gaps[name].amax(-1), strict=True)
-        columns |= {f"error_{key}": gap for key, gap in worst}
-        part = pd.DataFrame(SETTING.pairs, columns=["mean", "scale"])
-        part.insert(0, "covariance", name)
-        part = part.assign(**{key: value.numpy() for key, value in columns.items()})
+        columns |= {f"error_{key}": gap for key, gap in zip(PREDICTED, gaps[name].amax(-1), strict=True)}
+        part = _with_columns(name, pd.DataFrame(SETTING.pairs, columns=["mean", "scale"]), columns)
         parts.append(part.assign(regime=theory.regime(part["xi"].to_numpy(), part["eta"].to_numpy())))
     return pd.concat(parts, ignore_index=True)
 
@@ -370,7 +498,10 @@ def _points(sims: dict[str, Simulation], predicted: dict[str, Tensor]) -> pd.Dat
         walks, draws = sim.propagation_errors()
         columns = {"simulated": sim.propagation, "se_walks": walks, "se_draws": draws}
         columns |= dict(zip(PREDICTED, predicted[name], strict=True))
-        part = pd.DataFrame(index, columns=["mean", "scale", "token"])
-        part.insert(0, "covariance", name)
-        parts.append(part.assign(**{key: value.flatten().numpy() for key, value in columns.items()}))
+        parts.append(_with_columns(name, pd.DataFrame(index, columns=["mean", "scale", "token"]), columns))
     return pd.concat(parts, ignore_index=True)
+
+
+def _with_columns(covariance: str, table: pd.DataFrame, columns: dict[str, Tensor]) -> pd.DataFrame:
+    table.insert(0, "covariance", covariance)
+    return table.assign(**{key: value.flatten().numpy() for key, value in columns.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -33,20 +34,11 @@ from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, declared
 
-CONTEXTS = 64
-"""Read at most, whatever the corpus: a fixed cost. Eight in each group."""
-
-SHOWN_POSITIONS = 64
-"""Of the second moments x_s·x_t, evenly chosen."""
-
-LAGS = 8
-"""Of the autocorrelation of increments."""
-
-LEAST_LENGTH = LAGS + 4
-"""Tokens per context: every lag has at least two pairs of increments."""
-
-ALL = torch.ones(GROUPS, dtype=torch.float64)
-"""Weights of the groups of contexts: every one counts."""
+CONTEXTS = 64  # read at most, whatever the corpus: a fixed cost; eight in each group
+SHOWN_POSITIONS = 64  # of the second moments x_s·x_t, evenly chosen
+LAGS = 8  # of the autocorrelation of increments
+LEAST_LENGTH = LAGS + 4  # tokens per context: every lag has at least two pairs of increments
+ALL = torch.ones(GROUPS, dtype=torch.float64)  # weights of the groups of contexts: every one counts
 
 MEASURES = {
     "r_squared": ("R² of τ·min(s, t) for E[x_s·x_t], τ fitted", "1", "R²"),
@@ -69,15 +61,9 @@ class WalkSums(LayerSums):
         last, shown = self.positions - 1, min(self.positions, SHOWN_POSITIONS)
         self.shown = np.unique(np.linspace(0, last, shown).round().astype(int)).tolist()
         self.groups, shown = Groups(contexts), len(self.shown)
-        super().__init__(
-            layers,
-            {
-                "contexts": (GROUPS,),
-                "gram": (GROUPS, shown, shown),
-                "lagged": (GROUPS, LAGS + 1),
-                "increments": (width, width),
-            },
-        )
+        shapes: dict[str, tuple[int, ...]] = {"contexts": (GROUPS,), "gram": (GROUPS, shown, shown)}
+        shapes |= {"lagged": (GROUPS, LAGS + 1), "increments": (width, width)}
+        super().__init__(layers, shapes)
 
     def update(self, layer: int, hidden: Tensor, first_context: int) -> None:
         """Add one layer's vectors, (batch, T, d), of the contexts `first_context …`."""
@@ -109,9 +95,8 @@ class WalkSums(LayerSums):
 
     def gram(self, layer: int, weights: Tensor = ALL) -> Tensor:
         """Compute E[x_s·x_t] at the shown positions, (S, S), over the groups of weight 1."""
-        return torch.tensordot(weights, self.of("gram", layer), dims=1) / (
-            weights @ self.of("contexts", layer)
-        )
+        contexts = weights @ self.of("contexts", layer)
+        return torch.tensordot(weights, self.of("gram", layer), dims=1) / contexts
 
     def autocorrelations(self, layer: int, weights: Tensor = ALL) -> Tensor:
         """Compute E[ε_t·ε_{t+lag}] / E‖ε_t‖² for lags 0 … LAGS. Independent vectors have −½ at lag 1, a walk has 0."""
@@ -119,19 +104,17 @@ class WalkSums(LayerSums):
         mean = (weights @ self.of("lagged", layer)) / steps
         return mean / mean[0]
 
-    def numbers(self, layer: int, weights: Tensor = ALL) -> dict[str, float]:
-        """Compute `MEASURES` of one layer."""
+    def numbers(self, layer: int, weights: Tensor = ALL) -> Tensor:
+        """Compute `MEASURES` of one layer, in their order."""
         shared, gram = self.steps_shared, self.gram(layer, weights)
         contexts = weights @ self.of("contexts", layer)
         at, norms = shared.diagonal().log(), gram.diagonal().log()
         steps = (weights @ self.of("lagged", layer))[0] / (contexts * (self.positions - 1))
-        values = (
-            _r_squared(gram, shared),
-            _fitted_trace(gram, shared) / steps,
-            self.autocorrelations(layer, weights)[1],
-            ((at - at.mean()) * norms).sum() / (at - at.mean()).square().sum(),
-        )
-        return dict(zip(MEASURES, map(float, values), strict=True))
+        fitted = (gram * shared).sum() / shared.square().sum()  # τ of τ·min(s, t) by least squares
+        # Over that of the best constant; R² is negative where it is larger.
+        error = (gram - fitted * shared).square().sum() / (gram - gram.mean()).square().sum()
+        growth = ((at - at.mean()) * norms).sum() / (at - at.mean()).square().sum()
+        return torch.stack([1 - error, fitted / steps, self.autocorrelations(layer, weights)[1], growth])
 
     def table(self) -> pd.DataFrame:
         """Tabulate layers: `MEASURES`, each with its standard error `…_se` over contexts.
@@ -140,27 +123,11 @@ class WalkSums(LayerSums):
         """
         rows = []
         for layer in range(self.layers):
-            row, errors = self.numbers(layer), [math.nan] * len(MEASURES)
+            numbers, errors = self.numbers(layer), torch.full((len(MEASURES),), math.nan)
             if bool((self.of("contexts", layer) > 0).all()):
-
-                def values(used: Tensor, layer: int = layer) -> Tensor:
-                    return torch.tensor(list(self.numbers(layer, used).values()), dtype=torch.float64)
-
-                errors = leaving_out(values, GROUPS).error.tolist()
-            of_errors = zip((f"{name}_se" for name in row), errors, strict=True)
-            rows.append({"layer": layer} | row | dict(of_errors))
-        return pd.DataFrame(rows)
-
-
-def _fitted_trace(gram: Tensor, shared: Tensor) -> Tensor:
-    """Fit τ·min(s, t) by least squares, and return τ."""
-    return (gram * shared).sum() / shared.square().sum()
-
-
-def _r_squared(gram: Tensor, shared: Tensor) -> Tensor:
-    """Compute 1 − the squared error of the best τ·min(s, t) over that of the best constant; negative if larger."""
-    residual = gram - _fitted_trace(gram, shared) * shared
-    return 1 - residual.square().sum() / (gram - gram.mean()).square().sum()
+                errors = leaving_out(partial(self.numbers, layer), GROUPS).error
+            rows.append([layer, *numbers.tolist(), *errors.tolist()])
+        return pd.DataFrame(rows, columns=["layer", *MEASURES, *(f"{name}_se" for name in MEASURES)])
 
 
 def simulated_walk(text: WalkSums, seed: int) -> WalkSums:

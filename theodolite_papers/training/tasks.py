@@ -1,21 +1,17 @@
-"""Train toy models on tasks: the characters of a text, additions (Song & Zhong 2024, A.2, D.3).
-
-`training.json` next to the weights has every setting, the losses and the accuracies.
-"""
+"""The tasks of the papers' toy models: the characters of a text, additions (Song & Zhong 2024, A.2, D.3)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Int
-from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -23,41 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from theodolite import Corpus
 from theodolite.errors import UsageError
-from theodolite.system.files import json_text
-from theodolite_papers.training.models import TaskModelConfig, task_model
-from theodolite_papers.training.trainer import ModelTraining, check_training, train_into
 
-IGNORED = -100
-"""Target of a position that has no part in the loss."""
-
-HELD_OUT = 0.1
-"""Last share of a text that is kept for validation."""
-
-TESTED = 1000
-"""Additions of each kind whose answers are checked, as published."""
-
+IGNORED = -100  # target of a position that has no part in the loss
+HELD_OUT = 0.1  # last share of a text that is kept for validation
+TESTED = 1000  # additions of each kind whose answers are checked, as published
 QUICK_TEST = 200
-
 ADDITION = "addition"
 CHARACTERS = "\n+=0123456789"
-
-DIGITS = (5, 10)
-"""Fewest and most digits of a, b and c in training, as published."""
-
-MOST_DIGITS = 18
-"""Sums stay below 2⁶³."""
-
-SHORT_OPERANDS = (1, 2, 3, 4)
-"""Numbers of digits that training never saw."""
+DIGITS = (5, 10)  # fewest and most digits of a, b and c in training, as published
+MOST_DIGITS = 18  # sums stay below 2⁶³
+SHORT_OPERANDS = (1, 2, 3, 4)  # numbers of digits that training never saw
 
 Batch = tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]
 """Inputs, and the token that should follow each (`IGNORED` where nothing is asked)."""
-
-PUBLISHED = {
-    "characters": TaskModelConfig(6, 6, 384, 64, 5000, 1e-3, "cosine", dropout=0.1),
-    "addition": TaskModelConfig(4, 4, 256, 64, 10000, 1e-4, "linear"),
-}
-"""Appendix A.2. Where it is silent (AdamW's β, gradient clipping), as in `trainer.py`."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -65,9 +39,9 @@ END_OF_TEXT = "<|endoftext|>"
 def read_text(path: str | Path, what: str) -> str:
     """Read a UTF-8 file; `what` names the option or thing to replace in the error."""
     path = Path(path)
-    if not path.is_file():  # a pipe or a device may have no end
-        raise UsageError(f"{path} cannot be read as UTF-8 text (there is no such file); give another {what}.")
     try:
+        if not path.is_file():  # a pipe or a device may have no end
+            raise OSError("there is no such file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as UTF-8 text ({error}); give another {what}.") from error
@@ -103,10 +77,8 @@ class Characters:
     @property
     def sha256(self) -> str:
         """Hash of characters and ids."""
-        digest = hashlib.sha256(f"{self.characters!r} {self.length}".encode())
-        digest.update(self.train.tobytes())
-        digest.update(self.validation.tobytes())
-        return digest.hexdigest()
+        of = f"{self.characters!r} {self.length}".encode(), self.train.tobytes(), self.validation.tobytes()
+        return hashlib.sha256(b"".join(of)).hexdigest()
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """Draw windows at random starts."""
@@ -119,7 +91,7 @@ class Characters:
         return f"held out {self._loss(model, self.validation, 64):.4f}"
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Compute losses in nats per character, float32: all held-out windows, and as many of the training text."""
+        """Compute losses in nats per character of all held-out windows, and of as many of the training text."""
         windows = len(self.validation) // (self.length + 1)
         return {
             "training_tokens": len(self.train),
@@ -130,10 +102,8 @@ class Characters:
 
     def summary(self, result: dict[str, Any]) -> list[str]:
         """Summarise a finished model in a line."""
-        return [
-            f"loss {result['validation_loss']:.3f} nats per character held out, "
-            f"{result['training_loss']:.3f} on the training text"
-        ]
+        held_out, training = result["validation_loss"], result["training_loss"]
+        return [f"loss {held_out:.3f} nats per character held out, {training:.3f} on the training text"]
 
     @torch.no_grad()
     def _loss(self, model: PreTrainedModel, ids: np.ndarray, most: int) -> float:
@@ -157,8 +127,7 @@ class Addition(NamedTuple):
 class Additions:
     """The answer of `a+b=`: the loss is of the answer's characters and its line break, nothing else.
 
-    The answer is written in reverse, as in the published code (not stated in the paper), so that carries propagate
-    forwards.
+    The answer is written in reverse, as in the published code, so that carries propagate forwards.
     """
 
     digits: tuple[int, int] = DIGITS
@@ -200,7 +169,7 @@ class Additions:
     def _longest_sum(self) -> int:
         """Digits of the longest sum; one more than the operands' where they are all of one length."""
         fewest, most = self.digits
-        return most + 1 if fewest == most else most
+        return most + (fewest == most)
 
     @property
     def sha256(self) -> str:
@@ -221,8 +190,7 @@ class Additions:
     def corpus(self, length: int, contexts: int, seed: int = 0) -> Corpus:
         """Draw examples as a text, one per context, cut to `length` characters; shorter ones are drawn again.
 
-        At the full length of 33 all three numbers of 5 to 10 digits have ten, so that `+` and `=` stand at the same
-        positions in every context. `UsageError` for a length that no example has.
+        At the full length all three numbers have the most digits. `UsageError` for a length that no example has.
         """
         if not 4 <= length <= self.length:
             raise UsageError(
@@ -252,8 +220,8 @@ class Additions:
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Compute exact-match accuracy: in distribution, and by number of digits."""
-        accuracy = self.accuracy(model, count=TESTED)
         shorter = {str(n): self.accuracy(model, (n, n), TESTED) for n in SHORT_OPERANDS}
+        accuracy = self.accuracy(model, count=TESTED)
         return {"tested": TESTED, "accuracy": accuracy, "accuracy_by_digits": shorter}
 
     def summary(self, result: dict[str, Any]) -> list[str]:
@@ -290,49 +258,7 @@ def _number(digits: int, random: np.random.Generator) -> int:
     return int(random.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
 
 
-Task = Characters | Additions
-"""What a training run reads, and how it is judged."""
-
-
-def train_task_model(
-    out: str | Path, task: Task, config: TaskModelConfig, *, threads: int = 2, console: Console | None = None
-) -> dict[str, Any]:
-    """Train on `task` and write the folder `out`; returns what `training.json` there says.
-
-    A killed training run resumes, with the same bytes on the same machine, threads and package versions.
-    """
-    out = Path(out)
-    check_training(out, config, threads)
-
-    def loss(model: PreTrainedModel, step: int) -> Tensor:
-        inputs, targets = task.batch(step, config.batch, config.seed)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
-            logits = model(input_ids=inputs, use_cache=False).logits
-        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def measure(model: PreTrainedModel) -> dict[str, Any]:
-        return {
-            "task": task.name,
-            "length": task.length,
-            "characters": task.characters,
-            "text_sha256": task.sha256,
-            **asdict(config),
-            "threads": threads,
-            "parameters": model.num_parameters(),
-            **task.measure(model),
-        }
-
-    run = ModelTraining(
-        config=config,
-        build=lambda: task_model(config, len(task.characters), task.length),
-        tokenizer=character_tokenizer(task.characters, task.length),
-        data={"task": task.name, "data": task.sha256},
-        loss=loss,
-        progress=lambda model, loss: f"training loss {loss:.4f}; {task.quick_score(model)}",
-        measure=measure,
-        page=lambda result: ("training.json", json_text(result, 2) + "\n"),
-    )
-    return train_into(out, run, threads, console)
+Task = Characters | Additions  # what a training run reads, and how it is judged
 
 
 def character_tokenizer(characters: str, length: int) -> PreTrainedTokenizerFast:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tests.report.drawn import drawn, finite
-from theodolite.errors import UsageError
 from theodolite.system.wording import for_plotly
 from theodolite_papers.catalogue import reproduce
 from theodolite_papers.catch_tag_release import averaging
-from theodolite_papers.catch_tag_release.averaging_model import (
+from theodolite_papers.catch_tag_release.averaging import (
     ABSENT,
     averaging_error,
     averaging_model,
@@ -118,13 +117,6 @@ def test_errata() -> None:
     )
     assert attention[i, j] == pytest.approx(right)
     assert (round(right, 3), round(printed, 3)) == (0.475, 0.807)
-
-
-def test_what_is_no_model_or_place_is_refused():
-    with pytest.raises(UsageError, match="needs d > 0"):
-        averaging_model(torch.zeros(20).double(), 0, 10.0, d=0.0)
-    with pytest.raises(UsageError, match="place that 20 tokens do not have"):
-        averaging_model(torch.zeros(20).double(), 20, 10.0)
 
 
 def test_figure_6(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, few_shot_an
 from theodolite.models import open_model
 from theodolite.models.hooks import Hooks, hooked
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.catch_tag_release import few_shot_ablation
+from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release.ablated import (
     LayerAttention,
     Reading,
@@ -24,29 +24,27 @@ from theodolite_papers.catch_tag_release.ablated import (
     share_hidden,
 )
 from theodolite_papers.catch_tag_release.few_shot import (
-    DENSE,
-    OATS,
-    RANDOM,
-    WITHOUT,
-    answer,
-    over_tasks,
-    show_accuracy,
-    tabulated,
-)
-from theodolite_papers.catch_tag_release.few_shot_ablation import (
     ATTENDED,
+    DENSE,
     EARLIEST,
     HIDDEN,
+    OATS,
     OTHERS,
+    RANDOM_TERMS,
     TAGS,
+    WITHOUT,
     Tag,
     ablations,
+    answer,
     answered,
     others_of,
+    over_tasks,
     show_ablations,
+    show_accuracy,
+    tabulated,
     texts_of,
 )
-from theodolite_papers.catch_tag_release.few_shot_ablation import RANDOM as RANDOM_DIRECTIONS
+from theodolite_papers.catch_tag_release.few_shot import RANDOM as RANDOM_DIRECTIONS
 
 TASKS = ("a",) * 100 + ("b",) * 100
 PROMPTS = len(TASKS)
@@ -185,7 +183,7 @@ def test_verdicts_follow_the_numbers():
         "SparseGPT": made_up(0.02, 0.72),
         "magnitude": made_up(0, 0),
         WITHOUT: made_up(0.1, 0.3),
-        RANDOM: made_up(0.1, 0.6),
+        RANDOM_TERMS: made_up(0.1, 0.6),
     }
     outcome = outcome_of("sinks/figure3")
     show_accuracy(outcome, found, TASKS)
@@ -197,7 +195,7 @@ def test_verdicts_follow_the_numbers():
     )
     assert answers_of(floor)[1] == answers_of(floor)[3] == "not testable here"
     again = outcome_of("sinks/figure3")
-    show_accuracy(again, found | {RANDOM: made_up(0, 0)}, TASKS)
+    show_accuracy(again, found | {RANDOM_TERMS: made_up(0, 0)}, TASKS)
     assert answers_of(again)[-1] == "not testable here"
 
 
@@ -244,12 +242,12 @@ def test_the_experiments_run_on_the_embedded_model(monkeypatch):
     """Oracle: the instrument's own answers; it has no massive activation, of which the other experiment would be."""
     model = open_model(device="cpu")
     corpus = Corpus.python_docs(model.tokenizer, 64, 16)
-    monkeypatch.setattr(few_shot_ablation, "PROMPTS", 2)
-    monkeypatch.setattr(few_shot_ablation, "TAG_PROMPTS", 2)
+    monkeypatch.setattr(few_shot, "PROMPTS", 2)
+    monkeypatch.setattr(few_shot, "TAG_PROMPTS", 2)
     study = Study(survey(model, corpus), model, corpus)
     outcome = study.outcome(EXPERIMENTS["sinks/examples"])
     table = outcome.tables["accuracy"].set_index(["model", "task", "shots"])["accuracy"]
-    direct = few_shot_answers(model, prompts=2, seed=few_shot_ablation.SEED)
+    direct = few_shot_answers(model, prompts=2, seed=few_shot.SEED)
     for task, right in direct.items():
         assert table[DENSE, task, 16] == right[:, 16].mean()
     assert len(outcome.verdicts) == 4

@@ -9,7 +9,7 @@ from tests import checkpoints
 from tests.sinks.test_outliers import DIMENSION, TOKEN, hidden_states, plant
 from theodolite import Corpus, find_outliers
 from theodolite.models import open_model
-from theodolite_papers.catch_tag_release.growth import follow, life
+from theodolite_papers.catch_tag_release.outliers import follow, life
 
 
 def test_growth_follows_it_through_all_layers(tmp_path):

@@ -10,7 +10,7 @@ from theodolite import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
 from theodolite.models.hooks import Hooks, hooked
-from theodolite_papers.catch_tag_release.massive_activations import (
+from theodolite_papers.catch_tag_release.ablated import (
     SpikingTokens,
     find_spikes,
     replace_activations,

@@ -15,8 +15,14 @@ from theodolite.models import open_model
 from theodolite.models.prompts import Focus
 from theodolite.passes.survey import spectra
 from theodolite.report.outcome import render
-from theodolite_papers.catch_tag_release.head_ablation import LOSS_CAUGHT, LOSS_DIFFERENCE, LOSS_OTHERS
-from theodolite_papers.catch_tag_release.tag_ablation import ablated, against_others, traced
+from theodolite_papers.catch_tag_release.tag_ablation import (
+    LOSS_CAUGHT,
+    LOSS_DIFFERENCE,
+    LOSS_OTHERS,
+    ablated,
+    against_others,
+)
+from theodolite_papers.catch_tag_release.trace_claims import traced
 from theodolite_papers.experiment import Study
 
 IDS = planted.contexts(16)

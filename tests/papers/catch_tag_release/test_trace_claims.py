@@ -8,8 +8,8 @@ import pandas as pd
 import torch
 
 from tests import planted
+from tests.papers.shared import outcome_of, verdicts_of
 from theodolite.models import open_model
-from theodolite.report.outcome import Outcome
 from theodolite.report.sink_trace import show_trace
 from theodolite.sinks.trace import trace_sinks
 from theodolite_papers.catch_tag_release.trace_claims import (
@@ -21,9 +21,7 @@ from theodolite_papers.catch_tag_release.trace_claims import (
 
 
 def judged_by(judge, *evidence):
-    outcome = Outcome()
-    judge(outcome, *evidence)
-    (verdict,) = outcome.verdicts
+    (verdict,) = verdicts_of(judge, *evidence, of="sinks/trace")
     return verdict
 
 
@@ -79,7 +77,7 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
 
 def test_a_text_without_sinks_is_not_judged(tmp_path):
     model = open_model(planted.write("gpt2", tmp_path / "model"))
-    outcome = Outcome()
+    outcome = outcome_of("sinks/trace")
     run = trace_sinks(model, torch.arange(40).view(2, 20))
     show_trace(outcome, run)
     assert [reading.quantity for reading in outcome.readings] == ["heads that have a sink"]

@@ -24,8 +24,8 @@ from theodolite.models.prompts import Focus
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce
-from theodolite_papers.hidden_geometry import addition
 from theodolite_papers.hidden_geometry import attribution as experiment
+from theodolite_papers.hidden_geometry import smoothness
 from theodolite_papers.hidden_geometry.attribution import (
     _judge_mean,
     _retained_rows,
@@ -252,7 +252,7 @@ def test_positional_logits_are_those_of_the_weights(surveyed):
 
 def test_roughness_is_claimed_of_additions_only(run, monkeypatch):
     """Oracle: shares on either side of 0.6, and text that is no addition."""
-    monkeypatch.setattr(addition, "why_not_an_adder", lambda model, run: None)
+    monkeypatch.setattr(smoothness, "why_not_an_adder", lambda model, run: None)
     additions = Study(replace(run, examples=pd.DataFrame({"token": list("12345+678=\n")})))
     rough, smooth = np.full(16, 0.5), np.full(16, 0.7)
     for study, shares, positions, answer in (

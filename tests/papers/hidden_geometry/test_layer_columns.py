@@ -20,7 +20,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     bases_by_group,
     beyond_random_order,
     energy_within,
-    gram_between,
+    grams_between,
     judge_significant,
     leading_of_others,
     smooth_verdict,
@@ -89,9 +89,9 @@ def test_products_of_different_groups_are_those_of_the_basis():
     exact = curves(12)
     noisy = grouped(exact, 5 * drawn(99, 12, 8, 64, 48))
     for p, basis in zip(grouped(exact), exact, strict=True):
-        torch.testing.assert_close(gram_between(p), basis @ basis.T)
+        torch.testing.assert_close(grams_between(p)(None), basis @ basis.T)
     plain = np.array([np.linalg.norm(p.mean(dim=0)) ** 2 for p in noisy])
-    between = np.array([float(gram_between(p).trace()) for p in noisy])
+    between = np.array([float(grams_between(p)(None).trace()) for p in noisy])
     truth = np.square(np.linalg.norm(exact, axis=(1, 2)))
     assert (plain > 1.3 * truth).all()
     assert np.mean(between / truth) == pytest.approx(1, abs=0.05)

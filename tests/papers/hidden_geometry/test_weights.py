@@ -17,7 +17,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.models.weights.head_weights import HeadWeights
 from theodolite_papers import Study
-from theodolite_papers.haar import haar_rotation
+from theodolite_papers.experiment import haar_rotation
 from theodolite_papers.hidden_geometry import weights
 from theodolite_papers.hidden_geometry.weights import decouple, figure_4
 

@@ -11,7 +11,7 @@ from scipy.stats import norm, spearmanr
 from theodolite import Corpus, survey
 from theodolite.models import open_model
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.localization.assumptions import STEPS, last_logits, of_layer
+from theodolite_papers.localization.head_behaviour import STEPS, last_logits, of_layer
 
 LENGTH = 24
 

@@ -34,11 +34,13 @@ from theodolite_papers.localization.propagation_theory import (
     NEAR_LIMIT,
     PREDICTED,
     XIS,
+    Simulation,
+    WalkSetting,
     judge_at_fixed_means,
     share_beyond_error,
+    simulate_walks,
     window,
 )
-from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=24, length=8, walks=120, draws=4)
 

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from theodolite.theory.propagation import propagation_finite
-from theodolite_papers.localization.walks import Simulation, WalkSetting, simulate_walks
+from theodolite_papers.localization.propagation_theory import Simulation, WalkSetting, simulate_walks
 
 SMALL = WalkSetting(width=12, length=6, walks=400, draws=6, means=(0.0, 0.5), scales=(0.2, 1.0))
 

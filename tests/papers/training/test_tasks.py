@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.papers.shared import quiet
 from theodolite.errors import UsageError
-from theodolite_papers.training.tasks import IGNORED, PUBLISHED, Additions, Characters, train_task_model
+from theodolite_papers.training.models import PUBLISHED, train_task_model
+from theodolite_papers.training.tasks import IGNORED, Additions, Characters
 
 TINY = replace(PUBLISHED["addition"], layers=1, heads=2, width=16, batch=8, steps=6, checkpoint_every=2)
 
@@ -160,12 +161,12 @@ def test_characters_are_tokens_and_strangers_are_left_out(tmp_path: Path, play: 
 def test_rates_are_as_published() -> None:
     """Closed forms: 100 steps up, then a cosine to a tenth, or a line to nothing."""
     characters, addition = PUBLISHED["characters"], PUBLISHED["addition"]
-    assert characters.rate.at(0) == pytest.approx(1e-5)
-    assert characters.rate.at(99) == characters.rate.at(100) == 1e-3
-    assert characters.rate.at(2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
-    assert addition.rate.at(5050) == pytest.approx(0.5e-4)
-    assert addition.rate.at(9999) == pytest.approx(1e-4 / 9900)
-    assert math.isclose(addition.rate.at(50), 0.51e-4)
+    assert characters.rate(0) == pytest.approx(1e-5)
+    assert characters.rate(99) == characters.rate(100) == 1e-3
+    assert characters.rate(2550) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.5))
+    assert addition.rate(5050) == pytest.approx(0.5e-4)
+    assert addition.rate(9999) == pytest.approx(1e-4 / 9900)
+    assert math.isclose(addition.rate(50), 0.51e-4)
 
 
 @pytest.mark.parametrize(

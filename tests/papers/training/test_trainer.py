@@ -17,8 +17,8 @@ from tests.papers.shared import hashes, quiet
 from tests.papers.training.test_tasks import TINY
 from theodolite.errors import UsageError, WorkError
 from theodolite.system.files import read_checked
-from theodolite_papers.training.models import LearningRate
-from theodolite_papers.training.tasks import Additions, train_task_model
+from theodolite_papers.training.models import TaskModelConfig, train_task_model
+from theodolite_papers.training.tasks import Additions
 
 SMALL = replace(TINY, checkpoint_every=4, dropout=0.2)
 
@@ -30,15 +30,15 @@ def adder(out: Path, **change: object) -> None:
 def at_step(monkeypatch: pytest.MonkeyPatch, wanted: int, act: Callable[[], object]) -> list[int]:
     """Do `act` in the middle of a step, once its learning rate is asked; gives the steps that begin."""
     begun: list[int] = []
-    at = LearningRate.at
+    at = TaskModelConfig.rate
 
-    def rate(self: LearningRate, step: int) -> float:
+    def rate(self: TaskModelConfig, step: int) -> float:
         begun.append(step)
         if step == wanted:
             act()
         return at(self, step)
 
-    monkeypatch.setattr(LearningRate, "at", rate)
+    monkeypatch.setattr(TaskModelConfig, "rate", rate)
     return begun
 
 
@@ -121,8 +121,10 @@ def test_a_finished_training_is_done(tmp_path, uninterrupted, monkeypatch):
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last update breaks them, whose loss no step sees. Oracle: the checkpoint of step 4 stays as it is."""
-    at = LearningRate.at
-    monkeypatch.setattr(LearningRate, "at", lambda self, step: float("inf") if step == 5 else at(self, step))
+    at = TaskModelConfig.rate
+    monkeypatch.setattr(
+        TaskModelConfig, "rate", lambda self, step: float("inf") if step == 5 else at(self, step)
+    )
     said = "weights are no longer finite numbers: remove .*/m.partial, and train with a lower rate"
     with pytest.raises(WorkError, match=said):
         adder(tmp_path / "m")

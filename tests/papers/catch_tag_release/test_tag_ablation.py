@@ -15,7 +15,7 @@ from tests import planted
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite_papers.catch_tag_release.head_ablation import (
+from theodolite_papers.catch_tag_release.tag_ablation import (
     HEAD_SINKS,
     LATER_SINKS,
     LOSS_CAUGHT,
