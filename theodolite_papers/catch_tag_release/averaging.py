@@ -144,11 +144,9 @@ def construction(study: Study, outcome: Outcome) -> None:
     outcome.draw("convergence", convergence(by_variant, "|f(x) − mean|"))
     # Where the theorem says nothing: [SEP] in the last place, or absent.
     last, absent = (averaging_model(numbers, place, SHOWN_TAGS[-1]).output for place in (LENGTH - 1, ABSENT))
+    to_sum = last - numbers[:, :-1].sum(-1) / LENGTH
     for what, difference in (
-        (
-            "[SEP] in the last place: largest |f(x) − sum of the numbers/T|",
-            last - numbers[:, :-1].sum(-1) / LENGTH,
-        ),
+        ("[SEP] in the last place: largest |f(x) − sum of the numbers/T|", to_sum),
         ("no [SEP]: largest |f(x) − mean of all numbers|", absent - numbers.mean(-1)),
     ):
         outcome.read(f"{what}, at s_tag = {SHOWN_TAGS[-1]:g}", number(float(difference.abs().max())))

@@ -30,7 +30,6 @@ from theodolite.evaluate.scores import mean_and_error
 from theodolite.judging import HOLDS, unless_explained
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.prune.checkpoint import Pruned
 from theodolite.report import style
 from theodolite.report.drawing.grammar import line
 from theodolite.sinks.interventions import ablate_direction, without_low_rank
@@ -115,14 +114,15 @@ def figure_3(study: Study, outcome: Outcome) -> None:
         sinks = measured_once(study, name, model)
         kept, more = kept_sinks(untouched, sinks), loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
-        outcome.read(
-            f"{name}, beside examples",
-            f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags; {more.value:.2f} nats "
-            "more",
-        )
+        words = f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags"
+        outcome.read(f"{name}, beside examples", f"{words}; {more.value:.2f} nats more")
         if name == OATS:
             for of, control in ((WITHOUT, None), (RANDOM_TERMS, 0)):
-                with all_open(_take_out(model, pruned, control)):
+                taken_out = (
+                    without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
+                    for layer in range(model.layers)
+                )
+                with all_open(taken_out):
                     answers[of] = answer(model, prompts)
     outcome.tables["accuracy"] = tabulated(answers, prompts)
     show_accuracy(outcome, answers, prompts.tasks)
@@ -134,14 +134,6 @@ def tags_kept(before: Run, after: Run) -> str:
     weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
     kept = weights[table["status"] == SURVIVED].sum()
     return percent(float(kept / weights.sum())) if weights.any() else "none"
-
-
-def _take_out(
-    model: OpenModel, pruned: Pruned, control: int | None
-) -> Iterator[AbstractContextManager[object]]:
-    """Take out every layer's low-rank terms, or random ones as large."""
-    for layer in range(model.layers):
-        yield without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
 
 
 def show_accuracy(outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str]) -> None:
@@ -265,9 +257,8 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
                 if rows.any():
                     direction = tag.leading if name == OTHERS else tag.direction
                     control = 0 if name == RANDOM else None
-                    yield ablate_direction(
-                        model, tag.layer, tag.head, direction, queries=rows, control=control
-                    )
+                    place = model, tag.layer, tag.head
+                    yield ablate_direction(*place, direction, queries=rows, control=control)
 
         return opened
 
@@ -335,10 +326,8 @@ def examples(study: Study, outcome: Outcome) -> None:
     outcome.tables["accuracy"] = tabulated(answers, prompts)
     went = {name: percent(float(torch.from_numpy(rows[DENSE][name]).nanmean())) for name in KEYS}
     caught = rows[DENSE]["caught"]
-    outcome.read(
-        "attention that went there, in heads with sinks",
-        "; ".join(f"{name} {of}" for name, of in went.items()),
-    )
+    words = "; ".join(f"{name} {of}" for name, of in went.items())
+    outcome.read("attention that went there, in heads with sinks", words)
     words = f"in {int((caught > 0).sum())} of {counted(len(texts), 'prompt')}, {number(float(caught.mean()))} a prompt"
     outcome.read("tokens that a later token's sink catches, in heads with a tag", words)
     if caught.any():

@@ -124,8 +124,7 @@ def life(value: np.ndarray, share: np.ndarray) -> dict[str, float]:
     return {"appears": float(first), "vanishes": vanishes, "rise": float(rise)}
 
 
-EVEN = 0.5 * GAUSSIAN_CONSISTENCY
-"""A dimension is consistent whose values are half as even as Gaussian numbers (ours)."""
+EVEN = 0.5 * GAUSSIAN_CONSISTENCY  # consistent: half as even as Gaussian numbers (ours)
 
 
 @declared("sinks/outliers")
@@ -354,17 +353,12 @@ def _read(outcome: Outcome, outliers: Outliers) -> None:
         mean, most = float(layers[name].mean()), float(layers[name].max())
         outcome.read(quantity, f"{number(mean)} per layer, at most {number(most)}", paper)
     carrying, carrying_first = (percent(float(layers[name].max())) for name in ("tokens", "tokens_first"))
-    outcome.read(
-        "tokens after position 0 that carry one, layer with most",
-        f"{carrying}; of position 0 {carrying_first}",
-        "“few”",
-    )
+    what = "tokens after position 0 that carry one, layer with most"
+    outcome.read(what, f"{carrying}; of position 0 {carrying_first}", "“few”")
     outcome.read("largest |x|", number(float(largest.max())), "above 100")
-    outcome.read(
-        "largest |x| over the RMS of its layer's median dimension",
-        f"{number(float(ratio[top]))} (layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]})",
-        "above 1000 times the median",
-    )
+    place = f"layer {dimensions['layer'][top]}, dimension {dimensions['dimension'][top]}"
+    what, paper = "largest |x| over the RMS of its layer's median dimension", "above 1000 times the median"
+    outcome.read(what, f"{number(float(ratio[top]))} ({place})", paper)
 
 
 LINES = 12
@@ -385,9 +379,8 @@ def draw(outcome: Outcome, outliers: Outliers, growth: pd.DataFrame, contexts: i
     if not outliers.massive.empty:
         _carriers(outcome, outliers, contexts)
     table = outliers.head_dimensions
-    grid = _grid(
-        table.groupby(["layer", "head"], as_index=False)["rms_ratio"].max(), "rms_ratio", "layer", "head"
-    )
+    largest = table.groupby(["layer", "head"], as_index=False)["rms_ratio"].max()
+    grid = _grid(largest, "rms_ratio", "layer", "head")
     flagged = table[table["adaptive"]].drop_duplicates(["layer", "head"])
     names = [head_name(row.layer, row.head) for row in flagged.itertuples()]
     sentence = (

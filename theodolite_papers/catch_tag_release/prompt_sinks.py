@@ -25,8 +25,7 @@ from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
 from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared
 
-DEEPER = 4
-"""Residual layers after the head's block that are shown at most, evenly chosen, the last one among them."""
+DEEPER = 4  # residual layers behind the head's block shown at most, the last one among them
 
 TAIL = criterion("sinks/rare").limit
 """Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""

@@ -263,11 +263,8 @@ def _read(
         estimates = kept_sinks(dense, model, layer), new_sinks(dense, model), loss_difference(dense, model)
         rows.append((name, *(number for each in estimates for number in (each.value, each.error))))
         kept, new, more = (with_error(each.value, each.error) for each in estimates)
-        outcome.read(
-            name,
-            f"keeps {kept} of {whose}; the whole model has {new} times as many new sinks, and its loss is {more} nats "
-            "more",
-        )
+        words = f"keeps {kept} of {whose}; the whole model has {new} times as many new sinks"
+        outcome.read(name, f"{words}, and its loss is {more} nats more")
     columns = ["sinks_kept", "sinks_kept_se", "sinks_new", "sinks_new_se", "loss_more", "loss_more_se"]
     outcome.tables[key] = pd.DataFrame(rows, columns=["model", *columns])
 
@@ -288,10 +285,8 @@ def _draw(
     traces = {name: model.prompt for name, model in measured.items() if model.prompt is not None}
     sinks = {name: [int(at) for at in trace.sinks if at >= 0] for name, trace in traces.items()}
     head = head_name(prompt.layer, prompt.head)
-    maps = {
-        name: drawing.attention(trace.attention.numpy(), tokens, sinks[name])
-        for name, trace in traces.items()
-    }
+    weights = {name: trace.attention.numpy() for name, trace in traces.items()}
+    maps = {name: drawing.attention(values, tokens, sinks[name]) for name, values in weights.items()}
     outcome.draw("maps", parallel_map(maps, square=True), head=head)
     if not vectors:
         return

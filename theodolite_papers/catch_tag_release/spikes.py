@@ -165,11 +165,9 @@ def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
 
 def _read(outcome: Outcome, massive: Spikes, rows: Rows, answers: Mapping[str, Answers]) -> None:
     layers, dimensions = massive.dimensions.nonzero(as_tuple=True)
-    outcome.read(
-        "dimensions with massive activations",
-        f"{listed([str(one) for one in dimensions.unique().tolist()], 8)}, behind blocks {int(layers.min())} to "
-        f"{int(layers.max())}",
-    )
+    names = listed([str(one) for one in dimensions.unique().tolist()], 8)
+    behind = f"behind blocks {int(layers.min())} to {int(layers.max())}"
+    outcome.read("dimensions with massive activations", f"{names}, {behind}")
     table = []
     for name, of in rows.items():
         known = np.isfinite(of["attention"])  # contexts with such a token

@@ -48,9 +48,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
 )
 from theodolite_papers.hidden_geometry.smoothness import of_an_adder
 
-TIMES_UNIFORM = 2.0
-"""A head follows a pattern that gets `STRONG` of its attention, and this multiple of uniform attention (ours)."""
-
+TIMES_UNIFORM = 2.0  # a head follows what gets `STRONG` of its attention, so many times uniform (ours)
 RETAINS = criterion("geometry/retains")
 REFUSALS_SHOWN = 2
 
@@ -154,8 +152,7 @@ def judge_pattern(outcome: Outcome, pattern: PatternClaim, heads: list[Head]) ->
 
 PANELS = 6  # heads of one pattern that are drawn; the table has them all
 PANEL, TITLE = 128, 22  # pixels of one panel with its title, and of its title
-STANDS_OUT = 2.0
-"""A head follows a pattern, weakly at least, where it pays it so many times what uniform attention does."""
+STANDS_OUT = 2.0  # times what uniform attention pays: a head follows the pattern, if weakly
 
 
 def pattern_panels(run: Run, pattern: str) -> go.Figure:
@@ -305,8 +302,7 @@ def constituent_shares(study: Study, outcome: Outcome) -> None:
     outcome.draw("by-layer", drawn)
 
 
-SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64
-"""Drawn, evenly chosen where there are more: all heads of GPT-2 small."""
+SHOWN_HEADS, SHOWN_LAYERS, SHOWN_POSITIONS = 12, 13, 64  # evenly chosen where there are more
 
 
 def positional_logits(

@@ -212,14 +212,9 @@ def judge_seen(
     outcome.verdicts.append(unless_hidden(verdict, hidden))
 
 
-LEAST_RANKED = 42
-"""Rows and columns below which ScreeNOT's upper bound of 20 has no room (it needs 2·20 + 1 values below it)."""
-
-LEAST_POSITIONS = 32
-"""Positions below which the 10 × 10 lowest frequencies are more than a tenth of all, and smoothness says little."""
-
-LEAST_UNSMOOTH_POSITIONS = 20
-"""The same where a low share is claimed: above it, positions in random order reach a quarter."""
+LEAST_RANKED = 42  # rows and columns: ScreeNOT's upper bound of 20 needs 2·20 + 1 values below it
+LEAST_POSITIONS = 32  # below, the 10 × 10 lowest frequencies are over a tenth of all
+LEAST_UNSMOOTH_POSITIONS = 20  # the same for a low share: random order reaches a quarter above it
 
 
 def no_room(run: Run) -> str | None:

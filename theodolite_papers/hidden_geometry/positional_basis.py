@@ -148,10 +148,8 @@ def table_2(study: Study, outcome: Outcome) -> None:
         outcome.read(f"mean ScreeNOT rank on {name}", shown(rank), rank_printed)
         outcome.read(f"share of energy at K = 10 on {name}", shown(share), share_printed)
     shared, chance = overlap(first, second).value.numpy(), chance_overlap(first)
-    outcome.read(
-        "overlap of the leading positional directions, as many as the rank",
-        f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})",
-    )
+    overlapping = f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})"
+    outcome.read("overlap of the leading positional directions, as many as the rank", overlapping)
     judge_robustness(outcome, study, second)
     layers = layer_numbers(first)
     compared = ("rank", "rank_screenot", "low_frequency_10")
@@ -224,11 +222,9 @@ def table_3(study: Study, outcome: Outcome) -> None:
         for where, of_row in (("this run", shares), ("GPT-2, Table 3", paper)):
             cells = {f"K = {k}": of_row.get(k, math.nan) for k in CUTOFFS}
             rows.append({"row": name, "where": where} | cells)
-        outcome.read(
-            f"{name}, K = 1, 3, 5, 10, mean over {over}",
-            ", ".join(map(percent, shares.values())) or "missing in this run",
-            "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS),
-        )
+        here = ", ".join(map(percent, shares.values())) or "missing in this run"
+        printed = "GPT-2: " + ", ".join(percent(paper[k]) for k in CUTOFFS)
+        outcome.read(f"{name}, K = 1, 3, 5, 10, mean over {over}", here, printed)
         if over == "layers":
             continue
         inherited = _concentrated(outcome, run, "inherited", name)
@@ -281,10 +277,8 @@ def _beside_published(
 @declared("geometry/table4")
 def rank(study: Study, outcome: Outcome) -> None:
     _beside_published(outcome, study.run, "rank_screenot", "ScreeNOT rank", published.RANK, "Table 4")
-    outcome.read(
-        "directions that contexts which did not choose them show, too",
-        _mean_and_deviation(value_of(study.run, "rank")),
-    )
+    ranks = _mean_and_deviation(value_of(study.run, "rank"))
+    outcome.read("directions that contexts which did not choose them show, too", ranks)
     layer_columns.judge_low_rank(outcome, study, every=True)
 
 

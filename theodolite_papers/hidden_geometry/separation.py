@@ -86,9 +86,7 @@ def _short(label: str, limit: int = 16) -> str:
     return label if len(label) <= limit else label[: limit - 1] + "…"
 
 
-DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32
-"""As in Fig. 2: four documents, 32 contexts each; fewer where the run has fewer."""
-
+DOCUMENTS, CONTEXTS_PER_DOCUMENT = 4, 32  # as in Fig. 2; fewer where the run has fewer
 SHOWN_POSITIONS = 96
 POSITIONS_PER_CONTEXT = 2  # at most, or the contexts would vanish beside them
 LEAST_LAYERS = 5  # below that, the steps between them are too few to show a trend

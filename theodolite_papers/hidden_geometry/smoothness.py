@@ -257,7 +257,6 @@ def _norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Fig
 
 
 SHOWN_POSITIONS, SHOWN_FREQUENCIES = 128, 10
-DCT_DECADES = 4
 GRAM_CELLS = 50_000  # of all Gram matrices on a page, at most
 NEARBY = 32  # the diagonal of a Gram matrix is compared with the diagonal a 32nd of the positions away
 ENERGY = 0.9
@@ -358,19 +357,11 @@ def dct(magnitudes: Floats) -> go.Figure:
     largest = magnitudes.max()
     with np.errstate(divide="ignore", invalid="ignore"):
         decades = np.log10(magnitudes / largest) if largest > 0 else np.full_like(magnitudes, np.nan)
-    ticks = {
-        "tickvals": list(range(-DCT_DECADES, 1)),
-        "ticktext": ["≤ 1/10 000", "1/1000", "1/100", "1/10", "1"],
-    }
-    cells = heat(
-        np.clip(decades, -DCT_DECADES, 0),
-        -DCT_DECADES,
-        0,
-        "frequencies %{y}, %{x}<br>magnitude %{customdata:.4g}<extra></extra>",
-        bar=style.colour_bar("share of the largest", **ticks),
-        cells=True,
-        customdata=magnitudes.astype(np.float32),
-    )
+    ticks = {"tickvals": [-4, -3, -2, -1, 0], "ticktext": ["≤ 1/10 000", "1/1000", "1/100", "1/10", "1"]}
+    bar = style.colour_bar("share of the largest", **ticks)
+    hover = "frequencies %{y}, %{x}<br>magnitude %{customdata:.4g}<extra></extra>"
+    amounts = magnitudes.astype(np.float32)
+    cells = heat(np.clip(decades, -4, 0), -4, 0, hover, bar=bar, cells=True, customdata=amounts)
     axis = {"dtick": 1, "ticks": "", "constrain": "domain"}
     layout = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
     return style.figure([cells], "frequency", "frequency", height=440, layout=layout)
@@ -389,15 +380,10 @@ def low_frequency(run: Run) -> go.Figure:
     """Draw the share of the Gram matrix's energy in its K×K lowest frequencies for every K, beside Table 3."""
     layers, sizes = layer_numbers(run), CUTOFFS
     lines = drawing.in_order([f"K = {size}" for size in sizes], marker=5)
-    drawn = drawing.curves(
-        layers,
-        lines,
-        [value_of(run, f"low_frequency_{size}") for size in sizes],
-        ("layer", "share of energy"),
-        errors=[error_of(run, f"low_frequency_{size}") for size in sizes],
-        xaxis=style.layer_axis(layers),
-        yaxis={"range": [0, 1.05]},
-    )
+    columns, titles = [f"low_frequency_{size}" for size in sizes], ("layer", "share of energy")
+    values, errors = ([of(run, name) for name in columns] for of in (value_of, error_of))
+    axes = {"xaxis": style.layer_axis(layers), "yaxis": {"range": [0, 1.05]}}
+    drawn = drawing.curves(layers, lines, values, titles, errors=errors, **axes)
     ends = layers[[0, -1]]
     for size, of_size in zip(sizes, lines, strict=True):
         hover = f"GPT-2: %{{y:.3f}} (K = {size}, Table 3)<extra></extra>"
@@ -447,11 +433,8 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 @declared("geometry/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
     run, (mean, _) = study.run, layer_average(study.run, "low_frequency_10")
-    outcome.read(
-        "energy of the 10 × 10 lowest frequencies, mean over layers",
-        shown(mean),
-        f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %",
-    )
+    paper = f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %"
+    outcome.read("energy of the 10 × 10 lowest frequencies, mean over layers", shown(mean), paper)
     share = f"its share of energy at K = 10: {shown(mean)}"
     verdict = smooth_verdict(outcome, run, "rough", LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))

@@ -287,9 +287,7 @@ EXPONENTS = (0.25, 0.375, 0.5)
 """γ of incoherences d^−γ ≥ 1/√d, where the statement, of probability 1 − O(n₁n₂)·exp(−incoh²·d), says something."""
 
 LARGEST_ERROR = 30.0  # of a kernel: beyond that a bound says nothing and would press the curves together
-
-BELOW_NOISE = 0.75
-"""γ of incoherences below 1/√d, where noise of size 1/√d must make the error outgrow them, as d^¼."""
+BELOW_NOISE = 0.75  # d^−γ below 1/√d: noise of size 1/√d must make the error outgrow it, as d^¼
 
 
 def cutoffs_of(positions: int) -> list[int]:
@@ -382,9 +380,8 @@ def _judge_approximation(
         ("attained", near.values, "“G ≈”"),
     ):
         median = Estimate(float(pd.Series(of_layers).median()))
-        outcome.read(
-            f"{name} over no approximation at k = {moderate}, median of layers", shown(median), paper
-        )
+        what = f"{name} over no approximation at k = {moderate}, median of layers"
+        outcome.read(what, shown(median), paper)
     words = {"k": moderate, "orders": f"m = {', '.join(map(str, ORDERS))}"}
     judge_seen(outcome, "premise", premise, values, **words)
     meets, _ = outcome.criterion("premise").decided(premise.values, premise.margins)
@@ -412,11 +409,9 @@ def theorem_2(study: Study, outcome: Outcome) -> None:
     outcome.judge("factorises", of_bound, draws=DRAWS, levels=len(INCOHERENCES))
     _with_noise(outcome)
     outcome.read("root mean square cosine of position and context, mean over layers", shown(mean))
-    outcome.read(
-        f"incoherence above which the statement with noise is informative ({positions} positions, {contexts} contexts)",
-        number(math.sqrt(math.log(positions * contexts) / width)),
-        "√(ln(n₁n₂)/d)",
-    )
+    sizes, least = f"{positions} positions, {contexts} contexts", math.log(positions * contexts) / width
+    what = f"incoherence above which the statement with noise is informative ({sizes})"
+    outcome.read(what, number(math.sqrt(least)), "√(ln(n₁n₂)/d)")
     columns = {"incoherence": clean.incoherence, "bound": clean.bound}
     for name, errors in (("error", clean), ("noisy_error", noisy)):
         columns |= {name: errors.mean, f"{name}_se": errors.standard_error, f"{name}_max": errors.maximum}

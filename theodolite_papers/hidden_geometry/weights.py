@@ -201,15 +201,9 @@ def figure_25(study: Study, outcome: Outcome) -> None:
 
 
 CORNER = 20  # K of the verdicts and of the map: the paper sees the large values within K ≈ 20
-
-SHOWN_HEADS, SHOWN_LAYERS = 12, 13
-"""Heads and layers drawn, evenly chosen where there are more: all of GPT-2 small's."""
-
-TIMES, DEVIATIONS = 2.0, 2.0
-"""A part is present where it holds twice its share in random bases, and exceeds it by two of their sd (ours)."""
-
-LEAST_SURVIVING = 10
-"""Entries above the threshold from which on a head has a pattern of them (ours); noise has none or one."""
+SHOWN_HEADS, SHOWN_LAYERS = 12, 13  # evenly chosen where there are more: all of GPT-2 small's
+TIMES, DEVIATIONS = 2.0, 2.0  # over a part's share in random bases, and of their sd: it is present (ours)
+LEAST_SURVIVING = 10  # entries above the threshold that make a pattern (ours); noise has none or one
 
 
 @dataclass(frozen=True)

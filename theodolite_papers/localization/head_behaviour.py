@@ -59,8 +59,7 @@ COMPARED = (
 )
 """Predicted number, measured number, and how both are called."""
 
-CLOSE = 0.1
-"""Error of a curve that would be close, a tenth of the range of a probability: shown, and not what is judged by."""
+CLOSE = 0.1  # error of a curve that would be close: shown, and not what is judged by
 
 LINES = (
     Line("measured", style.MEASURED, width=2.6),
@@ -195,11 +194,11 @@ def behaviour(study: Study, outcome: Outcome) -> None:
     judge_entropy(outcome, eta, numbers["width"], numbers["entropy"], trace, layers)
     for name, label in SOURCES.items():
         mean, entropy = correlations[name, "mean", "ρ"], correlations[name, "eta", "entropy"]
-        outcome.read(
-            f"rank correlations over heads and errors, from {label}",
-            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(means[name])}; "
-            f"same regime: {percent(shares[name])}",
+        shown = (
+            f"ρ: {_shown(mean)}; η with entropy: {_shown(entropy)}; error of the curve: {_shown(means[name])}"
         )
+        what = f"rank correlations over heads and errors, from {label}"
+        outcome.read(what, f"{shown}; same regime: {percent(shares[name])}")
     outcome.read("error of the median curve of all other heads", _shown(means["others"]))
     outcome.tables["heads"] = table
     rows = []
@@ -267,9 +266,8 @@ def _draw(
         value, margin = np.array([(each.value, each.margin) for each in estimates]).T
         values[label] = value, np.stack([value - margin, value + margin]).clip(-1, 1)
     groups = [f"{predicted} → {known}" for *_, predicted, known in COMPARED]
-    outcome.draw(
-        "correlations", drawing.grouped_bars(groups, values, "Spearman's correlation", (-1.05, 1.05))
-    )
+    drawn = drawing.grouped_bars(groups, values, "Spearman's correlation", (-1.05, 1.05))
+    outcome.draw("correlations", drawn)
 
 
 STEPS = {

@@ -435,12 +435,14 @@ def _read(outcome: Outcome, data: Comparable, recipe: dict[str, Any]) -> None:
     outcome.read("tokens", words, "words of WikiText-2")
     table = by_setting(data.rows)
     for row in table.to_dict(orient="records"):
-        outcome.read(
-            f"{row['setting']}, {counted(row['seeds'], 'seed')}",
-            f"perplexity {number(row['final_perplexity'], 4)}, lowest {number(row['lowest_perplexity'], 4)} at step "
-            f"{row['lowest_step']}; scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy "
-            f"{number(row['entropy'], 4)}",
+        final, lowest, entropy = (
+            number(row[name], 4) for name in ("final_perplexity", "lowest_perplexity", "entropy")
         )
+        losses = f"perplexity {final}, lowest {lowest} at step {row['lowest_step']}"
+        spectrum = (
+            f"scale {number(row['frobenius_squared'])}, trace {number(row['trace'])}, entropy {entropy}"
+        )
+        outcome.read(f"{row['setting']}, {counted(row['seeds'], 'seed')}", f"{losses}; {spectrum}")
     outcome.tables["settings"] = table
     outcome.tables["trainings"] = data.rows.drop(columns="setting").rename(columns={"label": "setting"})
     outcome.runs["grid"] = dict(recipe)

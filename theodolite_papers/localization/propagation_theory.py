@@ -166,11 +166,9 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
             number(float(each))
             for each in (curves["exact"].max(), curves["exact"][peak], curves["published"][peak])
         )
-        outcome.read(
-            f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}",
-            f"{highest} at ν = 0; exact bound at the printed peak: {at_peak}",
-            f"{printed} at ν = {number(float(NU[peak]))}",
-        )
+        what = f"peak of the bound, T = {length}, ln T = {math.log(length):.3f}"
+        here = f"{highest} at ν = 0; exact bound at the printed peak: {at_peak}"
+        outcome.read(what, here, f"{printed} at ν = {number(float(NU[peak]))}")
         first = {"tokens": length, "nu": NU[::10].numpy(), "highest": math.log(length)}
         tables.append(pd.DataFrame(first | {name: curve[::10].numpy() for name, curve in curves.items()}))
     outcome.tables["bounds"] = pd.concat(tables, ignore_index=True)
@@ -192,9 +190,7 @@ def entropy_bound(study: Study, outcome: Outcome) -> None:
     outcome.draw("bounds", by_name("tokens", [f"T = {length}" for length in BOUND_LENGTHS], draw))
 
 
-LENGTHS = (2, 8, 40, 64)
-"""Numbers of inputs of the softmax: that of Fig. 1, one between, and those of the simulation and the experiments."""
-
+LENGTHS = (2, 8, 40, 64)  # of the softmax: that of Fig. 1, one between, the simulation's, ours
 VARIANTS = ("published", "corrected")
 THETA = torch.linspace(0, 1, 401, dtype=torch.float64)
 TABLE_STEP = 10  # of THETA, in tables and maps
@@ -298,11 +294,9 @@ def near_the_limit(study: Study, outcome: Outcome) -> None:
     outcome.read("largest |published − corrected| ρ", number(gap), "0")
     for value in (128, 512):
         outcome.read(f"least width d with |ξ| ≤ √d (eq. 5), ξ = {value}", number(float(value**2)))
-    outcome.read(
-        f"largest |ξ| of a head of width {HEAD_WIDTH}, whose symmetric part has rank {2 * HEAD_WIDTH} at most",
-        number(math.sqrt(2 * HEAD_WIDTH)),
-        "√d",
-    )
+    rank = 2 * HEAD_WIDTH
+    what = f"largest |ξ| of a head of width {HEAD_WIDTH}, whose symmetric part has rank {rank} at most"
+    outcome.read(what, number(math.sqrt(rank)), "√d")
     labels = [f"ξ = {xi:g}, η = {eta:g} (ξη = {xi * eta:g})" for xi, eta in NEAR_LIMIT]
     columns = {"theta": THETA.numpy()}
     for label, first, second in zip(labels, published, corrected, strict=True):

@@ -218,8 +218,23 @@ def walk(study: Study, outcome: Outcome) -> None:
     sums[WALK] = simulated_walk(text.inputs, seed)
     tables = {name: of.table() for name, of in sums.items()}
     residual = text.residual.table()
-    _read(outcome, tables | {f"{TEXT}, residual stream": residual})
-    _judge(outcome, tables[TEXT], tables[RANDOM], residual)
+    shown = tables | {f"{TEXT}, residual stream": residual}
+    for name, (words, of_a_walk, _) in MEASURES.items():
+        middles = {source: _column(table, name).at(len(table) // 2) for source, table in shown.items()}
+        by_source = [f"{source} {with_error(of.value, of.error)}" for source, of in middles.items()]
+        outcome.read(f"{words}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
+    what = "lowest R² of the simulated walk over layers: what this test gives for a true walk"
+    outcome.read(what, number(float(tables[WALK]["r_squared"].min())), "a walk: 1")
+    of_text, of_random = (_column(tables[of], "autocorrelation") for of in (TEXT, RANDOM))
+    errors = np.asarray(np.hypot(*(tables[of]["autocorrelation_se"] for of in (TEXT, RANDOM))))
+    for claim, name, estimates in (
+        ("moments", "r_squared", _column(tables[TEXT], "r_squared")),
+        ("residual", "r_squared", _column(residual, "r_squared")),
+        ("uncorrelated", "autocorrelation", replace(of_text, values=np.abs(of_text.values))),
+        ("grows", "growth", _column(tables[TEXT], "growth")),
+        ("drifts", "autocorrelation", Estimates(of_text.values - of_random.values, errors, *OF_GROUPS)),
+    ):
+        outcome.judge(claim, estimates, measure=MEASURES[name][0])
     parts = [table.assign(tokens=name, vectors="attention input") for name, table in tables.items()]
     layers = pd.concat([*parts, residual.assign(tokens=TEXT, vectors="residual stream")], ignore_index=True)
     first = ["tokens", "vectors"]
@@ -230,31 +245,6 @@ def walk(study: Study, outcome: Outcome) -> None:
 def _column(table: pd.DataFrame, name: str) -> Estimates:
     values, errors = (table[of].to_numpy(dtype=np.float64) for of in (name, f"{name}_se"))
     return Estimates(values, errors, *OF_GROUPS)
-
-
-def _read(outcome: Outcome, tables: dict[str, pd.DataFrame]) -> None:
-    for name, (words, of_a_walk, _) in MEASURES.items():
-        middles = {source: _column(table, name).at(len(table) // 2) for source, table in tables.items()}
-        by_source = [f"{source} {with_error(of.value, of.error)}" for source, of in middles.items()]
-        outcome.read(f"{words}, middle layer", "; ".join(by_source), f"a walk: {of_a_walk}")
-    outcome.read(
-        "lowest R² of the simulated walk over layers: what this test gives for a true walk",
-        number(float(tables[WALK]["r_squared"].min())),
-        "a walk: 1",
-    )
-
-
-def _judge(outcome: Outcome, text: pd.DataFrame, random: pd.DataFrame, residual: pd.DataFrame) -> None:
-    of_text, of_random = (_column(table, "autocorrelation") for table in (text, random))
-    errors = np.hypot(*(table["autocorrelation_se"].to_numpy(np.float64) for table in (text, random)))
-    for claim, name, estimates in (
-        ("moments", "r_squared", _column(text, "r_squared")),
-        ("residual", "r_squared", _column(residual, "r_squared")),
-        ("uncorrelated", "autocorrelation", replace(of_text, values=np.abs(of_text.values))),
-        ("grows", "growth", _column(text, "growth")),
-        ("drifts", "autocorrelation", Estimates(of_text.values - of_random.values, errors, *OF_GROUPS)),
-    ):
-        outcome.judge(claim, estimates, measure=MEASURES[name][0])
 
 
 def _draw(outcome: Outcome, sums: dict[str, WalkSums], tables: dict[str, pd.DataFrame]) -> None:

@@ -35,10 +35,7 @@ GELU = "gelu_pytorch_tanh"  # GPT-2's own, in one step
 CLIP = 1.0  # Euclidean norm of the whole gradient
 BETAS = (0.9, 0.95)  # AdamW
 FINAL_RATE = 0.1  # of the peak learning rate, where a cosine ends
-
-LARGEST_RATE = 1.0
-"""An update of AdamW changes a weight by about the rate: at 1, fifty times what weights begin with."""
-
+LARGEST_RATE = 1.0  # AdamW changes a weight by about the rate: weights begin at a 50th of this
 OR_ZERO = {"or_zero": True}  # metadata of a field that need not be positive
 
 
