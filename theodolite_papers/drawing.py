@@ -1,4 +1,4 @@
-"""The figures that only experiments need: curves, maps, heads on two measures, numbers over published ones."""
+"""The figures that several experiments need: curves, maps, intervals, heads on two measures, tiles of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ablate what may separate the examples of a prompt: sinks, or tags (Zhang et al. 2025, sections 3.4, 3.5).
+"""Few-shot accuracy on word tasks: dense, pruned, and with sinks or tags ablated (Zhang et al. 2025, 3.4, 3.5, Fig. 3).
 
 Each ablation has controls, of which the one that costs most after sixteen examples is judged, paired by prompt. Tags
 are those of later tokens' sinks, found on other prompts, and are taken from the tokens that such a sink catches.

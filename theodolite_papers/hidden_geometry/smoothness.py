@@ -1,4 +1,7 @@
-"""Smooth and unsmooth positional bases: the fixed encoding (Fig. 7), and models trained on addition (Fig. 5)."""
+"""Smooth and unsmooth positional bases: the fixed encoding (Fig. 7), and models trained on addition (Fig. 5).
+
+Every claim about the latter presupposes that they add (appendix D.3).
+"""
 
 from __future__ import annotations
 
@@ -137,21 +140,6 @@ def of_an_adder(model: OpenModel | None, run: Run, verdict: Verdict, measured: s
     return verdict
 
 
-def judge_accuracy(outcome: Outcome, accuracies: Sequence[Estimate], trained: str) -> None:
-    """Judge accuracy in distribution (`trained` says on what), then on each smaller number of digits."""
-    in_distribution, *by_digits = accuracies
-    count, words = in_distribution.n, {"count": in_distribution.n, "trained": trained}
-    outcome.judge("in-distribution", in_distribution, **words)
-    values, errors = np.array([(each.value, each.error) for each in by_digits]).T
-    spread = float(np.sqrt(np.square(errors).mean() / len(errors)))
-    of_shorter = Estimate(float(values.mean()), spread, count * len(errors), "sums", by_chance=True)
-    shorter = outcome.verdict("shorter", of_shorter, **words)
-    what = outcome.sentence("in-distribution", "what", **words)
-    if unknown := why_not_known_to_add(what, in_distribution):
-        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
-    outcome.verdicts.append(shorter)
-
-
 @declared("geometry/addition")
 def addition(study: Study, outcome: Outcome) -> None:
     model = study.require_model()
@@ -168,10 +156,21 @@ def addition(study: Study, outcome: Outcome) -> None:
     values, errors = np.array([(each.value, each.error) for each in accuracies]).T
     absolute, rotary = PAPER_ACCURACY.values()
     printed = [f"absolute {a:.1%}, rotary {r:.1%}" for a, r in zip(absolute, rotary, strict=True)]
-    for name, words, accuracy in zip(names, ["“above 99 %”", *printed], accuracies, strict=True):
-        outcome.read(f"exact-match accuracy, {name}", with_error(accuracy.value, accuracy.error), words)
+    for name, paper, accuracy in zip(names, ["“above 99 %”", *printed], accuracies, strict=True):
+        outcome.read(f"exact-match accuracy, {name}", with_error(accuracy.value, accuracy.error), paper)
     outcome.read("positions of this model", model.positions, "absolute; rotary")
-    judge_accuracy(outcome, accuracies, trained)
+    in_distribution, words = accuracies[0], {"count": count, "trained": trained}
+    outcome.judge("in-distribution", in_distribution, **words)
+    spread, shorter_sums = (
+        float(np.sqrt(np.square(errors[1:]).mean() / len(by_digits))),
+        count * len(by_digits),
+    )
+    of_shorter = Estimate(float(values[1:].mean()), spread, shorter_sums, "sums", by_chance=True)
+    shorter = outcome.verdict("shorter", of_shorter, **words)
+    what = outcome.sentence("in-distribution", "what", **words)
+    if unknown := why_not_known_to_add(what, in_distribution):
+        shorter = untestable(shorter.claim, f"{unknown} ({shorter.evidence})")
+    outcome.verdicts.append(shorter)
     columns = {"examples": names, "accuracy": values, "accuracy_se": errors, "tested": count}
     outcome.tables["accuracy"] = pd.DataFrame(columns)
 

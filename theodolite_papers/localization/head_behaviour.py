@@ -1,7 +1,8 @@
 """Predict every head's behaviour from its spectrum, and judge it by what the head does on the text.
 
 ρ_1 … ρ_T of every head is predicted for tokens that walk at random: from W_QK alone, from W_QK Σ̂ with the covariance of
-what the head reads, and from W_QK Σ̂ with that of its increments.
+what the head reads, and from W_QK Σ̂ with that of its increments. Then each assumption of the theory is replaced in turn
+by what is measured.
 """
 
 from __future__ import annotations
@@ -279,7 +280,8 @@ STEPS = {
     "later": "Gaussian logits with that variance, the first key left out",
     "position": "Gaussian logits with the mean and variance of each position",
 }
-"""What ρ is predicted from: its first entry is the theory, and each of the others assumes less."""
+"""What ρ is predicted from: first the theory, by which tokens walk at random and are turned alike at every position, so
+that logits are Gaussian and grow along the context; each of the others assumes less."""
 
 BATCH = 8
 
