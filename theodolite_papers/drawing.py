@@ -26,7 +26,7 @@ POWERS: dict[str, Any] = {"type": "log", "exponentformat": "power"}
 TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
 """Axes of a share, and of logarithms: powers of ten, or 1, 2 and 5 times them."""
 
-
+LINE = 1.3  # width of one of many lines
 Values = npt.NDArray[Any]  # numbers or names along an axis
 
 
@@ -92,10 +92,11 @@ def over_layers(
 ) -> go.Figure:
     """Draw one or two layer measures with their standard errors, by name; `baseline`: the second is that, dotted."""
     first = Line("", style.MEASURED, width=2.4, marker=6)
-    second = (
-        replace(first, dash="dot", marker=0) if baseline else replace(first, colour=style.BLUE, dash="dash")
+    other: dict[str, Any] = (
+        {"dash": "dot", "marker": 0} if baseline else {"dash": "dash", "colour": style.BLUE}
     )
-    lines = [replace(look, name=name) for name, look in zip(measured, (first, second), strict=False)]
+    looks = first, replace(first, **other)
+    lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
     values, errors = zip(*measured.values(), strict=True)
     axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
@@ -162,10 +163,7 @@ def grouped_bars(
     return style.figure(traces, "", y, height=CURVES_HEIGHT, layout=layout)
 
 
-LINE = 1.3
-
-
-ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # of the differences in Theorem 1
+ORDERS = (style.BLUE, style.GREEN, style.PURPLE)  # colours of three matrices, or of three orders
 TILES_ACROSS = 6
 TILE_GAP, TILE_HEADROOM = 5, 11  # in cells of a map
 TILE_PIXELS = 190

@@ -145,11 +145,6 @@ def leading_of_others(p: Basis, count: int) -> tuple[Basis, Basis]:
     return p @ directions, others @ directions
 
 
-def estimate_of(number: Jackknifed) -> Estimate:
-    """Return a number with its standard error."""
-    return Estimate(float(number.value), float(number.error), *OF_GROUPS)
-
-
 def estimates_of(numbers: Jackknifed) -> Estimates:
     """Return the numbers of layers with their standard errors."""
     return Estimates(numbers.value.double().numpy(), numbers.error.double().numpy(), *OF_GROUPS)

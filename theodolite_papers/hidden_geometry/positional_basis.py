@@ -24,6 +24,7 @@ from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
 from theodolite.report import style
 from theodolite.report.data import (
+    OF_GROUPS,
     column,
     error_of,
     evenly,
@@ -47,7 +48,6 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     Basis,
     bases_by_group,
     energy_within,
-    estimate_of,
     estimates_of,
     jackknifed,
     judge_seen,
@@ -393,7 +393,8 @@ def scale_growth(bases: list[Basis]) -> Estimate:
     """Estimate the largest scale over that of layer 0; NaN where the latter is at the noise floor."""
     squares = stacked([largest_square(p) for p in bases])
     growth = combined(lambda scales: scales.max() / scales[0], squares.root()).corrected()
-    return estimate_of(growth.where(squares.above_noise()[0]))
+    seen = growth.where(squares.above_noise()[0])
+    return Estimate(float(seen.value), float(seen.error), *OF_GROUPS)
 
 
 @declared("geometry/figure24")

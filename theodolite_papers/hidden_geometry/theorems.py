@@ -168,12 +168,7 @@ def _tilted(first: Tensor, second: Tensor, incoherence: float) -> tuple[Tensor, 
     return first, (1 - incoherence**2) ** 0.5 * second + incoherence * towards
 
 
-def sparse_weight(
-    left: Float64[Tensor, "left width"],
-    right: Float64[Tensor, "right width"],
-    sparsity: int,
-    generator: torch.Generator,
-) -> Float64[Tensor, "width width"]:
+def _sparse_weight(left: Tensor, right: Tensor, sparsity: int, generator: torch.Generator) -> Tensor:
     """Draw W = Σ a_k u_k v_kᵀ of s terms (eq. 13), a_k uniform in [−1, 1], u_k and v_k from the two bases."""
     u = left[torch.randint(len(left), (sparsity,), generator=generator)]
     v = right[torch.randint(len(right), (sparsity,), generator=generator)]
@@ -207,7 +202,7 @@ def _draw(incoherence: float, setting: KernelSetting, generator: torch.Generator
     query, key = (torch.stack([_tokens(basis, generator) for basis in bases]) for _ in range(2))
     of_queries, of_keys = (torch.linalg.qr(tokens.flatten(0, 1).mT).Q for tokens in (query, key))
     pairs = [(left @ of_queries, right @ of_keys) for left in bases for right in bases]
-    weights = torch.stack([sparse_weight(*pair, setting.sparsity, generator) for pair in pairs])
+    weights = torch.stack([_sparse_weight(*pair, setting.sparsity, generator) for pair in pairs])
     weights = weights.unflatten(0, (2, 2))
     if setting.noise:
         noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)

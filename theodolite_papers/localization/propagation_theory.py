@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite import theory
 from theodolite.attention.piecewise import empirical_propagation
@@ -205,19 +206,13 @@ NEAR_LIMIT = ((128.0, 0.01), (512.0, 0.01), (256.0, 0.02))
 HEAD_WIDTH = 128  # of the largest heads in use
 
 
-def _one_raised_logit(logit: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Compute S_1 and S̃_1 where the first of T inputs is `logit` and the others are 0."""
-    inputs = torch.zeros(len(logit), length, dtype=torch.float64)
-    inputs[:, 0] = logit
-    return inputs.softmax(-1)[:, 0], piecewise_softmax(inputs)[:, 0]
-
-
 @declared("localization/figure1")
 def softmax(study: Study, outcome: Outcome) -> None:
     logit = torch.linspace(-10, 80, 1801, dtype=torch.float64)
-    pairs = {length: _one_raised_logit(logit, length) for length in LENGTHS}
-    tables = []
-    for length, (soft, piecewise) in pairs.items():
+    pairs, tables = {}, []
+    for length in LENGTHS:
+        raised = functional.pad(logit[:, None], (0, length - 1))  # the first of T inputs, the others 0
+        soft, piecewise = pairs[length] = raised.softmax(-1)[:, 0], piecewise_softmax(raised)[:, 0]
         gap = (soft - piecewise).abs()
         two = "largest |S − S̃| for two inputs, at |ω₁ − ω₂| = 2"
         others = f"the same for {length} inputs, at ω₁ = {number(float(logit[gap.argmax()]), 2)}"
