@@ -381,7 +381,7 @@ def low_frequency(run: Run) -> go.Figure:
     lines = drawing.in_order([f"K = {size}" for size in sizes], marker=5)
     columns, titles = [f"low_frequency_{size}" for size in sizes], ("layer", "share of energy")
     values, errors = ([of(run, name) for name in columns] for of in (value_of, error_of))
-    axes = {"xaxis": style.layer_axis(layers), "yaxis": {"range": [0, 1.05]}}
+    axes: dict[str, Any] = {"xaxis": style.layer_axis(layers), "yaxis": {"range": [0, 1.05]}}
     drawn = drawing.curves(layers, lines, values, titles, errors=errors, **axes)
     ends = layers[[0, -1]]
     for size, of_size in zip(sizes, lines, strict=True):

@@ -480,6 +480,7 @@ def _with_noise(outcome: Outcome) -> None:
     lines = drawing.by_category(curves, marker=6)
     values, of_values = zip(*curves.values(), strict=True)
     x = {"type": "log", "tickvals": WIDTHS, "ticktext": [str(width) for width in WIDTHS]}
-    titles, axes = ("width d", "error over incoherence"), {"xaxis": x, "yaxis": drawing.TWOS}
-    drawn = drawing.curves(widths, lines, values, titles, errors=of_values, height=380, **axes)
+    look: dict[str, Any] = {"errors": of_values, "xaxis": x, "yaxis": drawing.TWOS}
+    titles = "width d", "error over incoherence"
+    drawn = drawing.curves(widths, lines, values, titles, height=380, **look)
     outcome.draw("growth", drawn)

@@ -508,6 +508,10 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 def grid_provenance(folder: str | Path) -> dict[str, Any]:
     """Return the provenance of these figures."""
     recipe, runs = read_grid(folder)
-    model = {"id": f"{len(runs)} training runs in {Path(folder).name}", "architecture": "Post-LN decoder"}
-    layers = max(run.setting.layers for run in runs)
-    return of_nothing(**model, layers=layers, heads=1) | {"grid": {"folder": str(folder), **recipe}}
+    model = of_nothing(
+        id=f"{len(runs)} training runs in {Path(folder).name}",
+        architecture="Post-LN decoder",
+        layers=max(run.setting.layers for run in runs),
+        heads=1,
+    )
+    return model | {"grid": {"folder": str(folder), **recipe}}

@@ -370,18 +370,16 @@ def figure_5(study: Study, outcome: Outcome) -> None:
 
         def draw(place: int, sim: Simulation = sim, curves: Tensor = predicted[name]) -> go.Figure:
             walks, draws = (error[place].numpy() for error in sim.propagation_errors())
-            name, at = "simulated, error over", (positions, sim.propagation[place].numpy(), None)
+            layout: dict[str, Any] = {"yaxis": drawing.SHARE, "legend": {"font": {"size": 10}}}
+            values, titles = [*curves[:, place].numpy()], ("token i", "ρᵢ")
+            drawn = drawing.curves(positions, LINES, values, titles, height=440, **layout)
+            of, at = "simulated, error over", (positions, sim.propagation[place].numpy(), None)
             hover = "token %{x}: simulated %{y:.3f} ± %{error_y.array:.2g} over draws<extra></extra>"
-            small, titles = {"legend": {"font": {"size": 10}}}, ("token i", "ρᵢ")
-            predicted, look = [*curves[:, place].numpy()], small | {"yaxis": drawing.SHARE}
-            drawn = drawing.curves(positions, LINES, predicted, titles, height=440, **look)
-            own: dict[str, Any] = {
-                "marker": {"size": 5},
-                "error_y": style.error_bars(draws, width=4, thickness=1.0),
-            }
-            drawn.add_trace(dots(*at, f"{name} draws of W_QK", style.ORANGE, hover, **own))
+            bar = style.error_bars(draws, width=4, thickness=1.0)
+            own: dict[str, Any] = {"marker": {"size": 5}, "error_y": bar}
+            drawn.add_trace(dots(*at, f"{of} draws of W_QK", style.ORANGE, hover, **own))
             own = {"marker": {"size": 1}, "error_y": style.error_bars(walks, width=0, thickness=2.5)}
-            return drawn.add_trace(dots(*at, f"{name} walks", style.PURPLE, "", hoverinfo="skip", **own))
+            return drawn.add_trace(dots(*at, f"{of} walks", style.PURPLE, "", hoverinfo="skip", **own))
 
         pairs = [f"{mean:g} ± {scale:g}" for mean, scale in SETTING.pairs]
         drawn = by_name("mean ± scale", pairs, draw, grid=True)
