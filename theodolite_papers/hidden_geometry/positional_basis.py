@@ -116,7 +116,8 @@ def table_1(study: Study, outcome: Outcome) -> None:
 
 def _averages(table: pd.DataFrame) -> go.Figure:
     """Draw Table 1 as dots: a panel per quantity, a line per row, a bar of one standard deviation over layers."""
-    names, shown = [for_plotly(name) for name in table["row"]], []
+    names = [for_plotly(name) for name in table["row"]]
+    shown: list[Panel] = []
     colours = [style.MEASURED] + [style.REFERENCE] * (len(names) - 1)
     for quantity in QUANTITIES:
         hover = f"%{{y}}<br>{quantity}: %{{x:.4g}}<extra></extra>"

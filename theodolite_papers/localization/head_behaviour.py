@@ -181,9 +181,9 @@ def behaviour(study: Study, outcome: Outcome) -> None:
         predicted, errors[name] = prediction.numbers, curve_errors(prediction.curve, measured)
         for of, shown, *_ in COMPARED:
             correlations[name, of, shown] = rank_correlation_of_heads(predicted[of], numbers[shown], layers)
-        columns = {"propagation": predicted["mean"], "width": predicted["width"], "eta": predicted["eta"]}
-        columns |= {"regime": prediction.regime, "error": errors[name]}
-        table = table.assign(**{f"{of}_{name}": values for of, values in columns.items()})
+        of_source = {"propagation": predicted["mean"], "width": predicted["width"], "eta": predicted["eta"]}
+        of_source |= {"regime": prediction.regime, "error": errors[name]}
+        table = table.assign(**{f"{of}_{name}": values for of, values in of_source.items()})
     for name, label in SOURCES.items():
         outcome.judge("order", correlations[name, "mean", "ρ"], spectrum=label)
     means = judge_curves(outcome, errors, layers)

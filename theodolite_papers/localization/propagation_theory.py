@@ -385,7 +385,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         drawn = by_name("mean ± scale", pairs, draw, grid=True)
         outcome.draw(name, drawn, "simulated", name=name, covariance=COVARIANCES[name])
 
-    means = drawing.in_order([f"mean {mean:g}" for mean in SETTING.means], marker=7)
+    of_means = drawing.in_order([f"mean {mean:g}" for mean in SETTING.means], marker=7)
 
     def draw_entropy(place: int) -> go.Figure:
         """Draw the mean entropy against the scale of the eigenvalues, a line a mean; logarithmic axes."""
@@ -397,7 +397,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
         y = drawing.TWOS | {"range": [math.log10(LEAST_ENTROPY), math.log10(5)]}
         values, errors = map(list, entropy[[*COVARIANCES][place]])
         titles, at = ("scale of the eigenvalues", "entropy in nats"), np.array(SETTING.scales)
-        return drawing.curves(at, means, values, titles, errors=errors, xaxis=x, yaxis=y)
+        return drawing.curves(at, of_means, values, titles, errors=errors, xaxis=x, yaxis=y)
 
     outcome.draw("entropy", by_name("Σ", list(COVARIANCES), draw_entropy))
 

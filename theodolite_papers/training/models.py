@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +100,9 @@ def task_model(config: TaskModelConfig, vocabulary: int, length: int) -> PreTrai
                 activation_function=GELU,
                 bos_token_id=None,
                 eos_token_id=None,
-                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+                resid_pdrop=config.dropout,
+                embd_pdrop=config.dropout,
+                attn_pdrop=config.dropout,
             )
         )
     else:
@@ -167,7 +168,7 @@ def train_task_model(
     return result
 
 
-def _finished(out: Path, fingerprint: Mapping[str, Any], console: Console) -> PreTrainedModel:
+def _finished(out: Path, fingerprint: dict[str, Any], console: Console) -> PreTrainedModel:
     """Open the finished model; refuse a folder of another training run."""
     there, _ = read_job(out)
     if there != fingerprint:
