@@ -207,8 +207,10 @@ Followed = tuple[Outliers, pd.DataFrame]
 
 def _at_delimiters(outliers: Outliers) -> float:
     tokens = _by_token(outliers.massive)
+    if tokens.empty:
+        return math.nan
     at = tokens["first"] | tokens["token"].map(is_delimiter)
-    return float(tokens["places"][at].sum() / tokens["places"].sum()) if len(tokens) else math.nan
+    return float(tokens["places"][at].sum() / tokens["places"].sum())
 
 
 MASSIVE: dict[str, Callable[[Outliers, pd.DataFrame], float]] = {
