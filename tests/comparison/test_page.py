@@ -44,16 +44,6 @@ def test_dots_are_the_rows_and_a_share_of_none_has_a_place_on_a_logarithmic_axis
     assert 10 ** figure.layout.yaxis.range[0] < drawing.FEWEST
 
 
-def test_entropies_stand_at_their_heads(audits):
-    table = audits[0].part("entropies").table
-    before, after, change = drawing.entropies(table).data
-    for row in table.to_dict("records"):
-        at = (row["layer"], row["head"])
-        assert before.z[at] == pytest.approx(row["share_before"])
-        assert after.z[at] == pytest.approx(row["share_after"])
-        assert change.z[at] == pytest.approx(row["difference"], abs=1e-6)
-
-
 def test_outliers_stand_at_their_layers():
     table = pd.DataFrame(
         {"layer": [1, 2, 2], "dimension": [7, 7, 3], "before": [0.5, 0.6, 0.0], "after": [0.1, 0.0, 0.4]}

@@ -99,7 +99,7 @@ OVERLAPS = """(selector) => {
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("figure", ["entropies", "outlier-dimensions", "positional-basis"])
+@pytest.mark.parametrize("figure", ["outlier-dimensions", "positional-basis"])
 def test_panels_side_by_side_scroll_on_a_phone(show, figure: str) -> None:
     tab = show("comparison", PHONE)
     plot = f"#figure-{figure} .plot"

@@ -13,9 +13,8 @@ from tests.report.synthetic import make_run, make_survey, weights_only
 from tests.report.test_page import Reader
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import TABLES, Run
-from theodolite.report.findings import Finding, checks, in_a_line
+from theodolite.report.findings import Finding, checks, in_a_line, unusual
 from theodolite.report.terminal import show_run, tables_as_json
-from theodolite.report.unusual import unusual
 
 
 def texts(reader: Reader) -> str:

@@ -11,10 +11,9 @@ import pytest
 from tests.report.synthetic import make_run, make_survey, weights_only
 from theodolite.judging import FAILS, HOLDS, UNDECIDED
 from theodolite.passes.run import Run
-from theodolite.report.content import Cell, Table
+from theodolite.report.content import Cell, Table, linked
 from theodolite.report.exhibit import SECTIONS
-from theodolite.report.findings import Finding, checks, summarise
-from theodolite.report.unusual import linked, unusual
+from theodolite.report.findings import Finding, checks, summarise, unusual
 
 
 def told(run: Run, topic: str) -> str:

@@ -95,7 +95,7 @@ FIGURES: dict[str, Draw] = {
     "sinks": functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
     "tags": functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
     OUTPUTS: functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
-    "entropies": drawing.entropies,
+    "entropies": functools.partial(drawing.scatter, shown=drawing.ENTROPY_DOTS),
     "outlier dimensions": drawing.outliers,
     "positional basis": drawing.positions,
     "spectra": functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),

@@ -1,7 +1,7 @@
 """The gradio page, its components, and which panels follow which click; and how it is served, to this machine only.
 
-Every panel's content is made in `panels`. Only the page itself is answered, with nothing fetched from another machine,
-and no file is taken. gradio's own `launch` has no such limits, and binds its port after the models were read.
+Only the page itself is answered, with nothing fetched from another machine, and no file is taken. gradio's own
+`launch` has no such limits, and binds its port after the models were read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
 from theodolite.system.wording import head_name, visible
 
-OPENING = "few-shot"
+OPENING, LABEL = "few-shot", "prompt (Shift+Enter or Run reads it)"
 CONSTITUENTS = (
     "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
     "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
@@ -40,10 +40,7 @@ ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
     (panels.head_map, panels.attention),
     (panels.next_tokens, panels.block, panels.sinks, panels.tags),
 )
-WITH_TEXT: tuple[tuple[Draw, ...], ...] = (
-    (panels.head,),
-    (panels.constituents, panels.not_split),
-)
+WITH_TEXT: tuple[tuple[Draw, ...], ...] = ((panels.head,), (panels.constituents, panels.not_split))
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
 SURVEYING = "Reading a text, for the panels that need one."
@@ -52,18 +49,10 @@ PLOTS = ("head_map", "attention", "block", "constituents")
 PANELS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("Heads", "One cell per head; each row is a block. Click a head to show it.", "head_map", "head"),
-        (
-            "Attention",
-            "Each row is a query token, each column a key; ▼ marks the head's sinks.",
-            "attention",
-        ),
+        ("Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks.", "attention"),
     ),
     (
-        (
-            "Next token",
-            "What the model says next, and what it would say without this head.",
-            "next_tokens",
-        ),
+        ("Next token", "What the model says next, and what it would say without this head.", "next_tokens"),
         ("All heads of the block", "Their attention side by side. Click one to show it.", "block"),
     ),
     (
@@ -106,9 +95,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(_title(subjects))
         with gr.Row():
-            label = "prompt (Shift+Enter or Run reads it)"
             prompt = gr.Textbox(
-                prompts[OPENING], label=label, lines=3, max_lines=8, scale=5, elem_id="prompt"
+                prompts[OPENING], label=LABEL, lines=3, max_lines=8, scale=5, elem_id="prompt"
             )
             with gr.Column(scale=1, min_width=170):
                 preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
@@ -135,11 +123,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         def drawn(at: Selection, *draws: Draw) -> Update:
             """Draw new content of these panels, of every model."""
-            return {
-                side[draw.__name__]: value
-                for draw in draws
-                for side, value in zip(sides, draw(at), strict=True)
-            }
+            parts = [(draw.__name__, zip(sides, draw(at), strict=True)) for draw in draws]
+            return {side[name]: value for name, values in parts for side, value in values}
 
         def only(draw: Draw) -> Callable[..., Iterator[Update]]:
             """Draw this panel anew, as when a setting that it follows has changed."""
@@ -254,7 +239,7 @@ def _address(prompt_text: str, at: Selection) -> str:
 
 def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
     """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if there is no such."""
-    if "layer" not in asked and "head" not in asked:
+    if not {"layer", "head"} & set(asked):
         return None
     layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
     subjects[0].model.check_place(layer, head)
@@ -264,12 +249,10 @@ def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | 
 def _title(subjects: Sequence[Subject]) -> str:
     """Return the models, and what they were surveyed on."""
     names = [visible(subject.name, 80) for subject in subjects]
-    about = [
-        f"{name}: {subtitle(subject.provenance)}, surveyed {text_line(subject.provenance)}"
-        for name, subject in zip(names, subjects, strict=True)
-    ]
+    read = [f"{subtitle(each.provenance)}, surveyed {text_line(each.provenance)}" for each in subjects]
+    lines = [f"{name}: {what}" for name, what in zip(names, read, strict=True)]
     shared = "Both models share all scales: a colour or shade means the same on either side."
-    return html("title", names, [*about, shared] if len(names) > 1 else about)
+    return html("title", names, [*lines, shared] if len(lines) > 1 else lines)
 
 
 def _side(name: str) -> dict[str, Any]:
@@ -284,10 +267,8 @@ def _side(name: str) -> dict[str, Any]:
                     with gr.Column(min_width=400):
                         gr.Markdown(f"### {title}\n{about}")
                         for part in parts:
-                            shown: Any = (
-                                functools.partial(gr.Plot, show_label=False) if part in PLOTS else gr.HTML
-                            )
-                            side[part] = shown(elem_classes=part.replace("_", "-"))
+                            shown = gr.Plot if part in PLOTS else gr.HTML
+                            side[part] = shown(show_label=False, elem_classes=part.replace("_", "-"))
     return side
 
 

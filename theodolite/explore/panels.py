@@ -1,13 +1,13 @@
 """Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
 
-Models that stand side by side share their scales, so that a colour means the same in both. Colour never
-stands alone: sinks are marked and numbered, and a caught token carries the number of its sink. gradio is not known
-here, so that all of it can be tested without.
+Models that stand side by side share their scales. Colour never stands alone: sinks are marked and numbered, and a
+caught token carries the number of its sink. gradio is not known here, so that all of it can be tested without.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +60,7 @@ MEASURE = f"{PROMPT}:entropy"
 ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
-LABELS: dict[str, Any] = {
-    "labels": 24,
-    "letters": 10,
-}  # of tokens: in a column of half a laptop's screen they do not touch
+LABELS = {"labels": 24, "letters": 10}  # of tokens: in a column of half a laptop's screen they do not touch
 TILE, TILES_ACROSS, TILE_HEIGHT = 48, 6, 150  # cells of a side of a small map; maps in a row; pixels
 ABOVE = {"xanchor": "left", "yanchor": "bottom"}  # a small map's name
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
@@ -91,12 +88,11 @@ class Selection(NamedTuple):
 
 def parse_head(name: str) -> tuple[int, int]:
     """Parse `L3H5` as (3, 5); `UsageError` where it is written in another way."""
-    layer, _, head = name.strip().upper().removeprefix("L").partition("H")
-    if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
+    if (written := re.fullmatch(r"L?(\d+)H(\d+)", name.strip().upper(), re.ASCII)) is None:
         raise UsageError(
             f"{visible(name, 20)} is not a head: write L3H5 for head 5 of layer 3, both counted from 0"
         )
-    return int(layer), int(head)
+    return int(written[1]), int(written[2])
 
 
 def heads_of(subjects: Sequence[Subject]) -> list[str]:
@@ -140,10 +136,7 @@ def head_map(at: Selection) -> Figures:
 
 def head(at: Selection) -> list[str]:
     """Show the head's name, roles and evidence."""
-    return [
-        head_html(view, each.run, each.measured(at.ids))
-        for each, view in zip(at.subjects, at.views, strict=True)
-    ]
+    return [head_html(each.run, each.measured(at.ids), at.layer, at.head) for each in at.subjects]
 
 
 def attention_map(view: HeadView, *, log: bool = False) -> go.Figure:
@@ -165,17 +158,13 @@ def attention(at: Selection) -> Figures:
 
 def next_tokens(at: Selection) -> list[str]:
     """Show what the model says next, and what it would say without the head."""
-    tables, reasons = _tried(lambda each: each.next_tokens(*at[1:4]), at)
-    return [
-        html("line", f"Cannot be shown: {reason}.")
-        if table is None
-        else html(
-            "next_tokens",
-            list(table),
-            [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()],
-        )
-        for table, reason in zip(tables, reasons, strict=True)
-    ]
+
+    def shown(each: Subject) -> str:
+        table = each.next_tokens(*at[1:4])
+        rows = [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()]
+        return html("next_tokens", list(table), rows)
+
+    return _shown_or_why(shown, at)
 
 
 def block(at: Selection) -> Figures:
@@ -220,45 +209,44 @@ def sinks(at: Selection) -> list[str]:
 
 def tags(at: Selection) -> list[str]:
     """Show the tokens in the colours of what the head writes."""
-    tags, reasons = _tried(lambda each: each.tags(*at[1:4]), at)
-    return [
-        tags_html(view, of_model) if of_model else html("line", f"Cannot be shown: {reason}.")
-        for view, of_model, reason in zip(at.views, tags, reasons, strict=True)
-    ]
+    return _shown_or_why(lambda each: tags_html(each.view(*at[1:4]), each.tags(*at[1:4])), at)
+
+
+def _shown_or_why(show: Callable[[Subject], str], at: Selection) -> list[str]:
+    """Show something of each model, or say why it cannot be shown."""
+    shown = zip(*_tried(show, at), strict=True)
+    return [text or html("line", f"Cannot be shown: {reason}.") for text, reason in shown]
 
 
 def constituents(at: Selection) -> Figures:
     """Draw the head's constituents, their sum and its attention: of a long prompt the last positions."""
     first = max(1, len(at.ids) - MOST_POSITIONS)
-    drawn = [
-        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
-        for each, split in zip(at.subjects, _splits(at)[0], strict=True)
-    ]
+
+    def draw(each: Subject) -> go.Figure:
+        split = each.constituents(at.ids, at.layer)
+        return qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
+
+    drawn, _ = _tried(draw, at)
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
 def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    reasons = _splits(at)[1]
+    _, reasons = _tried(lambda each: each.constituents(at.ids, at.layer), at)
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
-
-
-def _splits(at: Selection) -> tuple[list[Any], list[str]]:
-    return _tried(lambda each: each.constituents(at.ids, at.layer), at)
 
 
 def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
     """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
-    reasons = []
-    for each in at.subjects:
+    reasons = [""] * len(at.subjects)
+    for place, each in enumerate(at.subjects):
         try:
-            value, reason = work(each), ""
+            values.append(work(each))
         except TheodoliteError as error:
-            value, reason = None, visible(error)
-        values.append(value)
-        reasons.append(reason)
+            values.append(None)
+            reasons[place] = visible(error)
     return values, reasons
 
 
@@ -319,24 +307,20 @@ def _row(run: Run, layer: int, head: int) -> pd.Series:
     return heads[(heads["layer"] == layer) & (heads["head"] == head)].iloc[0]
 
 
-def roles_of(rows: list[Evidence]) -> str:
-    """Return the head's roles in words."""
-    return ", ".join(row.role.title for row in rows if row.holds) or "no named role"
-
-
-def head_html(view: HeadView, run: Run, measured: Run) -> str:
+def head_html(run: Run, measured: Run, layer: int, head: int) -> str:
     """Show the head's name, and its roles with the evidence."""
-    of_roles = evidence(run, measured, view.layer, view.head)
+    of_roles = evidence(run, measured, layer, head)
+    names = ", ".join(row.role.title for row in of_roles if row.holds) or "no named role"
     rows = [
         (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
         for row in of_roles
     ]
-    return html("head", head_name(view.layer, view.head), roles_of(of_roles), rows)
+    return html("head", head_name(layer, head), names, rows)
 
 
 def sinks_html(view: HeadView, most: float) -> str:
     """Show the prompt's tokens, shaded by the attention that they receive up to `most`; and each sink in a sentence."""
-    shades = np.nan_to_num(view.received)[:, None] / most
+    shades, learned = np.nan_to_num(view.received)[:, None] / most, view.learned.mean()
     lines = [
         f"White to plum: mean attention from the tokens that see it, 0 to {number(most, 2)}. ▼1: a sink. "
         "Small number: the sink that caught the token."
@@ -346,7 +330,7 @@ def sinks_html(view: HeadView, most: float) -> str:
         lines.append(f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink")
     else:
         lines.append(f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span")
-    if (learned := view.learned.mean()) > 0:
+    if learned > 0:
         lines.append(
             f"{learned:.2f} of the attention goes to a learned sink column, which belongs to no token"
         )
@@ -382,12 +366,10 @@ def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
     tokens = []
     for place, (colour, group, received) in enumerate(zip(colours, view.group, view.received, strict=True)):
-        text = flowing(view.tokens[place])
         is_seen = "seen by too few tokens" if math.isnan(received) else f"receives {received:.3f}"
         tokens.append(
-            {
-                "text": text.rstrip("\n"),
-                "breaks": text[len(text.rstrip("\n")) :],
+            flowing(view.tokens[place])
+            | {
                 "sink": number_of.get(place),
                 "caught": 0 if group in (UNCAUGHT, LEFT_OUT) else int(group) + 1,
                 "colour": [round(float(channel)) for channel in colour],
@@ -409,10 +391,8 @@ def _luminance(colour: Floats) -> float:
 class HeadFigure:
     """One head on one prompt; a notebook shows it as it is.
 
-    Attributes:
-        model: the model's name.
-        view: the numbers: tokens, attention (T, T), sinks, what each token receives.
-        written: how many of the last tokens the model wrote.
+    `view` has the numbers: tokens, attention (T, T), sinks, what each token receives. `written`: how many of the last
+    tokens the model wrote.
     """
 
     model: str
@@ -461,7 +441,6 @@ def view_head(
     Args:
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
-        layer, head: which, both counted from 0.
         generate: tokens that the model writes behind the prompt, the most probable each time, which are read with it.
         attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
 

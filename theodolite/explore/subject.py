@@ -1,7 +1,4 @@
-"""A model that is explored with its survey: what it does with a prompt, and which prompts can be shown.
-
-A refusal is one line that the page can show. What a head attends to is in `sinks/prompt.py`.
-"""
+"""A model that is explored with its survey: what it does with a prompt, and which prompts can be shown."""
 
 from __future__ import annotations
 
@@ -39,22 +36,17 @@ from theodolite.system.wording import counted
 from theodolite.theory.colouring import principal_scores, rgb
 from theodolite.theory.grouping import chance_explained, variance_explained
 
-MOST_TOKENS = 512
-"""A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
-
-MOST_CHARACTERS = 64 * MOST_TOKENS
-"""Of a prompt: what is longer has too many tokens, and counting those of a whole book would take minutes."""
-
+MOST_TOKENS = (
+    512  # of a prompt, whose attention is drawn whole: a megabyte and a half on their way to the page
+)
+MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counting a book's would take minutes
+NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
 KEPT_PROMPTS, KEPT_LAYERS = 2, 4
 """Passes that are cached, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
 
-_ONE_SURVEY = threading.Lock()
-"""Two models are surveyed one after the other: two bars at once would draw over each other."""
-
-NEXT_TOKENS = 5
-"""That are shown, the most probable ones of each column."""
+_ONE_SURVEY = threading.Lock()  # two bars at once would draw over each other
 
 Named = Sequence[tuple[str, OpenModel]]
 """Models, each with its name on the page."""
@@ -64,12 +56,9 @@ Named = Sequence[tuple[str, OpenModel]]
 class Tags:
     """The vectors that the head writes, by token.
 
-    Attributes:
-        colours: (T, 3), 0 to 255: three principal components of the output in the residual stream, stretched over
-            all tokens but the first and the sinks.
-        explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
-        before: η² in the stream that enters the block.
-        chance: what a random grouping explains on average.
+    `colours` (T, 3), 0 to 255: three principal components of the output in the residual stream, stretched over all
+    tokens but the first and the sinks. `explained`: η², the share of the output's variance that the grouping by sink
+    explains, NaN with one group; `before`: in the stream that enters the block; `chance`: by a random grouping.
     """
 
     colours: np.ndarray
@@ -80,10 +69,7 @@ class Tags:
 
 @dataclass(frozen=True)
 class PlannedSurvey:
-    """A survey that is made once a prompt is shown, or when its run is asked for.
-
-    `provenance` is that of its run, known before. `make` is called with the progress.
-    """
+    """A survey that `make` makes once its run is asked for, whose provenance is known before."""
 
     provenance: dict[str, Any]
     make: Callable[[ShowStage], Run]
@@ -92,11 +78,7 @@ class PlannedSurvey:
 class Subject:
     """One model and its survey; what it computed of the latest prompts is cached. Thread-safe.
 
-    Attributes:
-        name: shown on the page.
-        model: from `open_model`.
-        provenance: of the survey on a text.
-        progress: how far the survey is, in words, while it is made.
+    `progress` says how far the survey is, while it is made.
     """
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
@@ -178,12 +160,8 @@ class Subject:
     def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
 
-        Returns:
-            Probabilities of the most probable tokens in any column, a row each by its text, in three columns by what
-            was changed; "without its sinks" only where the head has sinks.
-
-        Raises:
-            UsageError: the model predicts no next tokens.
+        Returns probabilities of the most probable tokens in any column, a row each by its text. `UsageError`: the model
+        predicts no next tokens.
         """
         if not self.model.causal or self.model.source.predict is None:
             raise UsageError(f"{self.name} predicts no next tokens")
@@ -260,10 +238,8 @@ def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
     if len(prompt) > MOST_CHARACTERS:
-        raise UsageError(
-            f"the prompt is {len(prompt):,} characters long: at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, "
-            "can be shown"
-        )
+        most_text = f"at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, can be shown"
+        raise UsageError(f"the prompt is {len(prompt):,} characters long: {most_text}")
     ids = _same_ids(models, prompt.encode("utf-8", "replace").decode())
     most = _longest_prompt([model for _, model in models])
     if len(ids) > most:
@@ -312,10 +288,7 @@ def check_pair(models: Named) -> None:
 
 
 def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
-    """Return the prompts that come with the package, without the first words of those that are too long.
-
-    Too long for the models, or for the surveys, which have means of so many positions.
-    """
+    """Return the prompts that come with the package, of those that the models or surveys are too short for the end."""
     surveyed = (subject.provenance["corpus"]["length"] for subject in subjects)
     most = min(_longest_prompt([subject.model for subject in subjects]), *surveyed)
     return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}

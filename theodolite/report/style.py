@@ -4,11 +4,8 @@
 - SIGNED (blue – paper – vermillion): sign and amount; zero is the page's own background too.
 - ORDER (violet to green): positions, layers or components in order; never an amount.
 - Roles: a colour that stands for one thing in every figure of a survey's report (MEASURED, POSITION, …).
-- OVERLAY (clear to magenta, which photographs seldom have): amounts on a picture.
-- CATEGORIES: categories of a single figure.
 Colour-blind readers tell them apart (`tests/report/test_style.py` has the distances). Figures name no text or grid
 colour of their own: those come from the template, which the page swaps with the reader's light or dark setting.
-This module must not read a run.
 """
 
 from __future__ import annotations
@@ -53,7 +50,6 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 HEIGHT = 300
 NOTE_WIDTH = 104  # letters in a line of the note under a title
 MOST_TICKS = 16  # whole numbers at an axis that are all written
-
 
 MAGNITUDE: Scale = colors.make_colorscale(_PLUM)
 SIGNED: Scale = colors.make_colorscale(_SIGNED)
@@ -129,30 +125,27 @@ def template(dark: bool = False) -> go.layout.Template:
         "automargin": True,
         "title": {"standoff": 8, "font": {"size": 12}},
     }
+    font, clear = {"family": FONT, "size": 12, "color": ink}, "rgba(0,0,0,0)"
+    legend = {
+        "orientation": "h",
+        "x": 0,
+        "y": 1.02,
+        "yanchor": "bottom",
+        "font": {"size": 11},
+        "bgcolor": clear,
+    }
     return go.layout.Template(
         layout={
-            "font": {"family": FONT, "size": 12, "color": ink},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": font,
+            "paper_bgcolor": clear,
+            "plot_bgcolor": clear,
             "colorway": CATEGORIES,
             "colorscale": {"sequential": MAGNITUDE, "sequentialminus": MAGNITUDE[::-1], "diverging": SIGNED},
-            "hoverlabel": {
-                "bgcolor": panel,
-                "bordercolor": line,
-                "font": {"family": FONT, "size": 12, "color": ink},
-                "align": "left",
-            },
+            "hoverlabel": {"bgcolor": panel, "bordercolor": line, "font": font, "align": "left"},
             "hovermode": "closest",
             "margin": {"l": 52, "r": 16, "t": 30, "b": 44},
-            "legend": {
-                "orientation": "h",
-                "x": 0,
-                "y": 1.02,
-                "yanchor": "bottom",
-                "font": {"size": 11},
-                "bgcolor": "rgba(0,0,0,0)",
-            },
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": line, "activecolor": ink},
+            "legend": legend,
+            "modebar": {"bgcolor": clear, "color": line, "activecolor": ink},
             "xaxis": axis,
             "yaxis": axis,
         }
@@ -191,26 +184,16 @@ def standalone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
     header = 46 + 17 * len(lines)  # a legend stands right below
-    top = (
-        shown.layout.margin.t if shown.layout.margin.t is not None else shown.layout.template.layout.margin.t
-    )
+    margin = shown.layout.margin.t
+    top = shown.layout.template.layout.margin.t if margin is None else margin
     subtitle = {"text": "<br>".join(map(for_plotly, lines)), "font": {"size": 12}}
-    shown.update_layout(
-        title={
-            "text": for_plotly(title),
-            "subtitle": subtitle,
-            "font": {"size": 16},
-            "x": 0,
-            "pad": {"l": 12, "t": 12},
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-        },
+    place = {"x": 0, "pad": {"l": 12, "t": 12}, "y": 1, "yref": "container", "yanchor": "top"}
+    return shown.update_layout(
+        title={"text": for_plotly(title), "subtitle": subtitle, "font": {"size": 16}} | place,
         margin_t=top + header,
         height=(shown.layout.height or HEIGHT) + header,
         paper_bgcolor=NEUTRAL,
     )
-    return shown
 
 
 def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:

@@ -22,12 +22,8 @@ from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")
 POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN, style.PURPLE)
-STATUS_COLOURS = {
-    "survived": style.BLUE,
-    "lost": style.VERMILLION,
-    "new": style.GREEN,
-    "undecided": style.GREY,
-}
+STATUSES = ("survived", "lost", "new", "undecided")
+STATUS_COLOURS = dict(zip(STATUSES, (style.BLUE, style.VERMILLION, style.GREEN, style.GREY), strict=True))
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
 GAP = 0.035  # between panels, of the figure's width
 COLUMNS = 4  # models side by side; more of them stand in several rows
@@ -50,6 +46,7 @@ class Dots:
 SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
 OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
+ENTROPY_DOTS = Dots("share_before", "share_after", "entropy over its maximum", (-0.03, 1.03))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
@@ -61,12 +58,8 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     axis: dict[str, Any] = {"range": list(shown.limits)} if shown.limits else {}
     if shown.shares:
         values, ticks = np.maximum(values, FEWEST), [0.01, 0.03, 0.1, 0.3, 1.0]
-        axis = {
-            "type": "log",
-            "range": np.log10([FEWEST * 0.8, 1.25]).tolist(),
-            "tickvals": [FEWEST, *ticks],
-            "ticktext": ["none", *map(percent, ticks)],
-        }
+        axis = {"type": "log", "range": np.log10([FEWEST * 0.8, 1.25]).tolist()}
+        axis |= {"tickvals": [FEWEST, *ticks], "ticktext": ["none", *map(percent, ticks)]}
 
     def hover(row: pd.Series) -> str:
         name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
@@ -77,36 +70,10 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     for status, colour in STATUS_COLOURS.items():
         rows = (table["status"] == status).to_numpy()
         texts = [hover(row) for _, row in table[rows].iterrows()]
-        hovered = "%{text}<extra>" + status + "</extra>"
-        marker = {"size": 9, "opacity": 0.75}
-        x, y = values[rows].T
-        traces.append(dots(x, y, texts, status, colour, hovered, marker=marker))
+        look = (texts, status, colour, f"%{{text}}<extra>{status}</extra>")
+        traces.append(dots(*values[rows].T, *look, marker={"size": 9, "opacity": 0.75}))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
-
-
-def entropies(table: pd.DataFrame) -> go.Figure:
-    """Map the entropy of every head as a share of the maximum, before and after, and the change in nats."""
-    layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
-    largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
-    changes: dict[str, Any] = {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED}
-    shown: list[Panel] = []
-    for name, column, unit, low, high, look in (
-        ("before", "share_before", "of the highest", 0.0, 1.0, {"bar": style.colour_bar("", x=0.605)}),
-        ("after", "share_after", "of the highest", 0.0, 1.0, {}),
-        ("change in nats", "difference", "nats", -largest, largest, changes),
-    ):
-        grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
-        grid[layer, head] = table[column]
-        cells = heat(grid, low, high, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
-        columns, rows = (_few_ticks(count) for count in grid.shape[::-1])
-        titles = ("head", "" if shown else "block")
-        shown.append(Panel(name, [cells], *titles, columns, rows | {"autorange": "reversed"}))
-    drawn = panels(shown, 3, height=map_height(int(layer.max()) + 1) - HEADROOM)
-    for place, start in enumerate((0.0, 0.335, 0.74)):  # between the last two stands a colour bar
-        drawn.update_xaxes(domain=[start, start + 0.26], col=place + 1)
-        drawn.layout.annotations[place].x = start
-    return drawn
 
 
 def _few_ticks(count: int) -> dict[str, Any]:
@@ -116,18 +83,12 @@ def _few_ticks(count: int) -> dict[str, Any]:
 def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
     """Map the size of outlier dimensions over the layer's median by residual layer; blank where it is no outlier."""
     shown: list[Panel] = []
+    names, highest = [str(dimension) for dimension in dimensions], float(table[list(SIDES)].max(axis=None))
     for side in SIDES:
-        grid = table.pivot(index="dimension", columns="layer", values=side).reindex(
-            dimensions, columns=range(layers)
-        )
-        cells = heat(
-            grid.to_numpy(np.float64),
-            0,
-            float(table[list(SIDES)].max(axis=None)),
-            f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.3g}} × median<extra></extra>",
-            bar=None if shown else style.colour_bar("× median"),
-            y=[str(dimension) for dimension in dimensions],
-        )
+        grid = table.pivot(index="dimension", columns="layer", values=side)
+        values = grid.reindex(dimensions, columns=range(layers)).to_numpy(np.float64)
+        hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.3g}} × median<extra></extra>"
+        cells = heat(values, 0, highest, hover, bar=None if shown else "× median", y=names)
         columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
         title = "" if shown else "dimension"
         shown.append(Panel(side, [cells], "residual layer", title, columns, {"type": "category"}))
@@ -144,13 +105,9 @@ def positions(table: pd.DataFrame) -> go.Figure:
         ("overlap of the directions", "", ("overlap", "curve")),
     ):
         traces: list[Any] = []
+        look: dict[str, Any] = {"width": 2, "marker": 6, "showlegend": title != "relative norm"}  # named once
         for name in names:
             hovered = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
-            look: dict[str, Any] = {
-                "width": 2,
-                "marker": 6,
-                "showlegend": title != "relative norm",
-            }  # named once
             traces += line(table["layer"], table[prefix + name], name, colours[name], hover=hovered, **look)
         across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
         down = {"rangemode": "tozero", "zeroline": False}
@@ -196,16 +153,15 @@ def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure
         table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
         measures: column → its title, and after a comma what it is of, in order.
     """
-    shown = []
+    shown, hovered = [], "%{text}, step %{x}: %{y:.4g}<extra></extra>"
+    look: dict[str, Any] = {
+        "marker": 6,
+        "text": table["name"].tolist(),
+        "hover": hovered,
+        "showlegend": False,
+    }
     for name, title in measures.items():
         errors = table[f"{name}_se"].to_numpy(np.float64) if f"{name}_se" in table else None
-        hovered = "%{text}, step %{x}: %{y:.4g}<extra></extra>"
-        look: dict[str, Any] = {
-            "marker": 6,
-            "text": table["name"].tolist(),
-            "hover": hovered,
-            "showlegend": False,
-        }
         traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, **look)
         short, _, of = title.partition(", ")
         shown.append(Panel(short, traces, "step", of))

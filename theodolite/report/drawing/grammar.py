@@ -40,10 +40,10 @@ def line(
     hover: str = "",
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """Return the traces of a line, with whiskers where it has errors: a list, as of a `band`.
+    """Return the traces of a line through `x` and `y`, (n,): a list, as of a `band`.
 
     Args:
-        x, y: (n,). name: in the legend, where lines of one name are switched together.
+        name: in the legend, where lines of one name are switched together.
         errors: half the lengths of the whiskers, (n,).
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
         more: further entries of the line's trace.
@@ -65,10 +65,7 @@ def line(
 
 
 def band(x: Any, low: Any, high: Any, colour: str, **more: Any) -> list[dict[str, Any]]:
-    """Return the traces of the area between two curves over `x`, all (n,); none where there is none.
-
-    `more`: further entries, such as the `legendgroup` of its line.
-    """
+    """Return the traces of the area between two curves over `x`, all (n,); none where there is none."""
     x, low, high = map(_numbers, (x, low, high))
     own: dict[str, Any] = {
         "type": "scatter",
@@ -88,17 +85,10 @@ def dots(
     x: Any, y: Any, texts: Sequence[str] | None, name: str | None, colour: Any, hover: str, **more: Any
 ) -> dict[str, Any]:
     """Return the trace of points of one kind; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
+    own = {"type": "scatter", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
-    return {
-        "type": "scatter",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "text": None if texts is None else list(texts),
-        "name": name,
-        "mode": "markers",
-        "marker": marker,
-        "hovertemplate": hover,
-    } | more
+    text = None if texts is None else list(texts)
+    return own | {"mode": "markers", "marker": marker, "text": text} | more
 
 
 def bars(x: Any, y: Any, name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
@@ -128,8 +118,7 @@ def heat(
 
     Args:
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
-        bar: its `style.colour_bar`, or the title of a plain one; None: none. cells: a hairline between cells.
-        more: further entries of the trace.
+        bar: its `style.colour_bar`, or the title of a plain one. cells: a hairline between cells.
     """
     own: dict[str, Any] = {
         "type": "heatmap",
@@ -185,14 +174,8 @@ def cosine_map(
         borders: the first of each group but the first group, for the lines between them.
         layout: further entries, such as those of `xaxis`.
     """
-    axis = {
-        "type": "category",
-        "tickmode": "array",
-        "tickvals": [place for place, _ in ticks],
-        "ticktext": [name for _, name in ticks],
-        "ticks": "",
-        "constrain": "domain",
-    }
+    axis = {"type": "category", "ticks": "", "constrain": "domain"}
+    axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
     ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
     lines = [
         look | dict(zip((f"{along}0", f"{along}1", f"{across}0", f"{across}1"), (at, at, *ends), strict=True))
@@ -201,16 +184,12 @@ def cosine_map(
     ]
     hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
     names = list(rows)
-    return style.figure(
-        [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)],
-        height=height,
-        layout=layout
-        | {
-            "xaxis": axis | layout.get("xaxis", {}),
-            "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
-            "shapes": lines,
-        },
-    )
+    cells = heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)
+    layout |= {
+        "xaxis": axis | layout.get("xaxis", {}),
+        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
+    }
+    return style.figure([cells], height=height, layout=layout | {"shapes": lines})
 
 
 @dataclass(frozen=True)
@@ -218,7 +197,7 @@ class Panel:
     """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
 
     `note`: what stands after the title, which is then bold. `marks`: vertical lines, each its x and how it looks.
-    `square`: cells of a map as wide as high, below its title.
+    `square`: cells of a map as wide as high.
     """
 
     title: str
@@ -259,7 +238,7 @@ def panels(
     titles = itertools.count()
     for (row, column), panel in places.items():
         place = {"row": row + 1, "col": column + 1}
-        drawn.add_traces(list(panel.traces), rows=place["row"], cols=place["col"])
+        drawn.add_traces(list(panel.traces), rows=row + 1, cols=column + 1)
         drawn.update_xaxes(panel.xaxis, title_text=panel.x, **place)
         drawn.update_yaxes(panel.yaxis, title_text=panel.y, **place)
         (x_axis,), (y_axis,) = drawn.select_xaxes(**place), drawn.select_yaxes(**place)
@@ -269,18 +248,15 @@ def panels(
         for x, look in panel.marks:
             drawn.add_vline(x, line=look, **place)
         if panel.title:
-            drawn.layout.annotations[next(titles)].update(
-                x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12
-            )
+            title = drawn.layout.annotations[next(titles)]
+            title.update(x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12)
     if drawn.layout.annotations:
         top = style.template().layout.margin.t + TITLE
         drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
     frame = style.frame_of(drawn.data)
-    drawn.update_xaxes(frame)
-    drawn.update_yaxes(frame)
-    return drawn.update_layout(
-        {"template": style.template(), "height": HEADROOM + height * rows} | (layout or {})
-    )
+    drawn.update_xaxes(frame).update_yaxes(frame)
+    shared = {"template": style.template(), "height": HEADROOM + height * rows}
+    return drawn.update_layout(shared | (layout or {}))
 
 
 def _heading(panel: Panel) -> str:

@@ -31,10 +31,9 @@ def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
 def token_axis(
     tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
 ) -> dict[str, Any]:
-    """Make an axis of tokens: about `labels` of them are written, evenly chosen, and the sinks with a mark.
+    """Make an axis of tokens: about `labels` of them are written, in `letters` at most, and the sinks with a mark.
 
-    No label lies over another's: of sinks side by side, as in a local sink's span, the first has it. `letters`: of a
-    label at most.
+    No label lies over another's: of sinks side by side, as in a local sink's span, the first has it.
     """
     spacing = -(-len(tokens) // labels)  # tokens from one label to the next
     marked: list[int] = []
@@ -49,15 +48,8 @@ def token_axis(
         text = text if letters is None or len(text) <= letters else text[: letters - 1] + "…"
         return for_plotly(f"{MARK} {text}" if place in sinks else text)
 
-    return {
-        "type": "category",
-        "ticks": "",
-        "tickmode": "array",
-        "tickvals": ticks,
-        "ticktext": [label(tick) for tick in ticks],
-        "tickfont": {"size": 8},
-        "tickangle": -90,
-    }
+    look = {"type": "category", "ticks": "", "tickfont": {"size": 8}, "tickangle": -90}
+    return look | {"tickvals": ticks, "ticktext": [label(tick) for tick in ticks]}
 
 
 def _down(axis: dict[str, Any]) -> dict[str, Any]:
@@ -94,10 +86,7 @@ def attention(
 
 
 def by_dimension(
-    vectors: Floats,
-    tokens: Sequence[str],
-    sinks: Sequence[int],
-    scale_of: Floats | None = None,
+    vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
 ) -> go.Figure:
     """Draw vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
 
@@ -106,24 +95,13 @@ def by_dimension(
     largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
-    trace = heat(
-        vectors[:, dimensions],
-        -limit,
-        limit,
-        "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
-        scale=style.SIGNED,
-        bar="value",
-        x=list(range(len(dimensions))),
-        y=token_names(tokens),
-        customdata=[[str(d) for d in dimensions]] * len(tokens),
-    )
+    hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
+    look = {"scale": style.SIGNED, "bar": "value", "customdata": [[str(d) for d in dimensions]] * len(tokens)}
+    places = {"x": list(range(len(dimensions))), "y": token_names(tokens)}
+    trace = heat(vectors[:, dimensions], -limit, limit, hover, **look, **places)
     ticks = evenly(len(dimensions), 16)
-    named = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
-    layout = {
-        "xaxis": {"tickmode": "array"} | named,
-        "yaxis": _down(token_axis(tokens, sinks)),
-        "margin": {"l": 90},
-    }
+    across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
+    layout = {"xaxis": across, "yaxis": _down(token_axis(tokens, sinks)), "margin": {"l": 90}}
     return style.figure([trace], "dimension of the residual stream", "token", height=760, layout=layout)
 
 
@@ -137,11 +115,7 @@ def coloured(
     """
     texts = [token_names(tokens)] * len(names)
     image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
-    rows = {
-        "tickmode": "array",
-        "tickvals": list(range(len(names))),
-        "ticktext": list(map(for_plotly, names)),
-    }
+    rows = {"tickvals": list(range(len(names))), "ticktext": list(map(for_plotly, names))}
     bare = {"showgrid": False, "zeroline": False}
     layout = {
         "xaxis": token_axis(tokens, sinks) | bare | {"type": "linear"},
@@ -152,11 +126,7 @@ def coloured(
 
 
 def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names: Sequence[str]) -> go.Figure:
-    """Draw tokens on two principal components, coloured by the sink that caught them.
-
-    Args:
-        scores: (tokens, 2). groups: of each token. names: all groups, in order.
-    """
+    """Draw tokens on two principal components, (tokens, 2), coloured by their group: the sink that caught them."""
     hover_texts, group_of = np.array(token_names(tokens)), np.array(groups)
     traces = []
     for name, colour in zip(names, itertools.cycle(style.CATEGORIES), strict=False):
