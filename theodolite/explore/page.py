@@ -1,8 +1,4 @@
-"""The gradio page, its components, and which panels follow which click; and how it is served, to this machine only.
-
-Only the page itself is answered, with nothing fetched from another machine, and no file is taken. gradio's own
-`launch` has no such limits, and binds its port after the models were read.
-"""
+"""The gradio page: its components, which panels follow which click, and how it is served, to this machine only."""
 
 from __future__ import annotations
 
@@ -329,10 +325,7 @@ class _Server(uvicorn.Server):
 def serve(
     app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None], ended: threading.Event
 ) -> None:
-    """Serve the page until Ctrl-C, which sets `ended`.
-
-    `started` gets its address first, where requests already wait to be answered.
-    """
+    """Serve the page until Ctrl-C, which sets `ended`; `started` gets its address, where requests already wait."""
     started(f"http://{HOST}:{listening.getsockname()[1]}")
     # Open event streams would hold the end up.
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")

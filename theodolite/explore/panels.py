@@ -1,7 +1,6 @@
 """Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
 
-Models that stand side by side share their scales. Colour never stands alone: sinks are marked and numbered, and a
-caught token carries the number of its sink. gradio is not known here, so that all of it can be tested without.
+Models that stand side by side share their scales. Colour never stands alone: sinks are marked and numbered.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
 class Selection(NamedTuple):
-    """The page's choices: a head of every model on a prompt, and how it is shown.
-
-    `measure`: of the map, as `MEASURE`.
-    """
+    """A head of every model on a prompt, and how it is shown; `measure`: of the map, as `MEASURE`."""
 
     subjects: Sequence[Subject]
     ids: tuple[int, ...]
@@ -101,10 +97,7 @@ def heads_of(subjects: Sequence[Subject]) -> list[str]:
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """List what the map can be coloured by: (label, `prompt:entropy`), those of the prompt first.
-
-    Before the models are surveyed, that is the prompt's entropy.
-    """
+    """List what the map can be coloured by, (label, `prompt:entropy`): without surveys, the prompt's entropy."""
     if not all(subject.is_surveyed for subject in subjects):
         return [("this prompt · entropy", MEASURE)]
     measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
@@ -417,11 +410,7 @@ class HeadFigure:
         return self.figure._repr_mimebundle_(*args, **more)
 
     def save(self, path: str | Path) -> Path:
-        """Write the figure with Plotly's script as a page that opens offline, and return its path.
-
-        Raises:
-            WorkError: it cannot be written.
-        """
+        """Write the figure as a page that opens offline, and return its path; `WorkError`: it cannot be written."""
         return write_page(Path(path), self.figure.to_html(include_plotlyjs=True))
 
 

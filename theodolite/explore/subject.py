@@ -160,8 +160,7 @@ class Subject:
     def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
 
-        Returns probabilities of the most probable tokens in any column, a row each by its text. `UsageError`: the model
-        predicts no next tokens.
+        Returns probabilities of the most probable tokens, a row each by its text; `UsageError`: it predicts none.
         """
         if not self.model.causal or self.model.source.predict is None:
             raise UsageError(f"{self.name} predicts no next tokens")

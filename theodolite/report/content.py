@@ -65,10 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: column headings, each with a longer explanation (possibly empty), and rows of cells.
-
-    `ids`: by which the rows are linked, if they are. `picks`: headings by whose words the rows may be filtered.
-    """
+    """A table: headings with explanations, and rows of cells; `ids` link rows, `picks` are headings to filter by."""
 
     headings: list[tuple[str, str]]
     rows: list[list[Cell]]
@@ -83,10 +80,7 @@ class Table:
 
 
 def flowing(token: object) -> dict[str, Any]:
-    """Return a token for running text: line ends are marked and kept, other control characters become marks.
-
-    The line ends at its end stand apart as `breaks`, so that its mark does not reach into the next line.
-    """
+    """Return a token for running text: its line ends are marked and kept, those at its end apart, as `breaks`."""
     text = "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
     line = text.rstrip("\n")
     return {"text": line, "breaks": text[len(line) :]}
@@ -143,7 +137,7 @@ def _sink_row(token: object, first: bool, heads: pd.DataFrame) -> list[Cell]:
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
-    """Show a data frame as a table, numbers short, each with its standard error; None where it is empty.
+    """Show a data frame as a table, each number with its standard error; None where it is empty.
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
@@ -167,11 +161,7 @@ def _without_errors(frame: pd.DataFrame) -> list[str]:
 
 
 def run_table(run: Run, name: str) -> Table | None:
-    """Show a table of the run; None where it is empty.
-
-    Outliers: the largest. Heads and attribution: the head's name in place of its layer and number, sorted by both;
-    heads: their roles.
-    """
+    """Show a table of the run, of heads by their names, of outliers the largest; None where it is empty."""
     frame, described = getattr(run, name), data.columns_of(run, name)
     if name == "outliers" and len(frame):
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
@@ -333,10 +323,7 @@ def summary_row(run: Run) -> dict[str, float]:
 
 
 def linked(run: Run, tokens: Table | None) -> Callable[[str], Markup]:
-    """Return a function that links every head, layer and token named in a sentence to its place on the page.
-
-    The rest of the sentence is escaped. `tokens`: the table of tokens that are sinks.
-    """
+    """Return a function that escapes a sentence and links every head, layer and token that it names to its place."""
     targets = {name: name for name in data.head_labels(run)} if len(run.heads) else {}
     targets |= {f"layer {int(layer)}": f"layer-{int(layer)}" for layer in run.layers.get("layer", ())}
     for row, anchor in zip(tokens.rows, tokens.ids, strict=True) if tokens else ():

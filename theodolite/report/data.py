@@ -123,8 +123,7 @@ def seen_above(value: float, shown: str) -> str:
 def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
     """Mark the layers in which nothing of a number is seen above the noise of few contexts.
 
-    It is below 0 though what it estimates cannot be; not above its own column `NAME_floor`; or empty where the energy
-    of the positional basis, by which it divides, is noise.
+    It is below 0 though what it estimates cannot be, below its own floor, or empty where what it divides by is noise.
     """
     described, values = columns_of(run, "layers").get(name), value_of(run, name)
     if described is None or not described.error or name not in run.layers:

@@ -1,7 +1,4 @@
-"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it.
-
-`exhibits.toml` has the sections of the page and the captions, in the page's order.
-"""
+"""An exhibit of the page: a figure, its caption (in `exhibits.toml`), its picker, and which runs can show it."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ class Option:
 class Choice:
     """A figure's picker: its `options`, and the same figure drawn for each.
 
-    `mode`: "picker" (one figure under its own picker), "head" (follows the page's layer and head pickers).
-    `grid`: keys that are also drawn small, side by side. `start`: which option a page shows first.
+    `mode`: "picker" (its own), or "head" (the page's pickers of one head). `grid`: keys that are also drawn small, side
+    by side. `start`: which option a page shows first.
     """
 
     name: str
@@ -151,10 +148,7 @@ DECLARED: dict[str, SurveyExhibit] = {}
 
 
 def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
-    """Declare a function of a run to be a figure of the page: `key` in `exhibits.toml`, or its name with hyphens.
-
-    `more`: of `SurveyExhibit`.
-    """
+    """Declare a function of a run to be a figure of the page, `key` in `exhibits.toml`; `more`: of `SurveyExhibit`."""
 
     def declare(function: Drawing) -> Drawing:
         name = key or function.__name__.replace("_", "-")

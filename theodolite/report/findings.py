@@ -1,9 +1,7 @@
 """What the page says of a run: findings, which are sentences with the quantity that each is about; plain text only.
 
-Two findings about one quantity must not disagree: what is judged is judged by one number and one limit, and health
-checks and the summary both word its answer. A check is made only where the run has its numbers; its limits are what
-columns declare to be healthy, conventions for a first look. A mean over layers passes only where it is clear of its
-limit by its standard error.
+Two findings about one quantity must not disagree: it is judged by one number and one limit, which its column
+declares. A mean over layers passes only where it is clear of its limit by its standard error.
 """
 
 from __future__ import annotations
@@ -585,7 +583,7 @@ TOPICS: dict[str, tuple[str, Callable[[Run], Iterator[str | Finding]]]] = {
 
 
 def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Choose the sentences that a reader should know first, the most unusual first, each with its section of the page.
+    """Choose the sentences that a reader should know first, each with its section of the page.
 
     What a health check flags comes first; then numbers by how many times they differ from the published ones by more
     than their error allows; then what every model has.

@@ -109,10 +109,7 @@ class Outcome:
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
-    """Return the folder of an experiment's outcome below `root`: one for each prompt, head or second text.
-
-    `asked`: what provenance has under this name: `prompt`, `layer`, `head`, `other`, as far as given.
-    """
+    """Return the folder of an outcome below `root`, one for each prompt, head or second text: `asked` in provenance."""
     parts = [name.replace("/", "-")]
     asked = asked or {}
     for text in (asked[key] for key in ("prompt", "other") if key in asked):
@@ -157,10 +154,7 @@ def write_outcome(
 ) -> Path:
     """Write `root`/NAME/ (`folder_of`) with index.html, result.json and table-*.parquet, and return the page's path.
 
-    An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
-
-    Raises:
-        WorkError: the folder cannot be written.
+    An existing folder is replaced atomically; Plotly's script lies in `root`. `WorkError`: it cannot be written.
     """
     root = Path(root)
     folder = folder_of(experiment.name, root, provenance.get("asked"))
@@ -211,12 +205,9 @@ def render(
 def write_index(
     root: str | Path, kicker: str = "Published tables and figures, reproduced for"
 ) -> Path | None:
-    """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
+    """Write `root`/index.html, which links every outcome below it, with `kicker` before the model; None where none is.
 
-    One whose file is damaged is named instead. `kicker`: what the page has of the model in its heading.
-
-    Raises:
-        WorkError: it cannot be written.
+    One whose file is damaged is named instead. `WorkError`: it cannot be written.
     """
     root, report = Path(root), "../report/index.html"
     read = {path.parent.name: _entry(path) for path in sorted(root.glob(f"*/{RESULT}"))}

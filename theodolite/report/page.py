@@ -185,10 +185,7 @@ def script_json(value: Any) -> str:
 
 
 def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
-    """Encode a figure without its template, and the data that each of its variants puts in place.
-
-    `variants`: key → one patch a trace, laid over the trace's own entries.
-    """
+    """Encode a figure without its template, and what each variant lays over each trace's own entries."""
     content = figure.to_plotly_json()
     content["layout"].pop("template", None)
     return script_json(content | {"variants": variants})

@@ -1,7 +1,4 @@
-"""The published averages that a run is compared with: Table 1 of Song & Zhong 2024, as `published.toml` has it.
-
-Of a run only its model's family and positions are read.
-"""
+"""The published averages that a run is compared with: Table 1 of Song & Zhong 2024, as `published.toml` has it."""
 
 from __future__ import annotations
 

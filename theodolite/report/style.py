@@ -160,10 +160,7 @@ def figure(
     height: int = HEIGHT,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
-    """Make a figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place.
-
-    Plotly does not check its entries, which takes 10 ms and more: a page has figures of all heads.
-    """
+    """Make a figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     layout = {"template": template(), "height": height} | (layout or {})
     frame = frame_of(traces)
     for axis, title in (("xaxis", x), ("yaxis", y)):

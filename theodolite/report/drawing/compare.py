@@ -1,12 +1,9 @@
-"""Figures of two models compared, of one head of several models on one prompt, and of measures over training.
-
-They take plain tables.
-"""
+"""Figures of two models compared, of one head of several models on one prompt, and of measures over training."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, map_height, panels, reference
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels, reference
 from theodolite.report.drawing.heads import sink_name
 from theodolite.report.drawing.prompt import MARK
 from theodolite.system.wording import for_plotly, head_name, number, percent
@@ -40,11 +37,12 @@ class Dots:
     after: str
     title: str  # of both axes, before "before" and "after"
     limits: tuple[float, float] | None = None  # of both axes; None: as wide as the dots need
-    shares: bool = False  # logarithmic axes of shares, on which 0 has its place too
+    scale: str = "linear"  # or "log", or "shares": logarithmic, with a place for 0
 
 
-SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
+SINK_DOTS = Dots("before", "after", "share of contexts", scale="shares")
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
+OUTLIER_DOTS = Dots("before", "after", "size over the layer's median", scale="log")
 OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
 ENTROPY_DOTS = Dots("share_before", "share_after", "entropy over its maximum", (-0.03, 1.03))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
@@ -53,16 +51,23 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
-    largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
-    least, show = (FEWEST, percent) if shown.shares else (0.0, number)
-    axis: dict[str, Any] = {"range": list(shown.limits)} if shown.limits else {}
-    if shown.shares:
+    least, largest, show = 0.0, float(np.nanmax(values, initial=0.1)), number
+    axis: dict[str, Any] = {}
+    if shown.limits:
+        largest, axis = 1.0, {"range": list(shown.limits)}
+    elif shown.scale == "log":
+        least, axis = float(np.nanmin(values, initial=largest)), {"type": "log"}
+    elif shown.scale == "shares":
+        least, largest, show = FEWEST, 1.0, percent
         values, ticks = np.maximum(values, FEWEST), [0.01, 0.03, 0.1, 0.3, 1.0]
         axis = {"type": "log", "range": np.log10([FEWEST * 0.8, 1.25]).tolist()}
         axis |= {"tickvals": [FEWEST, *ticks], "ticktext": ["none", *map(percent, ticks)]}
 
     def hover(row: pd.Series) -> str:
-        name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+        if "dimension" in row:
+            name = f"layer {row['layer']}, dimension {row['dimension']}"
+        else:
+            name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
         text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
         return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
@@ -74,25 +79,6 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
         traces.append(dots(*values[rows].T, *look, marker={"size": 9, "opacity": 0.75}))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
-
-
-def _few_ticks(count: int) -> dict[str, Any]:
-    return {"dtick": max(1, count // 12)}
-
-
-def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Map the size of outlier dimensions over the layer's median by residual layer; blank where it is no outlier."""
-    shown: list[Panel] = []
-    names, highest = [str(dimension) for dimension in dimensions], float(table[list(SIDES)].max(axis=None))
-    for side in SIDES:
-        grid = table.pivot(index="dimension", columns="layer", values=side)
-        values = grid.reindex(dimensions, columns=range(layers)).to_numpy(np.float64)
-        hover = f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.3g}} × median<extra></extra>"
-        cells = heat(values, 0, highest, hover, bar=None if shown else "× median", y=names)
-        columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
-        title = "" if shown else "dimension"
-        shown.append(Panel(side, [cells], "residual layer", title, columns, {"type": "category"}))
-    return panels(shown, 2, height=map_height(len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
@@ -116,10 +102,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Put heat maps of `drawing.prompt` side by side, one a model; of the tokens only sinks are written.
-
-    All have the same colours; `square`: cells as wide as high.
-    """
+    """Put heat maps of `drawing.prompt` side by side, one a model, in the same colours; of tokens only sinks are named."""
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)
     height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
@@ -147,12 +130,7 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
 
 
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
-    """Draw one panel per measure over the training step.
-
-    Args:
-        table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
-        measures: column → its title, and after a comma what it is of, in order.
-    """
+    """Draw a panel per measure (column → its title, and after a comma what it is of) over the column `step`."""
     shown, hovered = [], "%{text}, step %{x}: %{y:.4g}<extra></extra>"
     look: dict[str, Any] = {
         "marker": 6,

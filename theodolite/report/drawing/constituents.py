@@ -1,7 +1,4 @@
-"""Figures of the constituents of the logits: shares, and one head's on a prompt.
-
-Source: Song & Zhong 2024, section 5.2, with constituents that add up.
-"""
+"""Figures of the constituents of the logits (Song & Zhong 2024, section 5.2, with constituents that add up)."""
 
 from __future__ import annotations
 
@@ -113,10 +110,7 @@ def _by_head(run: Run, draw: Draw) -> Choice:
 
 @exhibit(picker=_by_head)
 def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
-    """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
-
-    A bias on logits, where there is one, is a row of one cell. Hovering gives the standard errors.
-    """
+    """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns)."""
     every_share = need_column(run.constituents, "share")
     reach = float(np.nanmax(np.abs(every_share))) or 1.0
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
@@ -159,11 +153,8 @@ def qk_panels(
 ) -> go.Figure:
     """Map one head's logits by constituent (`head_matrices`): Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
 
-    Titles give the shares of variance. Centred logits have one colour scale, so that they can be compared; raw
-    ones each their own, from the lowest to the highest value, which the title names. Zooming in one zooms all.
-
-    Args:
-        tokens: the text of each of the context's T tokens. The others are as for `head_matrices`.
+    Titles give the shares of variance. Centred logits have one colour scale; raw ones each their own, from the lowest
+    to the highest value, which the title names. `tokens`: the text of each of the context's T tokens.
 
     Raises:
         UsageError: no such head, context or position, a split into other parts, or not T tokens.

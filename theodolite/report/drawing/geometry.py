@@ -24,10 +24,9 @@ PICTURE_GAPS = (0.03, 0.1)
 
 @exhibit(picker=by_residual_layer)
 def spiral(run: Run, layer: int = 0) -> go.Figure:
-    """Draw the positional basis and cvecs of one layer on the positional basis' first two principal components.
+    """Draw the positional basis (violet to green) and cvecs (red) of one layer on the basis' two main components.
 
-    Song & Zhong 2024, Fig. 1. Positions run from violet to green, the patches of images in reading order; cvecs are
-    the red points.
+    Song & Zhong 2024, Fig. 1.
     """
     basis, grid = need(run, "positional_pca")[layer], grid_of(run)
     first = grid.leading if grid else 1

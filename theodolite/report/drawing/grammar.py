@@ -1,7 +1,4 @@
-"""The grammar of figures: lines with errors, dots, bars, maps, and panels of them. Every figure is made of these.
-
-They take plain arrays. Values are written as float32, which is what a page can show.
-"""
+"""The grammar of figures, which take plain arrays: lines with errors, dots, bars, maps, and panels of them."""
 
 from __future__ import annotations
 
@@ -170,9 +167,8 @@ def cosine_map(
     """Draw a square map of cosines between things in groups, from the top left.
 
     Args:
-        rows: what hovering calls each of them. ticks: of both axes, (place, name).
+        rows: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
         borders: the first of each group but the first group, for the lines between them.
-        layout: further entries, such as those of `xaxis`.
     """
     axis = {"type": "category", "ticks": "", "constrain": "domain"}
     axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
@@ -219,11 +215,9 @@ def panels(
     gaps: tuple[float, float] = GAPS,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
-    """Draw panels side by side, `across` of them in a row of `height` pixels, each under its title.
+    """Draw panels side by side, row by row, `across` in a row of `height` pixels, each under its title; None: no panel.
 
-    Args:
-        shown: row by row; None leaves a place empty.
-        gaps: between them, of the width and of the height of all.
+    `gaps`: between them, of the width and of the height of all.
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}

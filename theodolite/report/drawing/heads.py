@@ -127,10 +127,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
 
 @exhibit(picker=by_head)
 def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
-    """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
-
-    The other d − d_h eigenvalues are 0 and not drawn.
-    """
+    """Draw the d_h non-zero eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`)."""
     x, y = data.need(run, name)[layer, head].T
     look = {"size": 7, "opacity": 0.8, "line": {"width": 0}}
     hover = "%{x:.4g} + %{y:.4g} i<extra></extra>"
@@ -167,10 +164,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
 
 @exhibit()
 def sinks_by_position(run: Run) -> go.Figure:
-    """Draw the share of contexts in which each position is a sink of the strongest head of each block.
-
-    Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
-    """
+    """Draw the share of contexts in which a position (or one of a cell's) is a sink of each block's strongest head."""
     strongest = np.nan_to_num(data.need(run, "sink_by_position")).max(axis=1)
     strongest[np.setdiff1d(np.arange(len(strongest)), run.heads["layer"])] = np.nan  # no head was looked at
     length = strongest.shape[1]

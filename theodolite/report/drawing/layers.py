@@ -1,8 +1,4 @@
-"""Figures over depth: one small figure of curves per layer measure, and outliers.
-
-Layer 0 is the input of the first block; position 0 is left out of every curve except those that name it. Whiskers are
-one standard error.
-"""
+"""Figures over depth: curves of layer measures, from layer 0, the input of the first block, and outliers."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ DIMENSIONS = 40  # of a map at most
 def _chart(
     run: Run, y: str, curves: Mapping[str, Sequence[str]], yaxis: dict[str, Any], below: Sequence[Any] = ()
 ) -> go.Figure:
-    """Draw columns of the layer table, those that the run has, over `below`; `UsageError` where it lacks the first.
-
-    `curves`: of each its name in the legend, and its dash where it is not solid.
-    """
+    """Draw columns of the layer table (name in the legend, dash), those that the run has, over the traces `below`."""
     data.need_column(run.layers, next(iter(curves)))
     layers, described, drawn = data.layer_numbers(run), data.columns_of(run, "layers"), list(below)
     for name, look in curves.items():
@@ -107,10 +100,7 @@ def largest_columns(values: Floats) -> list[int]:
 
 @exhibit()
 def outlier_shares(run: Run) -> go.Figure:
-    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest.
-
-    Colours run to the highest share: outliers in one token of a hundred are seen, too.
-    """
+    """Map the share of tokens with |x| ≥ 6 in the dimensions where it is highest."""
     shares = np.nan_to_num(data.need(run, "outlier_share"))
     if not shares.any():
         raise UsageError("this run has no dimension with |x| ≥ 6 in any token past the first")

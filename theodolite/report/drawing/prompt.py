@@ -88,7 +88,7 @@ def attention(
 def by_dimension(
     vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
 ) -> go.Figure:
-    """Draw vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
+    """Draw vectors (tokens, d), one row per token, in the dimensions that are largest at any token.
 
     `scale_of` (rows, d): choose dimensions and colours by these vectors instead, so that figures can be compared.
     """
@@ -108,11 +108,7 @@ def by_dimension(
 def coloured(
     colours: np.ndarray, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]
 ) -> go.Figure:
-    """Draw one row of coloured tokens per residual layer or head output.
-
-    Args:
-        colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
-    """
+    """Draw one row of tokens per residual layer or head output, coloured (rows, tokens, 3) from 0 to 255."""
     texts = [token_names(tokens)] * len(names)
     image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
     rows = {"tickvals": list(range(len(names))), "ticktext": list(map(for_plotly, names))}
