@@ -6,7 +6,7 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 from urllib.parse import urlencode
@@ -70,8 +70,7 @@ new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
 _KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
 
 HOST = "127.0.0.1"
-FIRST_PORT, PORTS = 7860, 100
-"""Where a free port is looked for when none is named."""
+FIRST_PORT, PORTS = 7860, 100  # where a free port is looked for when none is named
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -101,7 +100,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         with gr.Row():
             ids = prompt_ids(subjects, prompts[OPENING])
             start = head_name(*opening_head(subjects[0].measured(ids)))
-            head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
+            names = [head_name(*place) for place in subjects[0].model.places]
+            head = gr.Dropdown(names, value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
             measure = gr.Dropdown(measures, value=MEASURE, label="head map of", elem_id="measure")
             log = gr.Checkbox(label="logarithmic attention", elem_id="log")
@@ -169,7 +169,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             typed = asked.get("prompt") or typed
             yield {prompt: typed}
             try:
-                name = _head_asked(subjects, asked) or name
+                if {"layer", "head"} & set(asked):
+                    place = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
+                    subjects[0].model.check_place(*place)
+                    name = head_name(*place)
             except TheodoliteError as error:
                 refused = html("refusal", visible(error))
             offered = panels.measures_of(subjects)
@@ -233,17 +236,7 @@ def _address(prompt_text: str, at: Selection) -> str:
     return f"?{urlencode(query)}"
 
 
-def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
-    """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if there is no such."""
-    if not {"layer", "head"} & set(asked):
-        return None
-    layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
-    subjects[0].model.check_place(layer, head)
-    return head_name(layer, head)
-
-
 def _title(subjects: Sequence[Subject]) -> str:
-    """Return the models, and what they were surveyed on."""
     names = [visible(subject.name, 80) for subject in subjects]
     read = [f"{subtitle(each.provenance)}, surveyed {text_line(each.provenance)}" for each in subjects]
     lines = [f"{name}: {what}" for name, what in zip(names, read, strict=True)]

@@ -25,22 +25,15 @@ from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text
+from theodolite.measure import head_roles
 from theodolite.measure.head_matrices import MOST_POSITIONS
-from theodolite.measure.head_roles import (
-    LEARNED_SINK,
-    PREVIOUS_TOKEN,
-    ROLES,
-    SAME_TOKEN,
-    SINK_ROLES,
-    HeadRole,
-)
 from theodolite.models import OpenModel, continued
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
-from theodolite.report.data import columns_of, entropy_share, evenly
+from theodolite.report.data import entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
@@ -56,7 +49,8 @@ PROMPT, TEXT = "prompt", "text"
 MEASURE = f"{PROMPT}:entropy"
 """What the map is coloured by where nothing else is chosen: `prompt:` or `text:`, and a column of heads."""
 
-ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
+_ROLES = (head_roles.PREVIOUS_TOKEN, head_roles.SAME_TOKEN, *head_roles.SINK_ROLES)
+ON_PROMPT = ("entropy", *(role.column for role in _ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
 LABELS = {"labels": 24, "letters": 10}  # of tokens: in a column of half a laptop's screen they do not touch
@@ -91,24 +85,15 @@ def parse_head(name: str) -> tuple[int, int]:
     return int(written[1]), int(written[2])
 
 
-def heads_of(subjects: Sequence[Subject]) -> list[str]:
-    """Return the names of all heads."""
-    return [head_name(layer, head) for layer, head in subjects[0].model.places]
-
-
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
     """List what the map can be coloured by, (label, `prompt:entropy`): without surveys, the prompt's entropy."""
     if not all(subject.is_surveyed for subject in subjects):
         return [("this prompt · entropy", MEASURE)]
-    measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
-    described = columns_of(subjects[0].run, "heads")
-    on_text = [name for name in described if all(name in of_model for of_model in measured)]
+    first, *others = ({one.name: one.title for one in heads.head_measures(each.run)} for each in subjects)
+    on_text = [name for name in first if all(name in other for other in others)]
     on_prompt = [name for name in ON_PROMPT if name in on_text]
-    return [
-        (f"{label} · {described[name].title}", f"{where}:{name}")
-        for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
-        for name in names
-    ]
+    offered = [(f"this prompt · {first[name]}", f"{PROMPT}:{name}") for name in on_prompt]
+    return offered + [(f"the text · {first[name]}", f"{TEXT}:{name}") for name in on_text]
 
 
 def head_map(at: Selection) -> Figures:
@@ -175,10 +160,8 @@ def _tiles(weights: Floats, at: Selection) -> go.Figure:
     for head, of_head in enumerate(small):
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
         name, place = head_name(at.layer, head), np.arange(len(starts))
-        cells = heat(
-            of_head, 0, 1, f"{name}: %{{z:.2f}}<extra></extra>", x=left + place, y=top + place, bar=None
-        )
-        traces.append(cells | {"name": name, "showscale": False})
+        hover = f"{name}: %{{z:.2f}}<extra></extra>"
+        traces.append(heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
         look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
         words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
@@ -246,8 +229,9 @@ def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours."""
     for figure in drawn:
-        # On a dark page, too: colours are those of light paper.
-        figure.update_layout(paper_bgcolor=style.NEUTRAL)
+        figure.update_layout(
+            paper_bgcolor=style.NEUTRAL
+        )  # on a dark page, too: colours are those of light paper
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):
@@ -275,7 +259,7 @@ def html(macro: str, *values: object) -> str:
 class Evidence(NamedTuple):
     """A role, the head's score on the surveyed text and on this prompt (NaN: none), and whether the head has it."""
 
-    role: HeadRole
+    role: head_roles.HeadRole
     on_text: float
     on_prompt: float
     holds: bool
@@ -283,13 +267,13 @@ class Evidence(NamedTuple):
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
-    columns = [role.column for role in ROLES]
+    columns = [role.column for role in head_roles.ROLES]
     on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
     rows = []
-    for role in ROLES:
+    for role in head_roles.ROLES:
         text, prompted = on_text[role.column], on_prompt[role.column]
         score = prompted if math.isnan(text) else text
-        if not math.isnan(score) and (role is not LEARNED_SINK or text or prompted):
+        if not math.isnan(score) and (role is not head_roles.LEARNED_SINK or text or prompted):
             rows.append(Evidence(role, text, prompted, score >= role.threshold))
     return sorted(rows, key=lambda row: not row.holds)
 
@@ -333,13 +317,13 @@ def sinks_html(view: HeadView, most: float) -> str:
 def tags_html(view: HeadView, tags: Tags) -> str:
     """Show the tokens in the colours of what the head writes; and how far the sinks explain it."""
     key = "Similar colours mean similar outputs: three principal components as red, green and blue."
-    explained = (
-        "No sink groups these tokens, so there is no tag to measure."
-        if math.isnan(tags.explained)
-        else f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
-        f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
-        f"{percent(tags.chance)}."
-    )
+    explained = "No sink groups these tokens, so there is no tag to measure."
+    if not math.isnan(tags.explained):
+        explained = (
+            f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
+            f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
+            f"{percent(tags.chance)}."
+        )
     return html("tokens", _tokens(view, tags.colours), [key, explained])
 
 
@@ -357,6 +341,9 @@ def sink_sentence(view: HeadView, index: int) -> str:
 def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     """Return the tokens as the template shows them, each on its colour (T, 3)."""
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
+    share = np.asarray(colours) / 255  # the luminance of a colour, relative to white's, is WCAG 2's
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    inks = np.where(linear @ (0.2126, 0.7152, 0.0722) >= LIGHT, "#000", "#fff")
     tokens = []
     for place, (colour, group, received) in enumerate(zip(colours, view.group, view.received, strict=True)):
         is_seen = "seen by too few tokens" if math.isnan(received) else f"receives {received:.3f}"
@@ -366,18 +353,11 @@ def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
                 "sink": number_of.get(place),
                 "caught": 0 if group in (UNCAUGHT, LEFT_OUT) else int(group) + 1,
                 "colour": [round(float(channel)) for channel in colour],
-                "ink": "#000" if _luminance(colour) >= LIGHT else "#fff",
+                "ink": inks[place],
                 "hint": f"{place}: {shown_token(view.tokens[place])} · {is_seen}",
             }
         )
     return tokens
-
-
-def _luminance(colour: Floats) -> float:
-    """Compute the relative luminance of a colour, 0 to 255 a channel (WCAG 2)."""
-    share = colour / 255
-    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-    return float(linear @ (0.2126, 0.7152, 0.0722))
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,9 +421,7 @@ def view_head(
         WorkError: attention became NaN or infinite.
     """
     ids = (
-        torch.tensor(ids_of_text([(model.id, model)], text))
-        if isinstance(text, str)
-        else torch.as_tensor(text)
+        torch.tensor(ids_of_text({model.id: model}, text)) if isinstance(text, str) else torch.as_tensor(text)
     )
     if attention_mask is not None or position_ids is not None:
         ids = contexts_of_one_length(ids, attention_mask, position_ids).squeeze(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +43,9 @@ MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counti
 NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
-KEPT_PROMPTS, KEPT_LAYERS = 2, 4
-"""Passes that are cached, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
+KEPT_PROMPTS, KEPT_LAYERS = 2, 4  # that are cached: of GPT-2 and 512 tokens some 30 MB each
 
 _ONE_SURVEY = threading.Lock()  # two bars at once would draw over each other
-
-Named = Sequence[tuple[str, OpenModel]]
-"""Models, each with its name on the page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +85,11 @@ class Subject:
         self._planned = survey if isinstance(survey, PlannedSurvey) else None  # and not begun
         if isinstance(survey, Run):
             self._survey.set_result(survey)
-        self._passes = functools.lru_cache(KEPT_PROMPTS)(
-            lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
-        )
-        self._unchanged = functools.lru_cache(KEPT_PROMPTS)(self._next)  # whatever head is shown
-        self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
-        self._splits = functools.lru_cache(KEPT_LAYERS)(
+        of_prompts, of_layers = functools.lru_cache(KEPT_PROMPTS), functools.lru_cache(KEPT_LAYERS)
+        self._passes = of_prompts(lambda ids: read_prompt(model, torch.tensor(ids, device="cpu")))
+        self._unchanged = of_prompts(self._next)  # whatever head is shown
+        self._measured = of_prompts(lambda ids: _measured(model, self.read(ids)))
+        self._splits = of_layers(
             lambda ids, layer: constituents(
                 model, torch.tensor(ids, device="cpu"), layer, decomposition=self.run
             )
@@ -229,18 +224,18 @@ def _measured(model: OpenModel, read: PromptPass) -> Run:
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
     """Tokenize the prompt for every model, special tokens included; `UsageError` where it cannot be shown."""
-    return ids_of_text([(subject.name, subject.model) for subject in subjects], prompt)
+    return ids_of_text({subject.name: subject.model for subject in subjects}, prompt)
 
 
-def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
-    """Tokenize a text for models given with their names, as `prompt_ids` does."""
+def ids_of_text(models: Mapping[str, OpenModel], prompt: str) -> tuple[int, ...]:
+    """Tokenize a text for models, by their names on the page, as `prompt_ids` does."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
     if len(prompt) > MOST_CHARACTERS:
         most_text = f"at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, can be shown"
         raise UsageError(f"the prompt is {len(prompt):,} characters long: {most_text}")
     ids = _same_ids(models, prompt.encode("utf-8", "replace").decode())
-    most = _longest_prompt([model for _, model in models])
+    most = _longest_prompt(models.values())
     if len(ids) > most:
         reason = "" if most == MOST_TOKENS else ", the number of positions of the model"
         raise UsageError(f"the prompt is {len(ids)} tokens long: at most {most} can be shown{reason}")
@@ -249,15 +244,13 @@ def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
     return ids
 
 
-def _same_ids(models: Named, text: str) -> tuple[int, ...]:
+def _same_ids(models: Mapping[str, OpenModel], text: str) -> tuple[int, ...]:
     """Tokenize a text, whose tokens must be the same for every model."""
-    (name, first), *others = ((name, _ids(model, text)) for name, model in models)
+    (name, first), *others = ((name, _ids(model, text)) for name, model in models.items())
     for other, ids in others:
         if ids != first:
-            raise UsageError(
-                f"{name} and {other} read text as different tokens: only models with one tokenizer can be shown side "
-                "by side"
-            )
+            needed = "only models with one tokenizer can be shown side by side"
+            raise UsageError(f"{name} and {other} read text as different tokens: {needed}")
     return first
 
 
@@ -273,14 +266,14 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     return ids
 
 
-def _longest_prompt(models: Sequence[OpenModel]) -> int:
+def _longest_prompt(models: Iterable[OpenModel]) -> int:
     """Return the most tokens that a prompt may have."""
     return min([MOST_TOKENS, *(model.longest for model in models if model.longest is not None)])
 
 
-def check_pair(models: Named) -> None:
+def check_pair(models: Mapping[str, OpenModel]) -> None:
     """Raise `UsageError` where models differ in shape or tokens, before they are surveyed to be shown side by side."""
-    (name, model), *others = models
+    (name, model), *others = models.items()
     for other_name, other in others:
         refuse_unlike((name, other_name), shape_of(model), shape_of(other))
     _same_ids(models, "\n".join(map(shipped_prompt, PROMPTS)))
@@ -289,13 +282,11 @@ def check_pair(models: Named) -> None:
 def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
     """Return the prompts that come with the package, of those that the models or surveys are too short for the end."""
     surveyed = (subject.provenance["corpus"]["length"] for subject in subjects)
-    most = min(_longest_prompt([subject.model for subject in subjects]), *surveyed)
-    return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
-
-
-def _last_words(model: OpenModel, text: str, most: int) -> str:
-    """Keep the last words, of at most so many tokens; one at least."""
-    words = re.findall(r"\S+\s*", text)
-    while len(words) > 1 and len(_ids(model, "".join(words))) > most:
-        del words[0]
-    return "".join(words)
+    most = min(_longest_prompt(subject.model for subject in subjects), *surveyed)
+    offered = {}
+    for name in PROMPTS:
+        words = re.findall(r"\S+\s*", shipped_prompt(name))
+        while len(words) > 1 and len(_ids(subjects[0].model, "".join(words))) > most:
+            del words[0]
+        offered[name] = "".join(words)
+    return offered

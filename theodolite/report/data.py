@@ -21,8 +21,7 @@ from theodolite.measure.head_roles import ROLES, HeadRole
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
 
-OF_GROUPS = GROUPS, "groups of contexts"
-"""What the standard errors of the layers table rest on."""
+OF_GROUPS = GROUPS, "groups of contexts"  # what the standard errors of the layers table rest on
 
 
 def column(frame: pd.DataFrame, name: str) -> Floats | None:
@@ -111,8 +110,9 @@ def error_of(run: Run, name: str) -> Floats:
 
 
 AT_FLOOR = "at the noise floor"
-LEAST_CONTEXTS = 5
-"""Of fewer, shares of the positional basis are empty for want of groups, whatever the noise."""
+LEAST_CONTEXTS = (
+    5  # of fewer, shares of the positional basis are empty for want of groups, whatever the noise
+)
 
 
 def seen_above(value: float, shown: str) -> str:
@@ -130,7 +130,7 @@ def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
         return np.zeros(len(run.layers), dtype=bool)
     floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")
     below = ((values < 0) & (described.range[0] == 0)) | (values <= floor)
-    enough = ((provenance(run, "corpus") or {}).get("contexts") or 0) >= LEAST_CONTEXTS
+    enough = (provenance(run, "corpus", "contexts") or 0) >= LEAST_CONTEXTS
     divides = described.group == BASIS or name == "incoherence_mean"
     return below | (np.isnan(values) & np.isfinite(value_of(run, "position_energy")) & (enough and divides))
 
@@ -192,8 +192,12 @@ def head_labels(run: Run) -> list[str]:
 
 def head_grid(run: Run, name: str) -> Floats | None:
     """Lay out a head measure as an (L, H) grid, NaN where a head is missing; None where `column` gives none."""
-    if (values := column(run.heads, name)) is None:
-        return None
+    values = column(run.heads, name)
+    return None if values is None else laid_out(run, values)
+
+
+def laid_out(run: Run, values: Floats) -> Floats:
+    """Lay out a value of each row of the head table as an (L, H) grid, NaN where a head is missing."""
     grid = np.full((blocks(run), heads_per_block(run)), np.nan)
     grid[run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)] = values
     return grid

@@ -16,7 +16,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -29,12 +28,8 @@ from theodolite.report.drawing import geometry, heads, layers
 from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
 from theodolite.system.wording import head_name, listed, nearest
 
-MODULES = (geometry, layers, split, heads)
-"""Where they are declared."""
-
-EXHIBITS = [DECLARED[key] for key in CAPTIONS]
-"""All of them in the order of the page."""
-
+MODULES = (geometry, layers, split, heads)  # where they are declared
+EXHIBITS = [DECLARED[key] for key in CAPTIONS]  # all of them in the order of the page
 _OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
 
 
@@ -52,7 +47,7 @@ def _check(run: Any, given: dict[str, Any], *, of_block: bool) -> None:
     layers = blocks(run) if of_block else len(run.layers)
     for name, size in (("layer", layers), ("head", heads_per_block(run))):
         value = given.get(name, 0)
-        if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
+        if size and value not in range(size):
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
     for name, choices in (("name", ["spectrum", "spectrum_data"]), ("measure", list(offered(run)))):
         if name in given and given[name] not in choices:
@@ -84,8 +79,6 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
 
 
 FIGURES = {name: _standalone(exhibit) for name, exhibit in _OF_FUNCTION.items()}
-"""All of them by name, in the order of the page."""
-
 globals().update(FIGURES)
 __all__ = ["FIGURES", "available", *FIGURES]
 

@@ -47,13 +47,11 @@ UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language
 LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
 LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
+# Quantities that are judged in more than one place.
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
 MASSIVE = "massive activations"
-"""Quantities that are judged in more than one place."""
-
-MOST = 5  # sentences that a reader should know first
+MOST = 5  # sentences that a reader should know first: of these topics where less is unusual
 USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
-"""Topics whose first sentences follow where less than `MOST` is unusual."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Finding:
         return self.text
 
 
-Judged = tuple[str, Answer] | None
-"""What a check says, and its answer; None: not for this run."""
+Judged = tuple[str, Answer] | None  # what a check says, and its answer; None: not for this run
 
 
 def of_layers(
@@ -525,25 +522,15 @@ def _constituents(run: Run) -> Iterator[str]:
         layer, head, score, uniform = heads[0].iloc[0][["layer", "head", "score", "uniform"]]
         label = head_name(int(layer), int(head))
         scores = f"{number(score, 2)}; uniform attention: {number(uniform, 2)}"
-        yield "On random tokens, " + (
-            f"no head attends strongly {pattern.target}; {label} has the highest score ({scores})."
-            if score < head_roles.SLIGHT or score <= uniform
-            else f"{label} attends most {pattern.target} ({scores}): {_carried(heads[0], score, uniform)}."
-        )
-
-
-def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
-    disjoint = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
-    best = disjoint.sort_values("only", kind="stable").iloc[-1]
-    group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
-    needed = head_roles.RETAINED * (score - uniform)
-    ablated = f"ablating it leaves {number(without, 2)}"
-    if only - uniform < needed:
-        clause = f"{group} retains most ({number(only, 2)})"
-        return f"no group of constituents alone retains half of that; {clause}, and {ablated}"
-    if without - uniform < needed:
-        return f"{group} alone retains {number(only, 2)}; {ablated}"
-    return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
+        if score < head_roles.SLIGHT or score <= uniform:
+            none = f"no head attends strongly {pattern.target}"
+            yield f"On random tokens, {none}; {label} has the highest score ({scores})."
+            continue
+        disjoint = heads[0][heads[0]["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
+        best = disjoint.sort_values("only", kind="stable").iloc[-1]
+        alone, without = number(best["only"], 2), number(best["without"], 2)
+        carried = f"{best['group']} alone retains {alone}; ablating it leaves {without}"
+        yield f"On random tokens, {label} attends most {pattern.target} ({scores}): {carried}."
 
 
 def _pruning(run: Run) -> Iterator[str]:

@@ -32,19 +32,16 @@ from theodolite.system.files import (
 from theodolite.system.wording import harmless, model_name, reading_order, visible
 
 RESULT = "result.json"
-SOURCES = {
-    group: f"{paper}: {TITLES[paper]}."
-    for group, paper in (("geometry", SONG), ("localization", BAO), ("sinks", ZHANG))
-}
-"""The paper of each group of experiments."""
+PAPERS = {"geometry": SONG, "localization": BAO, "sinks": ZHANG}  # of each group of experiments
+SOURCES = {group: f"{paper}: {TITLES[paper]}." for group, paper in PAPERS.items()}
 
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
+# Page → figure → title, shows, look_for, source, wide.
 CAPTIONS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
     (resources.files("theodolite.report") / "figures.toml").read_text(encoding="utf-8")
 )
-"""Page → figure → title, shows, look_for, source, wide."""
 
 JUDGED = "judged"  # the table with the numbers behind the verdicts
 
@@ -126,16 +123,11 @@ def _described(asked: Mapping[str, Any]) -> str:
     return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
 
 
-def _heading(experiment: Heading) -> dict[str, str]:
-    """Return the heading of an experiment alone."""
-    return {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
-
-
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
     """Collect what `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
-        **_heading(experiment),
+        **{name: getattr(experiment, name) for name in Heading.__annotations__},
         "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
@@ -180,7 +172,7 @@ def render(
     return rendered(
         "experiment.html.j2",
         {
-            **_heading(experiment),
+            **{name: getattr(experiment, name) for name in Heading.__annotations__},
             "model": visible(model_name(provenance["model"]["id"]), 80),
             # An experiment of a user's own has none.
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),

@@ -38,19 +38,16 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     if not len(traces):
         return
     for kind, name in KIND_NAMES.items():
-        outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
+        rows, summary = traces[traces["kind"] == kind], "none"
+        if count := rows.groupby(["layer", "head"]).ngroups:
+            caught = percent(float(rows["caught"].sum()) / count)
+            of_heads = f"{counted(len(rows), 'sink')} of {counted(count, 'head')}"
+            summary = f"{of_heads}, which catch {caught} of a head's queries"
+        outcome.read(f"sinks: {name}", summary)
     for _, row in traces.head(3).iterrows():
         outcome.read(sink_name(row), _sink_summary(row))
     outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
     outcome.show("trace", "strength", strength(traces))
-
-
-def _kind_summary(rows: pd.DataFrame) -> str:
-    if not len(rows):
-        return "none"
-    heads = rows.groupby(["layer", "head"]).ngroups
-    sinks, caught = counted(len(rows), "sink"), percent(float(rows["caught"].sum()) / heads)
-    return f"{sinks} of {counted(heads, 'head')}, which catch {caught} of a head's queries"
 
 
 def _sink_summary(row: pd.Series) -> str:

@@ -102,7 +102,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Put heat maps of `drawing.prompt` side by side, one a model, in the same colours; of tokens only sinks are named."""
+    """Put heat maps of `drawing.prompt` side by side, one a model, in the same colours; only sinks are named."""
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)
     height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT

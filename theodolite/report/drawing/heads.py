@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
-from theodolite.measure.tags import NAMED
+from theodolite.measure.tags import KINDS, NAMED
 from theodolite.passes.run import Run
 from theodolite.report import data, style
 from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line, map_height, rows_down
@@ -27,12 +27,7 @@ HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
-KIND_NAMES = {
-    "first": "first token",
-    "later": "later token",
-    "learned": "learned column",
-    "local": "local sink",
-}
+KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
 
 def head_measures(run: Run) -> list[Column]:
@@ -76,9 +71,7 @@ def roles(run: Run) -> go.Figure:
     colours = _role_colours(run)
     known, count = list(colours), len(colours)
     clearest = [known.index(of[0].name) if of else np.nan for of in data.roles_of_heads(run)]
-    layers, heads = (run.heads[name].to_numpy(dtype=int) for name in ("layer", "head"))
-    grid = np.full((data.blocks(run), data.heads_per_block(run)), np.nan)
-    grid[layers, heads] = clearest
+    grid = data.laid_out(run, np.array(clearest))
     return head_cells(
         grid,
         -0.5,
