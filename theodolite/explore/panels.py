@@ -5,6 +5,7 @@ Models that stand side by side share their scales. Colour never stands alone: si
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -267,32 +268,24 @@ class Evidence(NamedTuple):
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
-    columns = [role.column for role in head_roles.ROLES]
-    on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
+
+    def scores(of: Run) -> pd.Series:
+        heads = of.heads.assign(entropy_share=entropy_share(of)).set_index(["layer", "head"])
+        return heads.loc[(layer, head)].reindex([role.column for role in head_roles.ROLES]).astype(float)
+
     rows = []
-    for role in head_roles.ROLES:
-        text, prompted = on_text[role.column], on_prompt[role.column]
+    for role, text, prompted in zip(head_roles.ROLES, scores(run), scores(measured), strict=True):
         score = prompted if math.isnan(text) else text
         if not math.isnan(score) and (role is not head_roles.LEARNED_SINK or text or prompted):
             rows.append(Evidence(role, text, prompted, score >= role.threshold))
     return sorted(rows, key=lambda row: not row.holds)
 
 
-def _row(run: Run, layer: int, head: int) -> pd.Series:
-    """Return the head's row of the table, with its entropy as a share of the highest."""
-    heads = run.heads.assign(entropy_share=entropy_share(run))
-    return heads[(heads["layer"] == layer) & (heads["head"] == head)].iloc[0]
-
-
 def head_html(run: Run, measured: Run, layer: int, head: int) -> str:
     """Show the head's name, and its roles with the evidence."""
-    of_roles = evidence(run, measured, layer, head)
-    names = ", ".join(row.role.title for row in of_roles if row.holds) or "no named role"
-    rows = [
-        (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
-        for row in of_roles
-    ]
-    return html("head", head_name(layer, head), names, rows)
+    rows = evidence(run, measured, layer, head)
+    names = ", ".join(row.role.title for row in rows if row.holds) or "no named role"
+    return html("head", head_name(layer, head), names, rows, functools.partial(number, digits=2))
 
 
 def sinks_html(view: HeadView, most: float) -> str:
@@ -303,27 +296,24 @@ def sinks_html(view: HeadView, most: float) -> str:
         "Small number: the sink that caught the token."
     ]
     lines += [sink_sentence(view, index) for index in range(len(view.sinks))]
-    if view.sinks:
-        lines.append(f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink")
-    else:
-        lines.append(f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span")
+    uncaught = f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink"
+    none = f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span"
+    lines.append(uncaught if view.sinks else none)
     if learned > 0:
-        lines.append(
-            f"{learned:.2f} of the attention goes to a learned sink column, which belongs to no token"
-        )
+        lines.append(f"{learned:.2f} of the attention goes to a learned sink column, which is no token's")
     return html("tokens", _tokens(view, WHITE + shades * (PLUM - WHITE)), lines)
 
 
 def tags_html(view: HeadView, tags: Tags) -> str:
     """Show the tokens in the colours of what the head writes; and how far the sinks explain it."""
+    shares = [percent(share) for share in (tags.explained, tags.before, tags.chance)]
     key = "Similar colours mean similar outputs: three principal components as red, green and blue."
-    explained = "No sink groups these tokens, so there is no tag to measure."
-    if not math.isnan(tags.explained):
-        explained = (
-            f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
-            f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
-            f"{percent(tags.chance)}."
-        )
+    explained = (
+        "The grouping by sink explains {} of the variance of the head's output (η²) and {} of that of the stream that "
+        "enters the block; a random grouping would explain {}."
+    ).format(*shares)
+    if math.isnan(tags.explained):
+        explained = "No sink groups these tokens, so there is no tag to measure."
     return html("tokens", _tokens(view, tags.colours), [key, explained])
 
 
@@ -379,12 +369,10 @@ class HeadFigure:
     @property
     def figure(self) -> go.Figure:
         """The head's attention as a Plotly figure, its sinks in the note."""
-        view = self.view
-        title = f"{head_name(view.layer, view.head)} of {visible(self.model, 80)}"
-        sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
+        view, title = self.view, f"{head_name(self.view.layer, self.view.head)} of {visible(self.model, 80)}"
+        sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks))) or "No sink"
         written = f" The last {counted(self.written, 'token')} the model wrote." if self.written else ""
-        note = f"{sinks or 'No sink'}.{written}"
-        return style.standalone(attention_map(view), title, note).update_layout(width=760)
+        return style.standalone(attention_map(view), title, f"{sinks}.{written}").update_layout(width=760)
 
     def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
         return self.figure._repr_mimebundle_(*args, **more)
@@ -420,9 +408,7 @@ def view_head(
         UsageError: no such layer or head, or a prompt that the model cannot read, or continue.
         WorkError: attention became NaN or infinite.
     """
-    ids = (
-        torch.tensor(ids_of_text({model.id: model}, text)) if isinstance(text, str) else torch.as_tensor(text)
-    )
+    ids = torch.as_tensor(ids_of_text({model.id: model}, text) if isinstance(text, str) else text)
     if attention_mask is not None or position_ids is not None:
         ids = contexts_of_one_length(ids, attention_mask, position_ids).squeeze(0)
     prompt_alone = Corpus.from_ids(ids)

@@ -126,9 +126,7 @@ def _named(run: Run) -> dict[str, Any]:
 def as_html(run: Run) -> str:
     """Summarise a run for a notebook, without scripts: model, text, and what is unusual."""
     values = _named(run) | {"unusual": [text for text, _ in findings.unusual(run, findings.checks(run))]}
-    template = environment().get_template("notebook.html.j2")
-    digest = hashlib.sha256(template.render(values, box="").encode("utf-8", "surrogatepass")).hexdigest()
-    return template.render(values, box=f"theodolite-{digest[:8]}")
+    return environment().get_template("notebook.html.j2").render(values)
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:

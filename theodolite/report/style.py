@@ -66,25 +66,14 @@ OVERLAY: Scale = [[0.0, translucent("#ff1493", 0)], [1.0, translucent("#ff1493",
 """Amounts on a picture, which shows through where there is none; the same on a dark page."""
 
 BAND, BAND_EDGE, DARK_BAND, DARK_BAND_EDGE = 0.16, 0.5, 0.26, 0.7  # opacities of published ranges
-_BRIGHTER = {
-    INK: "#eef0f4",
-    BLUE: "#2e73ed",
-    VERMILLION: "#df7331",
-    GREEN: "#26c191",
-    PURPLE: "#bd5abd",
-    ORANGE: "#f1d055",
-    SKY: "#a9cbff",
-    GREY: "#7d7680",
-}
+_BRIGHT = ["#2e73ed", "#df7331", "#26c191", "#bd5abd", "#f1d055", "#a9cbff", "#7d7680", "#eef0f4"]
+_BRIGHTER = dict(zip([*CATEGORIES, INK], _BRIGHT, strict=True))
 
 
 def dark_swaps() -> dict[str, str]:
     """Return for each colour of a figure the one that takes its place on a dark page."""
-    swaps = {
-        HAIRLINE: DARK_HAIRLINE,
-        **_BRIGHTER,
-        **dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True)),
-    }
+    swaps = {HAIRLINE: DARK_HAIRLINE} | _BRIGHTER
+    swaps |= dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True))
     for colour, brighter in _BRIGHTER.items():
         swaps[translucent(colour, BAND)] = translucent(brighter, DARK_BAND)
         swaps[translucent(colour, BAND_EDGE)] = translucent(brighter, DARK_BAND_EDGE)
@@ -95,9 +84,8 @@ def css() -> str:
     """Return the colours that pages share with their figures, as CSS variables, light and dark."""
 
     def variables(page: str, ink: str, plum: list[str]) -> str:
-        return (
-            f":root {{ --paper: {page}; --ink: {ink}; --ramp: linear-gradient(90deg, {', '.join(plum)}); }}"
-        )
+        ramp = f"linear-gradient(90deg, {', '.join(plum)})"
+        return f":root {{ --paper: {page}; --ink: {ink}; --ramp: {ramp}; }}"
 
     light, dark = variables(NEUTRAL, INK, _PLUM), variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM)
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
@@ -114,26 +102,11 @@ def template(dark: bool = False) -> go.layout.Template:
     """Make the Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
     ink, grid, line = ("#d9dce1", DARK_HAIRLINE, "#59616d") if dark else ("#2a2f36", HAIRLINE, "#a9a79f")
     panel = "#242a33" if dark else "#ffffff"
-    axis = {
-        "gridcolor": grid,
-        "linecolor": line,
-        "zerolinecolor": line,
-        "zerolinewidth": 1,
-        "ticks": "outside",
-        "tickcolor": line,
-        "ticklen": 4,
-        "automargin": True,
-        "title": {"standoff": 8, "font": {"size": 12}},
-    }
     font, clear = {"family": FONT, "size": 12, "color": ink}, "rgba(0,0,0,0)"
-    legend = {
-        "orientation": "h",
-        "x": 0,
-        "y": 1.02,
-        "yanchor": "bottom",
-        "font": {"size": 11},
-        "bgcolor": clear,
-    }
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}, "bgcolor": clear}
+    axis: dict[str, Any] = dict.fromkeys(("linecolor", "zerolinecolor", "tickcolor"), line)
+    axis |= {"gridcolor": grid, "zerolinewidth": 1, "ticks": "outside", "ticklen": 4, "automargin": True}
+    axis |= {"title": {"standoff": 8, "font": {"size": 12}}}
     return go.layout.Template(
         layout={
             "font": font,

@@ -143,13 +143,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
 
 
 def qk_panels(
-    split: Constituents,
-    head: int,
-    tokens: Sequence[str],
-    *,
-    first: int = 1,
-    raw: bool = False,
-    context: int = 0,
+    split: Constituents, head: int, tokens: Sequence[str], *, first: int = 1, raw: bool = False
 ) -> go.Figure:
     """Map one head's logits by constituent (`head_matrices`): Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
 
@@ -157,9 +151,9 @@ def qk_panels(
     to the highest value, which the title names. `tokens`: the text of each of the context's T tokens.
 
     Raises:
-        UsageError: no such head, context or position, a split into other parts, or not T tokens.
+        UsageError: no such head or position, a split into other parts, or not T tokens.
     """
-    of_head = head_matrices(split, head, context=context, first=first, raw=raw)
+    of_head = head_matrices(split, head, first=first, raw=raw)
     matrices = {matrix.name: matrix for matrix in of_head}
     length = split.query.shape[3]
     if len(tokens) != length:

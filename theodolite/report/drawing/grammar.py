@@ -46,35 +46,25 @@ def line(
         more: further entries of the line's trace.
     """
     label = for_plotly(name)
-    own: dict[str, Any] = {
-        "type": "scatter",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "error_y": None if errors is None else style.error_bars(errors),
-        "name": label,
-        "legendgroup": name,
-        "mode": "lines+markers" if marker else "lines",
-        "line": {"color": colour, "width": width, "dash": dash},
-        "marker": (marker if isinstance(marker, dict) else {"size": marker}) if marker else None,
-        "hovertemplate": hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
-    }
+    own: dict[str, Any] = _points("scatter", x, y) | {"name": label, "legendgroup": name}
+    own["error_y"] = None if errors is None else style.error_bars(errors)
+    own["line"] = {"color": colour, "width": width, "dash": dash}
+    own["mode"] = "lines+markers" if marker else "lines"
+    own["marker"] = {"size": marker} if marker and not isinstance(marker, dict) else marker or None
+    own["hovertemplate"] = hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>"
     return [own | more]
+
+
+def _points(kind: str, x: ArrayLike, y: ArrayLike) -> dict[str, Any]:
+    return {"type": kind, "x": _numbers(x), "y": _numbers(y)}
 
 
 def band(x: Any, low: Any, high: Any, colour: str, **more: Any) -> list[dict[str, Any]]:
     """Return the traces of the area between two curves over `x`, all (n,); none where there is none."""
     x, low, high = map(_numbers, (x, low, high))
-    own: dict[str, Any] = {
-        "type": "scatter",
-        "x": np.concatenate([x, x[::-1]]),
-        "y": np.concatenate([high, low[::-1]]),
-        "mode": "lines",
-        "line": {"width": 0},
-        "fill": "toself",
-        "fillcolor": style.translucent(colour, style.BAND),
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
+    own = _points("scatter", np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]]))
+    own |= {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    own |= {"fill": "toself", "fillcolor": style.translucent(colour, style.BAND)}
     return [own | more] if (high > low).any() else []
 
 
@@ -82,15 +72,14 @@ def dots(
     x: Any, y: Any, texts: Sequence[str] | None, name: str | None, colour: Any, hover: str, **more: Any
 ) -> dict[str, Any]:
     """Return the trace of points of one kind; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
-    own = {"type": "scatter", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
+    own = _points("scatter", x, y) | {"name": name, "mode": "markers", "hovertemplate": hover}
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
-    text = None if texts is None else list(texts)
-    return own | {"mode": "markers", "marker": marker, "text": text} | more
+    return own | {"marker": marker, "text": None if texts is None else list(texts)} | more
 
 
 def bars(x: Any, y: Any, name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
     """Return the trace of bars of one kind."""
-    own = {"type": "bar", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
+    own = _points("bar", x, y) | {"name": name, "hovertemplate": hover}
     return own | {"marker": {"color": colour, "line": {"width": 0}}} | more
 
 
@@ -123,11 +112,9 @@ def heat(
         "zmin": low,
         "zmax": high,
         "colorscale": scale,
-        "showscale": bar is not None,
-        "colorbar": style.colour_bar(bar) if isinstance(bar, str) else bar,
-        "hovertemplate": hover,
-        "hoverongaps": False,
     }
+    own |= {"showscale": bar is not None, "hovertemplate": hover, "hoverongaps": False}
+    own["colorbar"] = style.colour_bar(bar) if isinstance(bar, str) else bar
     return own | ({"xgap": 1, "ygap": 1} if cells else {}) | more
 
 
