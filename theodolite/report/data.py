@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -259,6 +261,11 @@ def records(table: pd.DataFrame) -> list[dict[str, Any]]:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]
+
+
+def packaged(name: str) -> dict[str, Any]:
+    """Read a TOML file that lies beside this one."""
+    return tomllib.loads((resources.files("theodolite.report") / name).read_text(encoding="utf-8"))
 
 
 def evenly(count: int, most: int) -> list[int]:

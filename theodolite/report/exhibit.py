@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.data import blocks, evenly, heads_per_block
+from theodolite.report.data import blocks, evenly, heads_per_block, packaged
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -93,12 +91,8 @@ class Exhibit:
 Draw = Callable[..., go.Figure]
 Picker = Callable[[Run, Draw], Choice]
 
-_DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
-    (resources.files("theodolite.report") / "exhibits.toml").read_text(encoding="utf-8")
-)
-SECTIONS: dict[str, tuple[str, str]] = {
-    section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()
-}
+_DECLARED = packaged("exhibits.toml")
+SECTIONS = {section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()}
 """Of the page: identifier → name, and the sentence under it."""
 
 CAPTIONS = {
@@ -106,10 +100,7 @@ CAPTIONS = {
     for section, captions in _DECLARED.items()
     for key, caption in captions.items()
 }
-"""Of every exhibit what `exhibits.toml` says, in the page's order: what `Exhibit` has, and more.
-
-`small`: each of its `GRID` layers is also drawn, side by side. `curves`: it is drawn from there (`drawing/layers.py`).
-"""
+"""Of every exhibit what `exhibits.toml` says, in the order of the page; `drawing/layers.py` draws those with `curves`."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +128,6 @@ class SurveyExhibit:
             figure = choice.first_shown() if choice else self.function(run)
         except UsageError:
             return None
-        if choice and "small" in self.caption:
-            choice = replace(choice, grid=_few(choice.options))
         known = {name: value for name, value in self.caption.items() if name in Exhibit.__annotations__}
         return Exhibit(self.key, figure=figure, choice=choice, **known)
 
@@ -163,12 +152,8 @@ def by_name(
 ) -> Choice:
     """Offer numbered pictures; `grid`: at most `GRID` of them, evenly chosen, are also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
-    small = _few(options) if grid else []
+    small = [str(index) for index in evenly(len(names), GRID)] if grid else []
     return Choice(kind, options, lambda key: draw(int(key)), grid=small, start=start)
-
-
-def _few(options: Sequence[Option]) -> list[str]:
-    return [options[place].key for place in evenly(len(options), GRID)]
 
 
 def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False) -> Choice:
@@ -178,13 +163,13 @@ def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False
 
 
 def by_residual_layer(run: Run, draw: Draw) -> Choice:
-    """Offer the residual layers of a run."""
-    return by_layer(blocks(run) + 1, draw)
+    """Offer the residual layers of a run, some of them also small."""
+    return by_layer(blocks(run) + 1, draw, grid=True)
 
 
-def by_block(run: Run, draw: Draw) -> Choice:
+def by_block(run: Run, draw: Draw, *, grid: bool = False) -> Choice:
     """Offer the blocks of a run."""
-    return by_layer(blocks(run), draw)
+    return by_layer(blocks(run), draw, grid=grid)
 
 
 def by_head(run: Run, draw: Draw) -> Choice:

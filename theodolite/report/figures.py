@@ -25,7 +25,7 @@ from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers
-from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
+from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_residual_layer
 from theodolite.system.wording import head_name, listed, nearest
 
 MODULES = (geometry, layers, split, heads)  # where they are declared
@@ -64,7 +64,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given, title = bound.arguments, exhibit.caption["title"]
-        of_block = "head" in given or exhibit.picker is by_block
+        of_block = "head" in given or exhibit.picker is not by_residual_layer
         _check(given["run"], given, of_block=of_block)
         if "head" in given:
             title += f" · {head_name(given['layer'], given['head'])}"

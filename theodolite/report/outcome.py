@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from theodolite.estimates import Estimate, Estimates
 from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Criterion, Verdict
 from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
-from theodolite.report.data import records
+from theodolite.report.data import packaged, records
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.files import (
@@ -39,9 +37,7 @@ MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABL
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
 # Page → figure → title, shows, look_for, source, wide.
-CAPTIONS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
-    (resources.files("theodolite.report") / "figures.toml").read_text(encoding="utf-8")
-)
+CAPTIONS = packaged("figures.toml")
 
 JUDGED = "judged"  # the table with the numbers behind the verdicts
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from importlib import resources
 
 from theodolite.passes.run import Run
-from theodolite.report.data import provenance
+from theodolite.report.data import packaged, provenance
 
 
 @dataclass(frozen=True)
@@ -23,10 +21,7 @@ class Average:
     incoherence: list[float]
 
 
-_PRINTED = tomllib.loads(
-    (resources.files("theodolite.report") / "published.toml").read_text(encoding="utf-8")
-)
-TABLE_1 = tuple(Average(**row) for row in _PRINTED["average"])
+TABLE_1 = tuple(Average(**row) for row in packaged("published.toml")["average"])
 # The same on OpenWebText, the one text that all four models were measured on.
 AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
 _FAMILIES = {

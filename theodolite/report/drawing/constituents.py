@@ -62,7 +62,7 @@ MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of 
 LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
 
-@exhibit(picker=by_block)
+@exhibit(picker=functools.partial(by_block, grid=True))
 def head_shares(run: Run, layer: int = 0) -> go.Figure:
     """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
     need_column(run.heads, "share_position")
