@@ -100,7 +100,7 @@ CAPTIONS = {
     for section, captions in _DECLARED.items()
     for key, caption in captions.items()
 }
-"""Of every exhibit what `exhibits.toml` says, in the order of the page; `drawing/layers.py` draws those with `curves`."""
+"""Of every exhibit what `exhibits.toml` says, in the page's order; `drawing/layers.py` draws those with `curves`."""
 
 
 @dataclass(frozen=True)
