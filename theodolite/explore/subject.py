@@ -72,28 +72,21 @@ class PlannedSurvey:
 
 
 class Subject:
-    """One model and its survey; what it computed of the latest prompts is cached. Thread-safe.
+    """One model, which is asked one thing at a time, and its survey, which may be made meanwhile.
 
-    `progress` says how far the survey is, while it is made.
+    `progress` says how far that is. What was computed of the latest prompts is kept.
     """
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
-        self.name, self.model, self.provenance = name, model, survey.provenance
-        self.progress = ""
-        self._lock = threading.RLock()
+        self.name, self.model, self.provenance, self.progress = name, model, survey.provenance, ""
         self._survey: Future[Run] = Future()
         self._planned = survey if isinstance(survey, PlannedSurvey) else None  # and not begun
         if isinstance(survey, Run):
             self._survey.set_result(survey)
-        of_prompts, of_layers = functools.lru_cache(KEPT_PROMPTS), functools.lru_cache(KEPT_LAYERS)
-        self._passes = of_prompts(lambda ids: read_prompt(model, torch.tensor(ids, device="cpu")))
-        self._unchanged = of_prompts(self._next)  # whatever head is shown
-        self._measured = of_prompts(lambda ids: _measured(model, self.read(ids)))
-        self._splits = of_layers(
-            lambda ids, layer: constituents(
-                model, torch.tensor(ids, device="cpu"), layer, decomposition=self.run
-            )
-        )
+        self._unchanged = functools.lru_cache(KEPT_PROMPTS)(self._next)  # whatever head is shown
+        self.read = functools.lru_cache(KEPT_PROMPTS)(self._read)
+        self.measured = functools.lru_cache(KEPT_PROMPTS)(self._measured)
+        self.constituents = functools.lru_cache(KEPT_LAYERS)(self._constituents)
 
     @property
     def is_surveyed(self) -> bool:
@@ -113,10 +106,9 @@ class Subject:
 
     def begin(self) -> None:
         """Begin the survey in a thread of its own, if it is planned and has not begun."""
-        with self._lock:
-            if self._planned is not None:
-                threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
-            self._planned = None
+        if self._planned is not None:
+            threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+        self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
         def note(what: str, done: int, total: int) -> None:
@@ -136,21 +128,33 @@ class Subject:
         if self._planned is None:
             wait([self._survey])
 
-    def read(self, ids: tuple[int, ...]) -> PromptPass:
+    def _read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
-        with self._lock:
-            return self._passes(ids)
+        return read_prompt(self.model, torch.tensor(ids, device="cpu"))
 
-    def measured(self, ids: tuple[int, ...]) -> Run:
+    @known_state()
+    def _measured(self, ids: tuple[int, ...]) -> Run:
         """Return a run whose heads table has what can be measured of every head on this prompt alone."""
-        with self._lock:
-            return self._measured(ids)
+        read, model = self.read(ids), self.model
+        statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 1, 0, read.trailing)
+        tokens = Tokens.of(read.ids[None], model.device)
+        with torch.inference_mode():
+            for layer, (inputs, _, _) in read.layers.items():
+                statistics.update(layer, inputs, tokens, first_context=0)
+        state = statistics.state()
+        columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
+        arrays = {"visible_keys": state["visible_keys"]}
+        return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
+
+    def _constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
+        """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
+        prompt = torch.tensor(ids, device="cpu")
+        return constituents(self.model, prompt, layer, decomposition=self.run)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
         """Read one head's attention on a prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
-        with self._lock:
-            return head_view(self.read(ids), layer, head)
+        return head_view(self.read(ids), layer, head)
 
     def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
@@ -160,7 +164,7 @@ class Subject:
         if not self.model.causal or self.model.source.predict is None:
             raise UsageError(f"{self.name} predicts no next tokens")
         sinks = self.view(ids, layer, head).sink_positions
-        with self._lock, guarded(self.model.root):
+        with guarded(self.model.root):
             columns = {"as it is": self._unchanged(ids)}
             with head_knockout(self.model, layer, head):
                 columns["without the head"] = self._next(ids)
@@ -182,11 +186,6 @@ class Subject:
         inputs = self.read(ids).layers[layer][0]
         return softmax(inputs.logits(), inputs.sink)[0].cpu()
 
-    def constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
-        """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
-        with self._lock:
-            return self._splits(ids, layer)
-
     def tags(self, ids: tuple[int, ...], layer: int, head: int) -> Tags:
         """Compute what a head writes at each token, on three principal components, and how far the sinks explain it.
 
@@ -194,7 +193,7 @@ class Subject:
             UsageError: all tokens but two or fewer are sinks.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        with self._lock, guarded(self.model.root):
+        with guarded(self.model.root):
             group = torch.from_numpy(self.view(ids, layer, head).group)
             others = group != LEFT_OUT
             if int(others.sum()) <= 2:
@@ -207,19 +206,6 @@ class Subject:
                 before=variance_explained(read.streams[layer].double()[others], group[others]),
                 chance=chance_explained(group[others]),
             )
-
-
-@known_state()
-def _measured(model: OpenModel, read: PromptPass) -> Run:
-    statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 1, 0, read.trailing)
-    tokens = Tokens.of(read.ids[None], model.device)
-    with torch.inference_mode():
-        for layer, (inputs, _, _) in read.layers.items():
-            statistics.update(layer, inputs, tokens, first_context=0)
-    state = statistics.state()
-    columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
-    arrays = {"visible_keys": state["visible_keys"]}
-    return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
 
 
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:

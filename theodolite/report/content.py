@@ -20,7 +20,6 @@ from theodolite.measure.head_roles import UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report import data
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.findings import measured_regimes
 from theodolite.system.wording import (
     MISSING,
     gguf_described,
@@ -34,6 +33,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
+from theodolite.theory.regimes import regime_of_curve
 
 EXAMPLE_CONTEXTS = 8
 EXAMPLE_TOKENS = 512
@@ -214,7 +214,8 @@ def head_cards(run: Run) -> dict[str, Any]:
     Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
     """
     heads, measures, sinks = {}, head_measures(run), _sinks_by_head(run)
-    regimes, roles = measured_regimes(run), data.roles_of_heads(run)
+    curves, roles = data.array(run, "propagation_by_position"), data.roles_of_heads(run)
+    regimes = None if curves is None else regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
     for place, row in enumerate(run.heads.to_dict("records")):
         layer, head = int(row["layer"]), int(row["head"])
         scores = [(role.name, number(row[role.column])) for role in roles[place]]

@@ -117,11 +117,6 @@ LEAST_CONTEXTS = (
 )
 
 
-def seen_above(value: float, shown: str) -> str:
-    """Return how a number that cannot be negative is shown, or that its estimate, below 0, is noise."""
-    return AT_FLOOR if value < 0 else shown
-
-
 def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
     """Mark the layers in which nothing of a number is seen above the noise of few contexts.
 

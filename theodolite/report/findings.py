@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import Estimate, Floats
+from theodolite.estimates import Floats
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, Answer, Criterion, contexts_needed, judge
 from theodolite.measure import head_roles
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.passes.run import Run
@@ -36,7 +37,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-from theodolite.theory.regimes import UNDEFINED, regime_of_curve
+from theodolite.theory.regimes import UNDEFINED
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
 ENTROPY_COLLAPSE = Criterion(
@@ -76,12 +77,14 @@ def of_layers(
     run: Run,
     name: str,
     claims: tuple[str, str, str],
-    numbers: Callable[[Estimate], str],
+    mean: str,
+    show: Callable[[float, float], str] = with_error,
     criterion: Criterion | None = None,
 ) -> Judged:
     """Judge the mean of a column over the layers that have it, by what is healthy; None where no layer has.
 
-    `claims`: what holds, what fails, and what is open, a clause that begins with "Whether". `numbers`: words the mean.
+    `claims`: what holds, what fails, and what is open, a clause that begins with "Whether". `mean`: its words, {} the
+    number as `show` shows it.
     """
     known, hidden = np.isfinite(data.value_of(run, name)), int(data.at_floor(run, name).sum())
     holds, fails, whether = claims
@@ -98,14 +101,10 @@ def of_layers(
         unknown = "it is within an error of its limit, and how many contexts would is not known"
         needed = contexts_needed(verdict, data.provenance(run, "corpus", "contexts") or 0)
         claim = f"{whether} is not decided; {needed or unknown}"
+    is_noise = estimate.value < 0 and declared("layers")[name].range[0] == 0
+    shown = mean.format(data.AT_FLOOR if is_noise else show(estimate.value, estimate.error))
     layers = f"mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {data.AT_FLOOR}"
-    return f"{claim}: {numbers(estimate)}{f' ({layers})' if hidden else ''}.", verdict.answer
-
-
-def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
-    """Name the regime of every head by its measured curve; None where there is none."""
-    curves = data.array(run, "propagation_by_position")
-    return None if curves is None else regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
+    return f"{claim}: {shown}{f' ({layers})' if hidden else ''}.", verdict.answer
 
 
 def in_a_line(checks: Sequence[Finding]) -> str:
@@ -238,7 +237,7 @@ def _positional(run: Run) -> Judged:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
     claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
     rank, values = "mean rank of the positional basis {}", data.array(run, "singular_values")
-    encoded, smooth = of_layers(run, "rank", claims, rank.format), _smooth(run)
+    encoded, smooth = of_layers(run, "rank", claims, rank), _smooth(run)
     if encoded is None or values is None or values.shape[1] < LEAST_VALUES:
         return None
     if encoded[1] != HOLDS and smooth and smooth[1] == FAILS:
@@ -252,17 +251,13 @@ def _smooth(run: Run) -> Judged:
     if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
     of_plane = " of rows and of columns" if grid else ""
-
-    def numbers(share: Estimate) -> str:
-        shown = data.seen_above(share.value, percent_with_error(share.value, share.error))
-        return f"the ten lowest frequencies{of_plane} hold {shown} of the energy of its Gram matrix"
-
+    share = f"the ten lowest frequencies{of_plane} hold {{}} of the energy of its Gram matrix"
     claims = (
         "The positional basis is smooth",
         "The positional basis is rough, and neighbouring positions have unrelated vectors",
         "Whether the positional basis is smooth",
     )
-    return of_layers(run, "pp_low_frequency_10", claims, numbers)
+    return of_layers(run, "pp_low_frequency_10", claims, share, percent_with_error)
 
 
 def _entangled(run: Run) -> Judged:
@@ -271,12 +266,7 @@ def _entangled(run: Run) -> Judged:
         "Position and context are entangled",
         "Whether position and context are entangled",
     )
-
-    def numbers(cosine: Estimate) -> str:
-        shown = data.seen_above(cosine.value, with_error(cosine.value, cosine.error))
-        return f"root mean square cosine {shown}"
-
-    return of_layers(run, "incoherence_mean", claims, numbers)
+    return of_layers(run, "incoherence_mean", claims, "root mean square cosine {}")
 
 
 def _unknown_tokens(run: Run) -> Judged:
@@ -321,9 +311,8 @@ def _layers(run: Run) -> npt.NDArray[np.int_]:
     return run.layers["layer"].to_numpy(dtype=int)
 
 
-def _mean(mean_and_error: tuple[float, float]) -> str:
+def _mean(mean: float, error: float) -> str:
     """Word a mean in two digits, or with its standard error where it has one."""
-    mean, error = mean_and_error
     return with_error(mean, error) if error > 0 else number(mean, 2)
 
 
@@ -344,9 +333,9 @@ def _position(run: Run) -> Iterator[str | Finding]:
     if (rank_mean := data.layer_mean(run, "rank")) is not None:
         by_layer = _range(data.value_of(run, "rank"), number)
         screenot = data.layer_mean(run, "rank_screenot")
-        as_published = f" {_mean(screenot)} here," if screenot else ""
+        as_published = f" {_mean(*screenot)} here," if screenot else ""
         yield (
-            f"{_mean(rank_mean)} directions of the positional basis replicate in contexts left out, on average "
+            f"{_mean(*rank_mean)} directions of the positional basis replicate in contexts left out, on average "
             f"({by_layer} by layer). Its rank as published (ScreeNOT):{as_published} {reference.rank[0]:.1f} for "
             f"{model}."
         )
@@ -360,20 +349,16 @@ def _context(run: Run) -> Iterator[str | Finding]:
         "Contexts do not cluster clearly by label",
         "Whether contexts cluster clearly by label",
     )
-
-    def index(ari: Estimate) -> str:
-        shown = _mean((ari.value, ari.error))
-        return f"k-means finds the labels with an adjusted Rand index of {shown} (1: perfect, 0: chance)"
-
-    if clusters := of_layers(run, "cluster_ari", claims, index, CLUSTERED):
+    index = "k-means finds the labels with an adjusted Rand index of {} (1: perfect, 0: chance)"
+    if clusters := of_layers(run, "cluster_ari", claims, index, _mean, CLUSTERED):
         yield Finding(clusters[0], CLUSTERS, clusters[1])
     elif data.column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
     if within is not None and between is not None:
         any_labels = data.layer_mean(run, "similarity_random")
         yield (
-            f"The root mean square cosine of context vectors is {_mean(within)} within labels and {_mean(between)} "
-            f"between labels{f' ({_mean(any_labels)} whatever the labels)' if any_labels else ''}."
+            f"The root mean square cosine of context vectors is {_mean(*within)} within labels and {_mean(*between)} "
+            f"between labels{f' ({_mean(*any_labels)} whatever the labels)' if any_labels else ''}."
         )
     for entangled in _found(run, ENTANGLEMENT):
         yield entangled
