@@ -35,22 +35,16 @@ from theodolite.system.wording import (
 )
 from theodolite.theory.regimes import regime_of_curve
 
-EXAMPLE_CONTEXTS = 8
-EXAMPLE_TOKENS = 512
+EXAMPLE_CONTEXTS, EXAMPLE_TOKENS = 8, 512
 FAINT = 0.02  # attention below which a token gets no colour
-SINK_TOKENS = 20
-OUTLIER_ROWS = 30
-MASSIVE_ROWS = 30
-LONG_VALUE = 200
-HEAD_SINKS = 4
+SINK_TOKENS, OUTLIER_ROWS, MASSIVE_ROWS, HEAD_SINKS = 20, 30, 30, 4
+LONG_VALUE = 200  # letters
 TEXT, ROLES_CARD = "Measured on the text", "Roles and their scores"
 SINKS_CARD = "Its sinks, in how many contexts"
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
-CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
-"""Group of columns → the card of a head that has them; all others are on `TEXT`'s."""
-
+CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}  # group of columns → their card; others: `TEXT`
 _NAMED = re.compile(r"\bL\d+H\d+\b|\blayer \d+\b|‘[^‘’]+’")
 
 

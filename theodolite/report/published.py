@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from theodolite.passes.run import Run
 from theodolite.report.data import packaged, provenance
 
-
-@dataclass(frozen=True)
-class Average:
-    """A row of Table 1: mean over layers and, in brackets there, standard deviation; NaN where it prints a dash."""
-
-    model: str
-    text: str
-    rank: list[float]
-    relative_norm: list[float]
-    between: list[float]
-    within: list[float]
-    incoherence: list[float]
-
-
-TABLE_1 = tuple(Average(**row) for row in packaged("published.toml")["average"])
+# Rows of Table 1, whose fields `published.toml` says.
+TABLE_1 = tuple(SimpleNamespace(**row) for row in packaged("published.toml")["average"])
 # The same on OpenWebText, the one text that all four models were measured on.
-AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
+AVERAGES: dict[str, SimpleNamespace] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
 _FAMILIES = {
     "BERT": ("bert", "electra"),
     "BLOOM": ("bloom", "falcon", "mpt"),
