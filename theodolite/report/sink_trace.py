@@ -11,13 +11,12 @@ import plotly.graph_objects as go
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.drawing.grammar import dots, heat, map_height, reference
+from theodolite.report.drawing.grammar import heat, map_height
 from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, for_plotly, number, percent, with_error
 
 SHOWN_SINKS = 40  # rows of a map
-KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 TRACE = Heading(
     "sinks/trace",
@@ -47,7 +46,6 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     for _, row in traces.head(3).iterrows():
         outcome.read(sink_name(row), _sink_summary(row))
     outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
-    outcome.show("trace", "strength", strength(traces))
 
 
 def _sink_summary(row: pd.Series) -> str:
@@ -82,23 +80,3 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     layout = {"yaxis": {"autorange": "reversed"}, "xaxis": {"type": "category"}, "margin": {"l": 150}}
     height = map_height(len(names), most=None)
     return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
-
-
-def strength(traces: pd.DataFrame) -> go.Figure:
-    """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
-    widest, chance = float(traces["caught"].max()), float(traces["tag_chance"].max())
-    drawn = reference([0, widest], chance, "noise floor", dash="dash")
-    hover = "%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>"
-    for kind in KIND_NAMES:
-        if (rows := traces[traces["kind"] == kind]).empty:
-            continue
-        texts = [
-            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
-            f"with the tag at {number(row['alignment'])}"
-            for _, row in rows.iterrows()
-        ]
-        look = (texts, KIND_NAMES[kind], KIND_COLOURS[kind], hover)
-        drawn.append(dots(rows["caught"], rows["tag"], *look, marker={"opacity": 0.8}))
-    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
-    titles = ("share of all queries caught", "η² of the head's output")
-    return style.figure(drawn, *titles, height=360, layout=layout)
