@@ -1,7 +1,4 @@
-"""Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
-
-Models that stand side by side share their scales. Colour never stands alone: sinks are marked and numbered.
-"""
+"""Every panel of the explorer's page, one value per model, on shared scales: a Plotly figure, or words as HTML."""
 
 from __future__ import annotations
 

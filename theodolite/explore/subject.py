@@ -189,9 +189,7 @@ class Subject:
     def tags(self, ids: tuple[int, ...], layer: int, head: int) -> Tags:
         """Compute what a head writes at each token, on three principal components, and how far the sinks explain it.
 
-        Raises:
-            UsageError: all tokens but two or fewer are sinks.
-            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        `UsageError`: all tokens but two are sinks; `WorkError`: the heads' outputs are not added up.
         """
         with guarded(self.model.root):
             group = torch.from_numpy(self.view(ids, layer, head).group)

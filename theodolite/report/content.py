@@ -203,10 +203,7 @@ def _cell(value: Any, error: Any) -> Cell:
 
 
 def head_cards(run: Run) -> dict[str, Any]:
-    """Return what the cards of heads show: `measures`, the group and title of each, and `heads` by `"layer,head"`.
-
-    Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
-    """
+    """Return what the cards of heads show: (group, title) of `measures`, and of `heads` own groups and their values."""
     heads, measures, sinks = {}, head_measures(run), _sinks_by_head(run)
     curves, roles = data.array(run, "propagation_by_position"), data.roles_of_heads(run)
     regimes = None if curves is None else regime_of_curve(curves[run.heads["layer"], run.heads["head"]])

@@ -404,7 +404,6 @@ def _heads_of(run: Run, role: head_roles.HeadRole, least: float | None = None) -
 
 
 def _sinks(run: Run) -> Iterator[str]:
-    total = counted(len(run.heads), "head")
     for role, sink in (
         (head_roles.FIRST_TOKEN_SINK, "a first-token sink"),
         (head_roles.LATER_SINK, "a later sink"),
@@ -418,7 +417,7 @@ def _sinks(run: Run) -> Iterator[str]:
             continue
         have = _have(len(heads))
         if role is head_roles.FIRST_TOKEN_SINK:
-            have = f"{len(heads)} of {total} have"
+            have = f"{len(heads)} of {counted(len(run.heads), 'head')} have"
         tokens = _later_tokens(run) if role is head_roles.LATER_SINK else []
         often = f"; most often {listed(tokens, 3)}" if tokens else ""
         yield f"{have} {where}: {listed(heads)}{often}."

@@ -115,8 +115,8 @@ def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> 
 
 def _described(asked: Mapping[str, Any]) -> str:
     """Return what an index adds to a title: `“the prompt”, L1H2`."""
-    texts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
-    return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
+    parts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
+    return ", ".join([*parts, f"L{asked['layer']}H{asked['head']}"] if "head" in asked else parts)
 
 
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,7 @@ def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
 def token_axis(
     tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
 ) -> dict[str, Any]:
-    """Make an axis of tokens: about `labels` of them are written, in `letters` at most, and the sinks with a mark.
-
-    No label lies over another's: of sinks side by side, as in a local sink's span, the first has it.
-    """
+    """Make an axis of tokens: about `labels` of them are written, none over another, and the sinks with a mark."""
     spacing = -(-len(tokens) // labels)  # tokens from one label to the next
     marked: list[int] = []
     for sink in sorted(sinks):
@@ -88,10 +85,7 @@ def attention(
 def by_dimension(
     vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
 ) -> go.Figure:
-    """Draw vectors (tokens, d), one row per token, in the dimensions that are largest at any token.
-
-    `scale_of` (rows, d): choose dimensions and colours by these vectors instead, so that figures can be compared.
-    """
+    """Draw vectors (tokens, d), a row per token, in the dimensions that are largest there or in `scale_of` (rows, d)."""
     largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
