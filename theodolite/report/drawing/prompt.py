@@ -85,7 +85,7 @@ def attention(
 def by_dimension(
     vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
 ) -> go.Figure:
-    """Draw vectors (tokens, d), a row per token, in the dimensions that are largest there or in `scale_of` (rows, d)."""
+    """Draw vectors (tokens, d), a row per token, in the dimensions largest there or in `scale_of` (rows, d)."""
     largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
