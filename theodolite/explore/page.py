@@ -256,7 +256,7 @@ def _side(name: str) -> dict[str, Any]:
                     with gr.Column(min_width=400):
                         gr.Markdown(f"### {title}\n{about}")
                         for part in parts:
-                            shown = gr.Plot if part in PLOTS else gr.HTML
+                            shown: Any = gr.Plot if part in PLOTS else gr.HTML
                             side[part] = shown(show_label=False, elem_classes=part.replace("_", "-"))
     return side
 

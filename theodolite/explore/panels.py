@@ -51,7 +51,8 @@ _ROLES = (head_roles.PREVIOUS_TOKEN, head_roles.SAME_TOKEN, *head_roles.SINK_ROL
 ON_PROMPT = ("entropy", *(role.column for role in _ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
-LABELS = {"labels": 24, "letters": 10}  # of tokens: in a column of half a laptop's screen they do not touch
+# Of tokens: in a column of half a laptop's screen they do not touch.
+LABELS: dict[str, Any] = {"labels": 24, "letters": 10}
 TILE, TILES_ACROSS, TILE_HEIGHT = 48, 6, 150  # cells of a side of a small map; maps in a row; pixels
 ABOVE = {"xanchor": "left", "yanchor": "bottom"}  # a small map's name
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)

@@ -252,14 +252,13 @@ def subtitle(provenance: dict[str, Any]) -> str:
         return visible(model["architecture"], 60) if trained else "theory or its own training runs"
     shape = f"{model.get('layers', '?')} blocks × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
-    for name, words, show in (
-        ("width", "width {}", str),
-        ("parameters", "{} parameters", _short_count),
-        ("positions", "{} positions", visible),
-        ("chosen_layers", "only heads of blocks {}", spans),
-    ):
-        if model.get(name):
-            parts.append(words.format(show(model[name])))
+    show: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "width": ("width {}", str),
+        "parameters": ("{} parameters", _short_count),
+        "positions": ("{} positions", visible),
+        "chosen_layers": ("only heads of blocks {}", spans),
+    }
+    parts += [words.format(word(model[name])) for name, (words, word) in show.items() if model.get(name)]
     if model.get("gguf"):
         parts.append(gguf_described(visible(model["gguf"], 20), visible(model.get("dtype"), 20)))
     return " · ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
-    least, largest, show = 0.0, float(np.nanmax(values, initial=0.1)), number
+    least, largest = 0.0, float(np.nanmax(values, initial=0.1))
+    show: Callable[[float], str] = number
     axis: dict[str, Any] = {}
     if shown.limits:
         largest, axis = 1.0, {"range": list(shown.limits)}

@@ -40,7 +40,7 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
     traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
     coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "showscale": False}
     hover, drawn = "%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>", coloured | {"line": {"width": 0}}
-    named = {"hover": hover, "customdata": names}
+    named: dict[str, Any] = {"hover": hover, "customdata": names}
     traces += line(*points.T[:2], "positions", style.GREY, width=1, marker=drawn, **named)
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}

@@ -106,8 +106,8 @@ def outlier_shares(run: Run) -> go.Figure:
         raise UsageError("this run has no dimension with |x| ≥ 6 in any token past the first")
     dimensions = [dimension for dimension in largest_columns(shares) if shares[:, dimension].any()]
     hover = "layer %{y}, dimension %{x}<br>%{z:.1%} of tokens<extra></extra>"
-    look = {"bar": style.colour_bar("share of tokens", tickformat="~%"), "x": list(map(str, dimensions))}
-    cells = heat(shares[:, dimensions], 0, float(shares.max()), hover, cells=True, **look)
+    bar, x = style.colour_bar("share of tokens", tickformat="~%"), list(map(str, dimensions))
+    cells = heat(shares[:, dimensions], 0, float(shares.max()), hover, bar=bar, cells=True, x=x)
     across = {"type": "category", "tickangle": -90, "tickfont": {"size": 10}}
     layout = {"xaxis": across, "yaxis": rows_down(len(shares))}
     return style.figure([cells], "feature dimension", "layer", height=map_height(len(shares)), layout=layout)

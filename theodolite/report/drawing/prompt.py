@@ -90,9 +90,10 @@ def by_dimension(
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
     hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
-    look = {"scale": style.SIGNED, "bar": "value", "customdata": [[str(d) for d in dimensions]] * len(tokens)}
-    places = {"x": list(range(len(dimensions))), "y": token_names(tokens)}
-    trace = heat(vectors[:, dimensions], -limit, limit, hover, **look, **places)
+    x, y = list(range(len(dimensions))), token_names(tokens)
+    named = [[str(dimension) for dimension in dimensions]] * len(tokens)
+    shown = vectors[:, dimensions]
+    trace = heat(shown, -limit, limit, hover, scale=style.SIGNED, bar="value", x=x, y=y, customdata=named)
     ticks = evenly(len(dimensions), 16)
     across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
     layout = {"xaxis": across, "yaxis": _down(token_axis(tokens, sinks)), "margin": {"l": 90}}
