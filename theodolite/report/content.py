@@ -113,17 +113,17 @@ def sink_tokens(run: Run) -> Table | None:
     ]
     groups = {key: group for key, group in run.sinks.groupby(["token", "first"], sort=True)}
     ranked = sorted(groups, key=lambda key: (-groups[key]["contexts"].sum(), str(key[0]), bool(key[1])))
-    rows = [_sink_row(*key, groups[key]) for key in ranked[:SINK_TOKENS]]
+    rows = [_sink_row(groups[key]) for key in ranked[:SINK_TOKENS]]
     return Table(names, rows, [f"token-{place}" for place in range(len(rows))])
 
 
-def _sink_row(token: object, first: bool, heads: pd.DataFrame) -> list[Cell]:
+def _sink_row(heads: pd.DataFrame) -> list[Cell]:
     best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
     contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
     position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
     return [
-        Cell(shown_token(token)),
-        Cell("first" if first else f"later (mean {number(position)})", position),
+        Cell(shown_token(best["token"])),
+        Cell("first" if best["first"] else f"later (mean {number(position)})", position),
         Cell(number(contexts.sum()), float(contexts.sum())),
         Cell(str(len(heads)), float(len(heads))),
         Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),

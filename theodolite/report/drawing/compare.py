@@ -77,7 +77,8 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
         rows = (table["status"] == status).to_numpy()
         texts = [hover(row) for _, row in table[rows].iterrows()]
         look = (texts, status, colour, f"%{{text}}<extra>{status}</extra>")
-        traces.append(dots(*values[rows].T, *look, marker={"size": 9, "opacity": 0.75}))
+        x, y = values[rows].T
+        traces.append(dots(x, y, *look, marker={"size": 9, "opacity": 0.75}))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
 

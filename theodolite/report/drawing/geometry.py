@@ -41,7 +41,7 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
     coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "showscale": False}
     hover, drawn = "%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>", coloured | {"line": {"width": 0}}
     named: dict[str, Any] = {"hover": hover, "customdata": names}
-    traces += line(*points.T[:2], "positions", style.GREY, width=1, marker=drawn, **named)
+    traces += line(points[:, 0], points[:, 1], "positions", style.GREY, width=1, marker=drawn, **named)
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}
     return style.figure(traces, "component 1", "component 2", height=400, layout=layout)

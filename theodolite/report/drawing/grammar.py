@@ -157,7 +157,7 @@ def cosine_map(
         rows: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
         borders: the first of each group but the first group, for the lines between them.
     """
-    axis = {"type": "category", "ticks": "", "constrain": "domain"}
+    axis: dict[str, Any] = {"type": "category", "ticks": "", "constrain": "domain"}
     axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
     ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
     lines = [
